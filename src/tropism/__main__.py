@@ -1,0 +1,8 @@
+"""`python -m tropism`, and so `torchrun -m tropism`."""
+
+import sys
+
+from tropism.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

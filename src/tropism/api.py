@@ -1,0 +1,243 @@
+"""One call that runs a method from options to a model directory. The command line is this call."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tropism.config import MethodOptions
+from tropism.data.load import check_embedding
+from tropism.data.schedule import Schedule
+from tropism.dist import World, connect
+from tropism.errors import ReferenceMismatchError, TropismError
+from tropism.methods import LOSSES, Method
+from tropism.model import load
+from tropism.model.probe import choose_layout
+from tropism.observe.console import Voice
+from tropism.observe.manifest import Manifest, text_fingerprints
+from tropism.observe.rundir import RunDirectory
+from tropism.train import reference as references
+from tropism.train.evaluate import Evaluator
+from tropism.train.loop import Plan, Record, check_first_step, train
+from tropism.train.optim import build_optimizer
+from tropism.train.prepare import Prepared, build_method, describe_weights, make_schedule, prepare_data, probe_trees
+from tropism.train.samples import Sampler
+from tropism.train.step import Engine
+from tropism.train.store import default_root
+from tropism.train.work import Planner, all_trees
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left behind.
+
+    Args:
+        directory: the run directory.
+        model: the trained model's directory.
+        steps: optimiser steps done.
+        seconds: wall time.
+        before, after: evaluation records at step 0 and at the end, or the first and last train records where
+            nothing was held out.
+        samples: prompts with the answers before and after.
+    """
+
+    directory: Path
+    model: Path
+    steps: int
+    seconds: float
+    before: dict[str, float]
+    after: dict[str, float]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run(options: MethodOptions, voice: Voice | None = None) -> RunResult:
+    """Train as the options say.
+
+    Raises:
+        TropismError: a subclass that says what is wrong and what to do; before the first step wherever it can be.
+    """
+    with connect() as world:
+        return _Run(options, world, voice or Voice(loud=world.is_main)).go()
+
+
+class _Run:
+    """One run from checks to export. Each method is a stage; `go` is their order."""
+
+    def __init__(self, options: MethodOptions, world: World, voice: Voice) -> None:
+        self.options = options
+        self.world = world
+        self.voice = voice
+        self.began = time.monotonic()
+        self.source = load.Source.of(options.model)
+        cuda = world.device.type == "cuda"
+        self.precision = options.precision if options.precision != "auto" else "bf16" if cuda else "fp32"
+        self.budget = options.microbatch_tokens or (16384 if cuda else 2048)
+
+    def go(self) -> RunResult:
+        options, remote = self.options, self.options.trust_remote_code
+        RunDirectory.refuse_if_used(options.output)
+        self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
+        config = load.load_config(self.source, trust_remote_code=remote)
+        row = LOSSES[options.loss]  # type: ignore[attr-defined]
+        data = prepare_data(options, self.tokenizer, config, row.view)
+        load.check_rope(config, data.max_length)
+        check_embedding([*data.train, *data.evaluation], config.get_text_config().vocab_size,
+                        self.tokenizer.convert_ids_to_tokens)
+        method = build_method(row, options.model_dump(), data.train)
+        schedule = make_schedule(options, options, data.train, row.needs_reference_point)
+        self._introduce(data, method, schedule, config)
+        directory, manifest = self._open(data)
+        try:
+            return self._train(directory, manifest, data, method, schedule)
+        except BaseException as error:
+            if manifest is not None:
+                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+                manifest.end(status, error=str(error) or type(error).__name__)
+            raise
+
+    def _introduce(self, data: Prepared, method: Method, schedule: Schedule, config: Any) -> None:
+        """What was read, and what is about to be done."""
+        say, warn = self.voice.say, self.voice.warn
+        for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
+            if audit is not None:
+                say(f"{name}: {audit.source}: {audit.summary()}")
+                for drop in audit.dropped[:3]:
+                    say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
+                for notice in audit.notices():
+                    warn(notice)
+        say(f"method: {method.row.name} ({method.row.reading}); "
+            + ", ".join(f"{name} {value:g}" for name, value in method.options.items()))
+        if method.row.view == "unpaired":
+            say(f"labels: {describe_weights(method, data.train)}")
+        held_out = f", {len(data.evaluation)} rows held out" if data.evaluation else ""
+        say(f"plan: {len(data.train)} rows{held_out}; {schedule.total_steps} steps of {self.options.batch_size}, "
+            f"learning rate {self.options.learning_rate:g}, max_length {data.max_length}, {self.precision}, "
+            f"{self.world.size} x {self.world.device.type}")
+        if dropout := load.dropout_of(config):
+            say(f"dropout is off (the config asks for {', '.join(f'{k} {v}' for k, v in dropout.items())})")
+        if self.options.learning_rate == 0:
+            warn("learning_rate is 0: nothing will change")
+
+    def _open(self, data: Prepared) -> tuple[RunDirectory, Manifest | None]:
+        """Make the run directory; the main rank writes what is known before the model is loaded."""
+        options, failure = self.options, None
+        directory = RunDirectory(Path(options.output).expanduser())
+        manifest = None
+        if self.world.is_main:
+            try:
+                directory.create()
+                directory.write_config(options.dump())
+                directory.write_json("audit.json", data.to_json())
+                manifest = Manifest(directory, {
+                    "method": options.method, "model": self.source.absolute, "seed": options.seed,
+                    "world_size": self.world.size, "device": str(self.world.device), "precision": self.precision,
+                    "fingerprints": data.fingerprints() | text_fingerprints(self.tokenizer)})
+            except TropismError as error:
+                failure = error
+        failure = self.world.broadcast(failure)
+        if failure is not None:
+            raise failure
+        return directory, manifest
+
+    def _train(self, directory: RunDirectory, manifest: Manifest | None, data: Prepared, method: Method,
+               schedule: Schedule) -> RunResult:
+        engine, planner = self._build(data, method, schedule, manifest)
+        evaluator = Evaluator(data.evaluation, self.budget, data.max_length) if data.evaluation else None
+        sampler = Sampler(data.evaluation or data.train, held_out=bool(data.evaluation), count=self.options.samples,
+                          tokenizer=self.tokenizer, stop_ids=sorted(data.renderer.stop_ids))
+        answers = sampler.ask(engine.model) if self.world.is_main else []
+        initial = engine.model.snapshot() if self.options.export_dtype != "float32" else None
+        records = self._follow(directory, train(engine, planner, evaluator, self._plan(schedule)), schedule)
+        samples: list[dict[str, Any]] = []
+        if self.world.is_main:
+            samples = sampler.compare(answers, sampler.ask(engine.model))
+            for sample in samples:
+                directory.append_sample(sample)
+            self._export(engine, directory, data, initial)
+        shown = [record for record in records if record.split == "eval"] or records
+        before, after = shown[0].metrics, shown[-1].metrics
+        seconds = time.monotonic() - self.began
+        if manifest is not None:
+            manifest.end("done", steps=schedule.total_steps, seconds=round(seconds, 3))
+        what = f"{len(data.evaluation)} held-out rows" if evaluator else "training steps, first and last"
+        self.voice.before_after(f"{what}: before and after", before, after)
+        self.voice.say(f"model: {directory.model}  ({schedule.total_steps} steps, {seconds:.0f} s)")
+        return RunResult(directory.path, directory.model, schedule.total_steps, seconds, before, after, samples)
+
+    def _build(self, data: Prepared, method: Method, schedule: Schedule,
+               manifest: Manifest | None) -> tuple[Engine, Planner]:
+        """Model, layout, reference and optimiser, each checked as soon as it can be."""
+        options, world = self.options, self.world
+        module = load.load_model(self.source, self.precision, world.device, trust_remote_code=options.trust_remote_code)
+        probes = probe_trees(data.train, self.budget)
+        model, probe = choose_layout(module, self.precision, world.device, probes, options.layout)
+        self.voice.say(f"layout: {probe.layout}; differs from the model's own forward by at most "
+                       f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
+        planner = Planner(data.train, schedule, method, model.layout, self.budget, data.max_length, world)
+        if planner.oversized:
+            self.voice.warn(f"{planner.oversized} prompts with their completions exceed microbatch_tokens "
+                            f"{self.budget} and get a pass of their own")
+        reference = self._reference(model, data, planner, probes)
+        optimizer = build_optimizer(options.optimizer, module, options.weight_decay)
+        engine = Engine(model, reference, method, optimizer, world, options.max_grad_norm)
+        if options.reference in (None, "live"):
+            agree, sentence = check_first_step(engine, planner, probe.error)
+            if not agree and options.strict:
+                raise ReferenceMismatchError(sentence)
+            (self.voice.say if agree else self.voice.warn)(sentence)
+        if manifest is not None:
+            manifest.add(layout=probe.layout, layout_error_nats=probe.error, reference=reference.fingerprint)
+        return engine, planner
+
+    def _reference(self, model: Any, data: Prepared, planner: Planner, probes: Any) -> references.Reference:
+        """The frozen scorer: stored scores by default, of the policy as it is now or of another model."""
+        options = self.options
+        if options.reference == "live":
+            return references.LiveReference(references.freeze(model))
+        frozen = model
+        if options.reference is not None:
+            source = load.Source.of(options.reference)
+            other = load.load_model(source, self.precision, self.world.device,
+                                    trust_remote_code=options.trust_remote_code)
+            references.check_vocabulary(load.load_tokenizer(source), self.tokenizer)
+            frozen, _ = choose_layout(other, self.precision, self.world.device, probes, model.layout)
+        root = Path(options.store).expanduser() if options.store else default_root()
+        trees = planner.trees()
+        if data.evaluation:
+            trees += all_trees(data.evaluation, range(len(data.evaluation)), planner.method,
+                                          data.max_length)
+        with self.voice.bar("reference") as report:
+            return references.build(frozen, trees, self.budget, root, self.world, report)
+
+    def _plan(self, schedule: Schedule) -> Plan:
+        options = self.options
+        every = options.eval_every if options.eval_every is not None else max(1, schedule.total_steps // 10)
+        return Plan(options.learning_rate, options.schedule, options.warmup_ratio, options.log_every, every,
+                    options.workers)
+
+    def _follow(self, directory: RunDirectory, records: Any, schedule: Schedule) -> list[Record]:
+        """Write each record as it comes, and show it."""
+        kept: list[Record] = []
+        with self.voice.bar("train") as report:
+            for record in records:
+                kept.append(record)
+                if self.world.is_main:
+                    directory.append_record(record.to_json())
+                if record.split == "train":
+                    metrics = record.metrics
+                    shown = {"loss": f"{metrics['loss']:.4f}"}
+                    if "rewards/margins" in metrics:
+                        shown["margin"] = f"{metrics['rewards/margins']:+.4f}"
+                    shown["tokens/s"] = f"{metrics['tokens_per_second']:.0f}"
+                    report(record.step, schedule.total_steps, **shown)
+        return kept
+
+    def _export(self, engine: Engine, directory: RunDirectory, data: Prepared,
+                initial: dict[str, torch.Tensor] | None) -> None:
+        dtype = getattr(torch, self.options.export_dtype)
+        load.export(engine.model.module, self.tokenizer, directory.model, dtype, data.renderer.stop_ids)
+        if initial is not None:
+            share = load.survived_rounding(engine.model.module, initial, dtype)
+            self.voice.say(f"export in {self.options.export_dtype}: {share:.1%} of the changed weights survive rounding")

@@ -1,0 +1,179 @@
+"""The command line: parse, one call, exit code. It imports torch only when a command needs it."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+
+from tropism.config import METHODS, DPOOptions, KTOOptions, MethodOptions, nearest, read_yaml
+from tropism.errors import TropismError, UsageError
+
+app = App(name="tropism", help="Align and distil language models offline: exact, fast, kind.",
+          result_action="return_value", help_format="plaintext")
+store = App(name="store", help="Reference scores that are kept between runs.", result_action="return_value")
+app.command(store)
+
+_Flat = Parameter(name="*")
+
+
+def _run(options: MethodOptions) -> int:
+    from tropism.api import run  # imports torch: not for --help
+
+    run(options)
+    return 0
+
+
+@app.command
+def kto(*, options: Annotated[KTOOptions, _Flat]) -> int:
+    """Train on single completions, each labelled desirable or undesirable."""
+    return _run(options)
+
+
+@app.command
+def dpo(*, options: Annotated[DPOOptions, _Flat]) -> int:
+    """Train on pairs of a chosen and a rejected completion."""
+    return _run(options)
+
+
+@app.command
+def train(config: Path) -> int:
+    """Train as a configuration file says; RUN/config.yaml repeats a run. --KEY VALUE changes an option of it.
+
+    Parameters
+    ----------
+    config
+        A YAML file with `method:` and options by their names.
+    """
+    raise UsageError(f"{config}: `tropism train` is resolved before it is called")
+
+
+@app.command
+def demo(*, output: Path = Path("demo-run"), minutes: float = 5.0) -> int:
+    """Train a small model on feedback that comes with the package, and show what changed.
+
+    Parameters
+    ----------
+    output
+        The run directory.
+    minutes
+        About how long to train.
+    """
+    from tropism.demo.run import main as run_demo
+
+    return run_demo(output, minutes)
+
+
+@store.command(name="list")
+def store_list(*, store: Path | None = None) -> int:
+    """Show what the store holds.
+
+    Parameters
+    ----------
+    store
+        Its directory; by default TROPISM_STORE, else ~/.cache/tropism/store.
+    """
+    from tropism.train.store import default_root, entries
+
+    root = store or default_root()
+    found = entries(root)
+    print(f"{root}: scores of {len(found)} frozen models")
+    for entry in found:
+        print(f"  {entry.path.name}  {entry.scores} scores, {entry.size_bytes / 1024:.0f} KiB  "
+              f"{entry.meta.get('model', '?')} ({entry.meta.get('precision')}, {entry.meta.get('layout')})")
+    return 0
+
+
+@store.command(name="clean")
+def store_clean(fingerprint: str | None = None, *, store: Path | None = None) -> int:
+    """Remove stored scores; they are computed again when a run needs them.
+
+    Parameters
+    ----------
+    fingerprint
+        Beginning of the fingerprint of the scores to remove; by default all.
+    store
+        Its directory; by default TROPISM_STORE, else ~/.cache/tropism/store.
+    """
+    from tropism.train.store import clean, default_root
+
+    root = store or default_root()
+    print(f"{root}: removed the scores of {clean(root, fingerprint)} frozen models")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns 0 when done, 1 when failed, 2 for a usage or data error."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        tokens, values = _with_config(tokens)
+        app.config = [cyclopts.config.Dict(values, use_commands_as_keys=False)] if values else []
+        result = app(_join_booleans(tokens), exit_on_error=False, print_error=False)
+        return int(result or 0)
+    except CycloptsError as error:
+        errors.print(f"tropism: {_explain(error)}", markup=False)
+        return 2
+    except TropismError as error:
+        errors.print(f"tropism: {error}", markup=False)
+        return error.exit_code
+    except KeyboardInterrupt:
+        errors.print("tropism: interrupted; what was written so far is readable", markup=False)
+        return 1
+
+
+def _with_config(tokens: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """`train FILE ...` as the method that FILE names, and the options of FILE or of `--config FILE`."""
+    if tokens[:1] == ["train"] and not {"--help", "-h"} & set(tokens):
+        if len(tokens) < 2 or tokens[1].startswith("-"):
+            raise UsageError("tropism train needs a configuration file: tropism train RUN/config.yaml")
+        method, values = read_yaml(tokens[1])
+        if method is None:
+            raise UsageError(f"{tokens[1]}: has no `method:`; it is one of {', '.join(METHODS)}")
+        return [method, *tokens[2:]], values
+    for position, token in enumerate(tokens):
+        name, joined, path = token.partition("=")
+        if name == "--config" and tokens[0] in METHODS:
+            if not joined and position + 1 == len(tokens):
+                raise UsageError("--config needs a file")
+            path = path if joined else tokens[position + 1]
+            method, values = read_yaml(path)
+            if method not in (None, tokens[0]):
+                raise UsageError(f"{path}: is for method {method}, not {tokens[0]}")
+            return tokens[:position] + tokens[position + (1 if joined else 2) :], values
+    return tokens, {}
+
+
+def _join_booleans(tokens: list[str]) -> list[str]:
+    """`--shuffle false` as `--shuffle=false`: YAML and command line take the same words."""
+    flags = {f"--{name.replace('_', '-')}" for options in METHODS.values()
+             for name, info in options.model_fields.items() if info.annotation is bool}
+    joined: list[str] = []
+    for token in tokens:
+        if joined and joined[-1] in flags and token.lower() in ("true", "false"):
+            joined[-1] += f"={token.lower()}"
+        else:
+            joined.append(token)
+    return joined
+
+
+def _explain(error: CycloptsError) -> str:
+    """One sentence with the option's name and the value."""
+    if isinstance(error, cyclopts.ValidationError) and error.argument is not None and error.__cause__ is not None:
+        problems = getattr(error.__cause__, "errors", list)()
+        if problems:
+            problem = problems[0]
+            option = "--" + "-".join(str(part).replace("_", "-") for part in problem["loc"][:1])
+            return f"{option}: {problem['msg']} (got {problem['input']!r})"
+    if isinstance(error, cyclopts.UnknownOptionError) and error.token is not None:
+        options = METHODS.get((error.command_chain or ("",))[0])
+        name = str(error.token.keyword or error.token.value).split("=")[0].lstrip("-")
+        if options is not None:
+            return f"--{name}: unknown{nearest(name, options.model_fields)}"
+    return " ".join(str(error).split())
+
+
+__all__ = ["app", "main"]

@@ -1,0 +1,241 @@
+"""Text to token ids: chat template, border between prompt and completion, terminator, truncation."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
+from tropism.data.tokens import TextTokenizer
+from tropism.data.tree import Completion, token_ids
+from tropism.data.truncate import Limits, PromptCutter, fit
+from tropism.errors import DataError, ModelError
+
+_PRIVATE = "\U000f0000"  # first of the private-use characters that stand in for spelt control tokens
+
+
+class Renderer:
+    """Turns rows into token ids.
+
+    Prompt ids are exactly the ids that generation would be given. Completion ids are the text that the chat
+    template renders for the answer, up to and including its terminator; one EOS where it has none.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        limits: token limits.
+        supervise: which assistant messages of a completion count: the `last`, or `all` of a conversation.
+    """
+
+    def __init__(self, tokenizer: Any, limits: Limits, supervise: Literal["last", "all"] = "last") -> None:
+        self.text = TextTokenizer(tokenizer)
+        self.limits = limits
+        self.supervise = supervise
+        self.stop_ids: set[int] = set()
+        self._last_prompt: tuple[str, list[int]] | None = None
+
+    def encode(self, row: Row) -> EncodedRow | Dropped:
+        """Token ids of a row after truncation, or the reason why it is left out.
+
+        Raises:
+            DataError: if the chat template refuses the row's messages.
+            ModelError: if the row has messages and the tokenizer has no chat template.
+        """
+        notes: set[str] = set()
+        if isinstance(row.prompt, str):
+            cutter, split = self._plain_prompt(row.prompt)
+            completions = [self._plain_completion(row.prompt, cutter.ids, str(text), notes)
+                           for text in row.completions]
+        else:
+            conversation = _Conversation(self, row)
+            cutter, split = conversation.cutter, conversation.split_text
+            completions = [conversation.completion(tuple(answer), notes)  # type: ignore[arg-type]
+                           for answer in row.completions]
+        if not cutter.ids:
+            return Dropped(row.place, Reason.EMPTY_PROMPT, "the prompt has no token to predict from")
+        prompt_ids, kept = fit(cutter, completions, self.limits)
+        if any(completion is None for completion in kept):
+            return Dropped(row.place, Reason.NO_SUPERVISED_TOKEN,
+                           f"no supervised token after truncation to {self.limits.max_length} "
+                           f"(prompt {len(cutter.ids)})")
+        final = [completion for completion in kept if completion is not None]
+        if len(final) == 2 and final[0].key == final[1].key:
+            return Dropped(row.place, Reason.IDENTICAL_PAIR, "both sides are equal (after truncation)")
+        if len(prompt_ids) < len(cutter.ids):
+            notes.add("prompt_cut")
+        if any(short is not whole for short, whole in zip(final, completions, strict=True)):
+            notes.add("completion_cut")
+        return EncodedRow(row.id, row.place, token_ids(prompt_ids), tuple(final), row.desirable,
+                          hashlib.blake2b(split.encode("utf-8", "surrogatepass"), digest_size=16).digest(),
+                          frozenset(notes))
+
+    def _plain_prompt(self, text: str) -> tuple[PromptCutter, str]:
+        ids = self.text.encode_prompt(text)
+        lead = 1 if ids and ids[0] == self.text.bos_id else 0
+        return PromptCutter(ids, head=(lead,)), text
+
+    def _plain_completion(self, prompt: str, prompt_ids: list[int], text: str, notes: set[str]) -> Completion:
+        ids, exact = self.text.continue_text(prompt, prompt_ids, text)
+        if not exact:
+            notes.add("text_changed")
+        eos = self.text.eos_id
+        assert eos is not None
+        self.stop_ids.add(eos)
+        return Completion.supervised(ids if ids and ids[-1] == eos else [*ids, eos])
+
+    def template(self, messages: Sequence[Message], row: Row, *, generate: bool) -> str:
+        """The chat template's text for messages, with or without the start of an answer."""
+        tokenizer = self.text.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            raise ModelError("the data has messages, and this tokenizer has no chat template; use an instruct "
+                             "model, or data with plain text prompts")
+        try:
+            return str(tokenizer.apply_chat_template(
+                list(messages), tools=list(row.tools) if row.tools else None,
+                add_generation_prompt=generate, tokenize=False))
+        except Exception as error:  # whatever a template raises is about this row
+            raise DataError(f"{row.place}: the chat template refuses these messages: {error}") from error
+
+    def prompt(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Ids of a rendered prompt; neighbouring rows often share it, so the last one is remembered."""
+        last = self._last_prompt
+        if last is None or last[0] != text:
+            last = self._last_prompt = (text, encode(text))
+        return last[1]
+
+
+class _Conversation:
+    """One row of messages on its way to ids."""
+
+    def __init__(self, renderer: Renderer, row: Row) -> None:
+        self.renderer = renderer
+        self.row = row
+        prompt = [dict(message) for message in row.prompt]  # type: ignore[arg-type]
+        self.spelt: dict[str, str] = {}
+        self._masks = self._find_spelt(prompt, row.completions)
+        self.prompt = [self._masked(message) for message in prompt]
+        self.answers_from = len(self.prompt)
+        if renderer.supervise == "all":
+            first = next((i for i, message in enumerate(self.prompt) if message["role"] == "assistant"), None)
+            self.answers_from = len(self.prompt) if first is None else first
+        head = self.prompt[: self.answers_from]
+        self.prompt_text = renderer.template(head, row, generate=True) if head else ""
+        ids = renderer.prompt(self.prompt_text, self._encode) if self.prompt_text else []
+        self.cutter = PromptCutter(ids, self._head(head, ids), lambda: self._shorter(head))
+        users = [message.get("content") or "" for message in prompt if message["role"] == "user"]
+        # Not the whole prompt: a later turn of a conversation holds the answers to its first turn.
+        self.split_text = str(users[0]) if users else self.prompt_text
+
+    def _find_spelt(self, prompt: list[Message], completions: Sequence[Any]) -> dict[str, str]:
+        """Map each control token that some message spells out to a private-use character of its own."""
+        contents = [message.get("content") or "" for message in prompt]
+        contents += [message.get("content") or "" for answer in completions for message in answer]
+        whole = "\n".join(contents)
+        names = sorted({match.group() for match in self.renderer.text.control_pattern.finditer(whole)})
+        masks: dict[str, str] = {}
+        mark = ord(_PRIVATE)
+        for name in names:
+            while chr(mark) in whole:
+                mark += 1
+            masks[name] = chr(mark)
+            self.spelt[chr(mark)] = name
+            mark += 1
+        return masks
+
+    def _masked(self, message: Message) -> Message:
+        content = message.get("content")
+        if not self._masks or not content:
+            return message
+        pattern = self.renderer.text.control_pattern
+        return {**message, "content": pattern.sub(lambda match: self._masks[match.group()], content)}
+
+    def _encode(self, text: str) -> list[int]:
+        if self.spelt:
+            return self.renderer.text.encode_spelt(text, self.spelt)
+        return self.renderer.text.encode(text)
+
+    def _head(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
+        """Lengths of the leading tokens that a cut keeps: the BOS; and the system message where it fits."""
+        bos = 1 if ids and ids[0] == self.renderer.text.bos_id else 0
+        if not messages or messages[0]["role"] != "system":
+            return (bos,)
+        try:
+            system = self._encode(self.renderer.template(messages[:1], self.row, generate=False))
+        except DataError:  # a template that wants a user message first
+            return (bos,)
+        return (bos, len(system)) if ids[: len(system)] == system else (bos,)
+
+    def _shorter(self, messages: Sequence[Message]) -> list[list[int]]:
+        """The prompt without its oldest turns, at user messages, longest first; the system message stays."""
+        lead = 1 if messages and messages[0]["role"] == "system" else 0
+        starts = [i for i, message in enumerate(messages) if message["role"] == "user" and i > lead]
+        shorter = []
+        for start in starts:
+            kept = [*messages[:lead], *messages[start:]]
+            shorter.append(self._encode(self.renderer.template(kept, self.row, generate=True)))
+        return shorter
+
+    def completion(self, answer: Sequence[Message], notes: set[str]) -> Completion:
+        """Ids of everything after the prompt, with the supervised assistant messages marked."""
+        rest = [*self.prompt[self.answers_from :], *(self._masked(message) for message in answer)]
+        head = self.prompt[: self.answers_from]
+        spoken = [i for i, message in enumerate(rest) if message["role"] == "assistant"]
+        supervised = spoken if self.renderer.supervise == "all" else spoken[-1:]
+        ids: list[int] = []
+        mask: list[bool] = []
+        before, before_ids = self.prompt_text, self.cutter.ids
+        for i in supervised:
+            start = self.renderer.template([*head, *rest[:i]], self.row, generate=True)
+            if start != before:  # turns between the last supervised answer and this one
+                between, exact = self._between(before, before_ids + ids, start)
+                if not exact:
+                    notes.add("text_changed")
+                ids += between
+                mask += [False] * len(between)
+            text, stop = self._answer([*head, *rest[: i + 1]], start, rest[i].get("content") or "", notes)
+            new, exact = self._continue(start, self.cutter.ids + ids, text)
+            if not exact:
+                notes.add("text_changed")
+            ids += [*new, stop]
+            self.renderer.stop_ids.add(stop)
+            mask += [True] * (len(new) + 1)
+            before = start + text + self._spell(stop)
+        array = Completion.supervised(ids)
+        if all(mask):
+            return array
+        return Completion(array.ids, array.loss_mask & mask)
+
+    def _spell(self, token_id: int) -> str:
+        return self.renderer.text.decode([token_id])
+
+    def _between(self, before: str, ids: list[int], start: str) -> tuple[list[int], bool]:
+        """Ids of the text from the last terminator to the start of the next answer."""
+        if not start.startswith(before):
+            raise DataError(f"{self.row.place}: the chat template renders earlier turns differently once the "
+                            "conversation goes on, so not all turns can be supervised at once")
+        return self._continue(before, ids, start[len(before) :])
+
+    def _continue(self, before: str, ids: list[int], text: str) -> tuple[list[int], bool]:
+        return self.renderer.text.continue_text(before, ids, text, self.spelt)
+
+    def _answer(self, conversation: Sequence[Message], start: str, content: str, notes: set[str]) -> tuple[str, int]:
+        """The answer as the template renders it, without terminator; and the terminator's id."""
+        text = self.renderer.text
+        full = self.renderer.template(conversation, self.row, generate=False)
+        if not full.startswith(start):
+            # The generation prompt adds text that a finished answer does not have (a thinking tag, say).
+            found = text.without_control(full).rfind(content.strip())
+            if found < 0:
+                raise DataError(f"{self.row.place}: the chat template does not show the answer as it is written")
+            start = full[:found]
+        rendered = full[len(start) :]
+        plain = text.without_control(rendered)
+        shown = content if content in plain else content.strip()
+        end = plain.rfind(shown) + len(shown) if shown in plain else 0
+        for match in text.control_pattern.finditer(rendered, end):
+            if match.group() in text.terminators:
+                return rendered[: match.start()], text.control[match.group()]
+        notes.add("eos_added")
+        assert text.eos_id is not None
+        # White space behind the answer is the template's way to part turns, not part of the answer.
+        tail = rendered[end:]
+        return rendered[:end] + (tail if tail.strip() else ""), text.eos_id
+

@@ -1,0 +1,165 @@
+"""A tokenizer as training needs it: control tokens known by name, text at a border, one terminator."""
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from tropism.errors import ModelError
+
+_WINDOW = 16  # tokens of context in which a completion's text is checked against its ids
+
+
+class TextTokenizer:
+    """Wraps a Hugging Face tokenizer; every id that Tropism trains on comes from here.
+
+    Control tokens are all tokens that the tokenizer matches before it looks at text (its added tokens).
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.eos_id: int | None = tokenizer.eos_token_id
+        if self.eos_id is None:
+            raise ModelError("the tokenizer has no eos token, so an answer could never end; set `eos_token`")
+        added = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
+        for name in (tokenizer.eos_token, tokenizer.bos_token):
+            if name:
+                added.setdefault(name, tokenizer.convert_tokens_to_ids(name))
+        self.control: dict[str, int] = dict(sorted(added.items(), key=lambda item: -len(item[0])))
+        special = {str(token) for token in tokenizer.all_special_tokens}
+        special.update(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self.terminators: frozenset[str] = frozenset(special & self.control.keys())
+        self.control_pattern = re.compile("|".join(map(re.escape, self.control)) or r"(?!)")
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend = copy.deepcopy(backend) if backend is not None else None
+        if self._backend is not None:  # limits of ours are explicit; a limit stored in the file would be silent
+            self._backend.no_truncation()
+            self._backend.no_padding()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of text in which control tokens are control tokens; nothing is put around it."""
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids that generation gets for a plain text prompt: what the tokenizer puts in front stays
+        (a BOS), what it would put behind (an EOS, in some) does not, since the text goes on."""
+        bare = self.encode(text)
+        full = list(self.tokenizer(text)["input_ids"])
+        lead = len(full) - len(bare)
+        while lead > 0 and full[lead : lead + len(bare)] != bare:
+            lead -= 1
+        return full[: lead + len(bare)] if full[lead : lead + len(bare)] == bare else full
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids, control tokens spelt out."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def encode_spelt(self, text: str, spelt: Mapping[str, str]) -> list[int]:
+        """Ids of rendered text in which the keys of `spelt` stand for control tokens that a user wrote out.
+
+        Those become plain characters: they are encoded by a copy of the tokenizer that knows no control
+        tokens, together with the text around them, up to the next true control token.
+        """
+        ids: list[int] = []
+        position = 0
+        for match in [*self.control_pattern.finditer(text), None]:
+            piece = text[position : match.start() if match else len(text)]
+            piece = self._strip(piece, before=match.group() if match else "", after=text[:position])
+            piece = self.spell_out(piece, spelt)
+            if piece:
+                plain = self._plain if ids else self._plain_first
+                ids += plain.encode(piece, add_special_tokens=False).ids
+            if match:
+                ids.append(self.control[match.group()])
+                position = match.end()
+        return ids
+
+    def _strip(self, piece: str, *, before: str, after: str) -> str:
+        """Honour control tokens that swallow the white space beside them."""
+        tokens = {str(token): token for token in self.tokenizer.added_tokens_decoder.values()}
+        if before in tokens and tokens[before].lstrip:
+            piece = piece.rstrip()
+        previous = next((name for name in self.control if after.endswith(name)), None)
+        if previous in tokens and tokens[previous].rstrip:
+            piece = piece.lstrip()
+        return piece
+
+    @cached_property
+    def _plain_first(self) -> Any:
+        return self._without_control(first=True)
+
+    @cached_property
+    def _plain(self) -> Any:
+        return self._without_control(first=False)
+
+    def _without_control(self, *, first: bool) -> Any:
+        from tokenizers import Tokenizer
+
+        if self._backend is None:
+            raise ModelError("this tokenizer has no fast backend, so control tokens spelt out in a message "
+                             "cannot be told from true ones")
+        state = json.loads(self._backend.to_str())
+        state["added_tokens"], state["post_processor"] = [], None
+        if not first:
+            _set_prepend_scheme(state.get("pre_tokenizer"), "never")
+        if state["model"]["type"] == "WordLevel":  # whole words: a spelt control token would be found again
+            unknown = state["model"].get("unk_token")
+            state["model"]["vocab"] = {word: token_id for word, token_id in state["model"]["vocab"].items()
+                                       if word not in self.control or word == unknown}
+        return Tokenizer.from_str(json.dumps(state))
+
+    def continue_text(self, prompt_text: str, prompt_ids: list[int], text: str,
+                      spelt: Mapping[str, str] = MappingProxyType({})) -> tuple[list[int], bool]:
+        """Ids of `text` as the continuation of a prompt, and whether they decode to exactly that text.
+
+        The first of three encodings that is exact wins: the text alone; the text behind the prompt, where
+        the joint ids begin with the prompt's ids; the text behind a newline (for tokenizers that put a space
+        in front of whatever comes first). `spelt` is as in `encode_spelt`.
+        """
+        def encode(piece: str) -> list[int]:
+            return self.encode_spelt(piece, spelt) if spelt else self.encode(piece)
+
+        wanted = self.spell_out(text, spelt)
+        alone = encode(text)
+        if self._continues(prompt_ids, alone, wanted):
+            return alone, True
+        bare, joint = encode(prompt_text), encode(prompt_text + text)
+        if joint[: len(bare)] == bare and prompt_ids[len(prompt_ids) - len(bare) :] == bare:
+            behind = joint[len(bare) :]
+            if self._continues(prompt_ids, behind, wanted):
+                return behind, True
+        anchor, anchored = encode("\n"), encode("\n" + text)
+        if anchored[: len(anchor)] == anchor and self._continues(prompt_ids, anchored[len(anchor) :], wanted):
+            return anchored[len(anchor) :], True
+        return alone, False
+
+    @staticmethod
+    def spell_out(text: str, spelt: Mapping[str, str]) -> str:
+        """Rendered text with the control tokens that a user wrote out put back."""
+        for marker, name in spelt.items():
+            text = text.replace(marker, name)
+        return text
+
+    def without_control(self, text: str) -> str:
+        """Text of the same length in which control tokens are blanked, to search for an answer in."""
+        return self.control_pattern.sub(lambda match: "\0" * len(match.group()), text)
+
+    def _continues(self, prompt_ids: list[int], ids: list[int], text: str) -> bool:
+        tail = prompt_ids[-_WINDOW:]
+        lead = self.decode(tail)
+        whole = self.decode(tail + ids)
+        return whole.startswith(lead) and whole[len(lead) :] == text
+
+
+def _set_prepend_scheme(state: Any, scheme: str) -> None:
+    if isinstance(state, dict):
+        if state.get("type") == "Metaspace" and state.get("prepend_scheme") == "first":
+            state["prepend_scheme"] = scheme
+        for child in state.get("pretokenizers", []):
+            _set_prepend_scheme(child, scheme)

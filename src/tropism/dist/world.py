@@ -1,0 +1,122 @@
+"""Process group and rank facts, and the verbs that the step is written with.
+
+At world size 1 every verb is its simplest case: no process group exists and nothing is copied.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+_BUCKET_BYTES = 64 * 2**20  # gradients travel in buckets, so that no second copy of all of them exists
+
+
+@dataclass(frozen=True)
+class World:
+    """Who we are among how many, and where our tensors live."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes and speaks."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum over ranks, on every rank; `values` itself is not changed."""
+        if self.size == 1:
+            return values
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    def gather(self, value: T) -> list[T]:
+        """One picklable object of each rank, on every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast(self, value: T) -> T:
+        """The main rank's object, on every rank."""
+        if self.size == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, device=None)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Replace each gradient by its sum over ranks. A missing gradient counts as zero."""
+        if self.size == 1:
+            return
+        bucket: list[Tensor] = []
+        held = 0
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            if bucket and (held + gradient.nbytes > _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+                _sum_bucket(bucket)
+                bucket, held = [], 0
+            bucket.append(gradient)
+            held += gradient.nbytes
+        if bucket:
+            _sum_bucket(bucket)
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main rank runs the body before the others do (a file that it makes is there for them)."""
+        if not self.is_main:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if self.is_main:
+                self.barrier()
+
+
+def _sum_bucket(bucket: list[Tensor]) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    dist.all_reduce(flat)
+    for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+@contextmanager
+def connect() -> Iterator[World]:
+    """Join the process group that torchrun describes in the environment, or be alone; leave it at the end."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if size == 1:
+        yield World(0, 1, device)
+        return
+    joined_here = not dist.is_initialized()
+    if joined_here:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(rank, size, device)
+    finally:
+        if joined_here:
+            dist.destroy_process_group()

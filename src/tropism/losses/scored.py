@@ -1,0 +1,32 @@
+"""What every preference loss is a function of: scored completions."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Int
+from torch import Tensor
+
+from tropism.shapes import Lengths, PerCompletion
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Completions with the log-probs that two models give them, one entry per completion.
+
+    Args:
+        logps: `[C]` summed log-prob of the supervised tokens under the policy, in nats.
+        reference_logps: `[C]` the same under the reference.
+        lengths: `[C]` number of supervised tokens, terminator included.
+    """
+
+    logps: PerCompletion
+    reference_logps: PerCompletion
+    lengths: Lengths
+
+    @property
+    def logratios(self) -> PerCompletion:
+        """`[C]` policy minus reference log-prob."""
+        return self.logps - self.reference_logps
+
+    def take(self, index: Int[Tensor, " U"]) -> "Scored":
+        """The completions at `index`, in that order; an index may repeat."""
+        return Scored(self.logps[index], self.reference_logps[index], self.lengths[index])

@@ -1,0 +1,170 @@
+"""Tree attention: one variable-length call over gathered keys and values.
+
+Queries of a segment (a prompt, or a completion) see the keys of their tree's prompt and their own, causally, with
+the last query aligned to the last key. Gathering those keys makes that one plain variable-length call: exact,
+without a mask, without recompilation, and right for sliding windows, since gathered keys are contiguous in
+position. On CUDA it is `varlen_attn`; elsewhere one scaled-dot-product call per segment.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from tropism.data.collate import Segments
+from tropism.errors import ModelError
+
+NAME = "tropism_tree"
+
+# Keyword arguments of the attention call that change nothing here: positions are in the rotary embedding
+# already, and there is never a cache.
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions",
+             "output_hidden_states", "past_key_values", "past_key_value", "position_embeddings", "return_dict"}
+
+
+@dataclass(slots=True)
+class TreePass:
+    """One forward pass over packed trees; reaches every attention layer as the keyword argument `tree`.
+
+    Args:
+        segments: who sees which keys.
+        record: keep each layer's keys and values, for a later pass that reads them.
+        stored: keys and values of an earlier pass; `key_index` then counts from their start, and this pass's own
+            keys follow them.
+    """
+
+    segments: Segments
+    record: bool = False
+    stored: dict[int, tuple[Tensor, Tensor]] | None = None
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
+        """Additive mask `[queries, keys]`: causal from the bottom right, and no further back than `window`."""
+        key = (queries, keys, window, like.dtype)
+        if key not in self._masks:
+            distance = (torch.arange(queries, device=like.device)[:, None] + (keys - queries)
+                        - torch.arange(keys, device=like.device)[None, :])
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            blank = torch.zeros(queries, keys, dtype=like.dtype, device=like.device)
+            self._masks[key] = blank.masked_fill_(~seen, float("-inf"))
+        return self._masks[key]
+
+
+def tree_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, *, tree: TreePass | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **rest: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers.
+
+    Args:
+        query: `[1, Hq, T, head]`; key, value: `[1, Hkv, T, head]`, Hkv a divisor of Hq.
+        tree: the pass; anything that generates or scores text without one must use another implementation.
+
+    Returns:
+        `[1, T, Hq, head]` and None.
+
+    Raises:
+        ModelError: on an argument that would change the result and is not served here.
+    """
+    unknown = sorted(name for name, given in rest.items() if given is not None and name not in _HARMLESS)
+    if unknown or dropout:
+        raise ModelError(f"tree attention does not serve {', '.join(unknown) or 'dropout'}; use --layout padded")
+    if tree is None:
+        raise ModelError("tree attention was called without a tree; use `attention(model, 'sdpa')` around it")
+    segments = tree.segments
+    layer = int(getattr(module, "layer_idx", 0) or 0)
+    if tree.record:
+        tree.kept[layer] = (key.detach(), value.detach())
+    if tree.stored is not None:
+        earlier_key, earlier_value = tree.stored[layer]
+        key, value = torch.cat((earlier_key, key), dim=2), torch.cat((earlier_value, value), dim=2)
+    key, value = key.index_select(2, segments.key_index), value.index_select(2, segments.key_index)
+    if sliding_window is not None and sliding_window >= max(segments.key_lengths):
+        sliding_window = None
+    if query.device.type == "cuda" and softcap is None and s_aux is None and query.dtype in _VARLEN_TYPES:
+        return _varlen(query, key, value, segments, scaling, sliding_window)[None], None
+    outputs = []
+    queries = query.split(segments.query_lengths, dim=2)
+    keys = key.split(segments.key_lengths, dim=2)
+    values = value.split(segments.key_lengths, dim=2)
+    for q, k, v in zip(queries, keys, values, strict=True):
+        if softcap is None and s_aux is None:
+            outputs.append(_segment(tree, q, k, v, scaling, sliding_window))
+        else:
+            outputs.append(_eager(tree, q, k, v, scaling, sliding_window, softcap, s_aux))
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+_VARLEN_TYPES = (torch.bfloat16, torch.float16)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None,
+            window: int | None) -> Tensor:
+    """CUDA: the whole pack in one call. Returns `[T, Hq, head]`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    out = varlen_attn(
+        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
+        segments.cu_queries, segments.cu_keys, max(segments.query_lengths), max(segments.key_lengths),
+        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **grouped)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _segment(tree: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
+             window: int | None) -> Tensor:
+    """One segment by torch's scaled-dot-product attention."""
+    length, total = query.shape[2], key.shape[2]
+    window = None if window is None or window >= total else window
+    grouped = query.shape[1] != key.shape[1]
+    if length == total and window is None:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=length > 1, scale=scaling,
+                                                       enable_gqa=grouped)
+    mask = tree.mask(length, total, window, query)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling,
+                                                   enable_gqa=grouped)
+
+
+def _eager(tree: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
+           softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """One segment in plain operations, for score soft-caps (Gemma 2) and attention sinks (gpt-oss)."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + tree.mask(query.shape[2], key.shape[2], window, query)
+    at_least_fp32 = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1, dtype=at_least_fp32)
+    else:
+        sink = sinks.reshape(1, -1, 1, 1).expand(1, -1, query.shape[2], 1).to(scores.dtype)
+        weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1, dtype=at_least_fp32)[..., :-1]
+    return weights.to(value.dtype) @ value
+
+
+AttentionInterface.register(NAME, tree_attention)
+AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+@contextmanager
+def attention(model: Any, implementation: str) -> Iterator[None]:
+    """Use another attention implementation for a while (`sdpa` to generate or to score padded lines)."""
+    before = model.config._attn_implementation
+    if before == implementation:
+        yield
+        return
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

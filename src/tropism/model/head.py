@@ -1,0 +1,148 @@
+"""The log-prob head: hidden states to log-probs of given tokens, without the logits of all positions.
+
+Logits exist for one chunk of positions at a time and are formed again in the backward pass, so that memory does
+not grow with positions x vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tropism.shapes import HeadWeight, Hidden, PerToken, TokenIndex
+
+_CHUNK_ELEMENTS = 2**25  # logits at once: 128 MiB in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What turns hidden states into logits: `scale * (hidden @ weight.T + bias)`, soft-capped.
+
+    Args:
+        weight: `[V, D]`.
+        bias: `[V]` or None.
+        scale: factor on the logits (Cohere's logit_scale, 1 / Granite's logits_scaling).
+        softcap: cap c of c tanh(logits / c) (Gemma 2), or None.
+        compute: dtype of the matrix products; None for the weight's.
+    """
+
+    weight: HeadWeight
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    compute: torch.dtype | None = None
+
+    def per_token_logps(self, hidden: Hidden, targets: TokenIndex, chunk: int | None = None) -> PerToken:
+        """`[S]` log-prob of each target, in float32 or more.
+
+        Args:
+            hidden: `[S, D]` the hidden state that predicts each target.
+            targets: `[S]` token ids.
+            chunk: positions per chunk; by default as many as keep the logits at 128 MiB.
+        """
+        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.weight.shape[0])
+        result: PerToken = _LinearLogProb.apply(hidden, self.weight, self.bias, targets, self, chunk)
+        return result
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`[chunk, V]` logits in at least float32, and the derivative of the soft-cap where there is one."""
+        logits = _product(hidden, weight.t())
+        if self.bias is not None:
+            logits += self.bias.to(logits.dtype)
+        if self.scale != 1.0:
+            logits *= self.scale
+        if self.softcap is None:
+            return logits, None
+        bent = torch.tanh_(logits.div_(self.softcap))
+        return bent * self.softcap, 1 - bent * bent
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """A matrix product with a result of at least float32, accumulated in float32 where the device can."""
+    if left.dtype in (torch.float32, torch.float64):
+        return left @ right
+    if left.device.type == "cuda":
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
+
+
+class _LinearLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head,
+                chunk: int) -> Tensor:
+        compute = head.compute or weight.dtype
+        weight_c = weight.to(compute)
+        out = hidden.new_empty(len(hidden), dtype=torch.promote_types(compute, torch.float32))
+        frozen = not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
+        # With a frozen head the input gradient is upstream x (d logp / d hidden): formed now, no second product.
+        slope = torch.empty_like(hidden, dtype=out.dtype) if frozen and ctx.needs_input_grad[0] else None
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits, bend = head.logits(hidden[rows].to(compute), weight_c)
+            log_z = torch.logsumexp(logits, dim=-1)
+            out[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_z
+            if slope is not None:
+                change = _score(logits, log_z, targets[rows], head, bend)
+                slope[rows] = _product(change.to(compute), weight_c)
+        ctx.head, ctx.chunk = head, chunk
+        ctx.save_for_backward(hidden, weight, bias, targets, slope)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, targets, slope = ctx.saved_tensors
+        if slope is not None:
+            return (upstream[:, None] * slope).to(hidden.dtype), None, None, None, None, None
+        head: Head = ctx.head
+        compute = head.compute or weight.dtype
+        weight_c = weight.to(compute)
+        wide = torch.promote_types(compute, torch.float32)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if ctx.needs_input_grad[2] else None
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            inputs = hidden[rows].to(compute)
+            logits, bend = head.logits(inputs, weight_c)
+            change = _score(logits, torch.logsumexp(logits, dim=-1), targets[rows], head, bend)
+            change *= upstream[rows, None]
+            narrow = change.to(compute)
+            if grad_hidden is not None:
+                grad_hidden[rows] = _product(narrow, weight_c).to(hidden.dtype)
+            if grad_weight is not None:
+                _accumulate(grad_weight, narrow.t(), inputs)
+            if grad_bias is not None:
+                grad_bias += change.sum(0)
+        return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
+                None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None)
+
+
+def _score(logits: Tensor, log_z: Tensor, targets: Tensor, head: Head, bend: Tensor | None) -> Tensor:
+    """`[chunk, V]` derivative of the log-prob by the raw logits. Overwrites `logits`."""
+    change = logits.sub_(log_z[:, None]).exp_().neg_()
+    change.scatter_add_(1, targets[:, None], torch.ones_like(log_z)[:, None])
+    if bend is not None:
+        change *= bend
+    if head.scale != 1.0:
+        change *= head.scale
+    return change
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, never rounded to less than float32 on the way where the device can."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += _product(left, right)
+
+
+def head_of(model: Any, compute: torch.dtype | None = None) -> Head:
+    """The head of a transformers causal model, with the scales and caps of its config."""
+    linear = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    if getattr(config, "logits_scaling", None):
+        scale /= float(config.logits_scaling)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(linear.weight, getattr(linear, "bias", None), scale, softcap, compute)

@@ -1,0 +1,201 @@
+"""Models and tokenizers from a directory, a hub id or a GGUF file; and the result written back."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tropism.errors import ModelError
+from tropism.model.logps import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model comes from: a directory or hub id, and a GGUF file in it where that is what was named."""
+
+    name: str
+    gguf_file: str | None = None
+
+    @classmethod
+    def of(cls, name: str) -> "Source":
+        """Understand what a user named.
+
+        Raises:
+            ModelError: if it looks like a local path and is not there.
+        """
+        path = Path(name).expanduser()
+        if path.suffix.lower() == ".gguf":
+            if not path.is_file():
+                raise ModelError(f"{name}: no such GGUF file")
+            return cls(str(path.resolve().parent), path.name)
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                ggufs = sorted(file.name for file in path.glob("*.gguf"))
+                hint = f"; name the file: {path / ggufs[0]}" if ggufs else ""
+                raise ModelError(f"{name}: no config.json in this directory{hint}")
+            return cls(str(path.resolve()))
+        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+            raise ModelError(f"{name}: no such directory, and not a hub id (owner/name)")
+        return cls(name)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Arguments for transformers' loaders."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+    @property
+    def absolute(self) -> str:
+        """The name under which another process finds it."""
+        return str(Path(self.name) / self.gguf_file) if self.gguf_file else self.name
+
+
+def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model.
+
+    Raises:
+        ModelError: if there is none, or it cannot be read.
+    """
+    _need_gguf(source)
+    try:
+        return AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelError(f"{source.name}: no tokenizer could be loaded: {_first_line(error)}") from error
+
+
+def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
+    """The config of a model that Tropism can train.
+
+    Raises:
+        ModelError: for encoder-decoder and vision models, by name, or if there is no readable config.
+    """
+    _need_gguf(source)
+    try:
+        config = AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelError(f"{source.name}: no model config could be loaded: {_first_line(error)}") from error
+    check_architecture(config)
+    return config
+
+
+def load_model(source: Source, precision: Precision, device: torch.device, *,
+               trust_remote_code: bool = False) -> Any:
+    """A causal model in evaluation mode, float32 weights (float64 under `fp64`), on a device.
+
+    Raises:
+        ModelError: where loading fails, or leaves a weight out.
+    """
+    _need_gguf(source)
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    extra = dict(source.kwargs)
+    if source.gguf_file:
+        from transformers import GgufConfig
+
+        extra["quantization_config"] = GgufConfig(dequantize=True)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source.name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **extra)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{source.name}: the model could not be loaded: {_first_line(error)}") from error
+    missing = sorted(report.get("missing_keys") or [])
+    if missing:
+        raise ModelError(f"{source.name}: {len(missing)} weights are missing and would be random: {missing[0]}, ...")
+    if source.gguf_file:  # the weights are plain now; a model that says it is quantised cannot be saved
+        model.hf_quantizer = None
+        model.is_quantized = False
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def _need_gguf(source: Source) -> None:
+    if source.gguf_file:
+        try:
+            import gguf  # noqa: F401
+        except ImportError:
+            raise ModelError("reading a GGUF file needs the package gguf: pip install 'tropism[gguf]'") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def check_architecture(config: Any) -> None:
+    """Refuse what is not a decoder-only text model.
+
+    Raises:
+        ModelError: naming the architecture.
+    """
+    name = (getattr(config, "architectures", None) or [config.model_type])[0]
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder model; Tropism trains decoder-only text models")
+    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
+        raise ModelError(f"{name} is a vision or audio model; Tropism trains decoder-only text models")
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+        raise ModelError(f"{name} (model_type {config.model_type}) is not a causal language model of transformers")
+
+
+def check_rope(config: Any, max_length: int) -> None:
+    """Refuse lengths at which rotary frequencies would depend on what else is in a pack.
+
+    Raises:
+        ModelError: naming the longest length that is safe.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = rope.values() if rope and all(isinstance(entry, dict) for entry in rope.values()) else [rope]
+    for kind in kinds:
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            safe = kind.get("original_max_position_embeddings") or text.max_position_embeddings
+            if max_length > safe:
+                raise ModelError(f"rope type '{kind['rope_type']}' changes its frequencies beyond {safe} tokens, so "
+                                 f"results would depend on packing; set --max-length {safe} or less")
+
+
+def dropout_of(config: Any) -> dict[str, float]:
+    """Dropout rates that the config asks for; all are off in training, and the report says so."""
+    values = config.get_text_config().to_dict()
+    return {name: value for name, value in values.items()
+            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0}
+
+
+def max_positions(config: Any) -> int | None:
+    """The longest sequence that the model was made for, in tokens."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int]) -> None:
+    """Write safetensors, config, tokenizer, chat template and generation config that load as they are.
+
+    Args:
+        stop_ids: the terminators that were trained; generation stops at them, and at those it had before.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    before = model.generation_config.eos_token_id
+    known = before if isinstance(before, list) else [] if before is None else [before]
+    stops = [*known, *sorted(set(stop_ids) - set(known))]
+    model.generation_config.eos_token_id = stops[0] if len(stops) == 1 else stops
+    state = {name: tensor.detach().to("cpu", dtype) if tensor.is_floating_point() else tensor.detach().cpu()
+             for name, tensor in model.state_dict().items()}
+    model.save_pretrained(path, state_dict=state)
+    tokenizer.save_pretrained(path)
+    config_file = path / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
+    """Share of the weights changed by training whose change is still there in `dtype`."""
+    changed = kept = 0
+    for name, parameter in model.named_parameters():
+        before, after = initial[name], parameter.detach().cpu()
+        moved = before != after
+        changed += int(moved.sum())
+        kept += int((moved & (before.to(dtype) != after.to(dtype))).sum())
+    return kept / changed if changed else 1.0

@@ -1,0 +1,71 @@
+"""A batch to log-probs: backbone, head, and the sum over each completion."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tropism.data.collate import Batch, Layout
+from tropism.model.attention import NAME, TreePass
+from tropism.model.head import head_of
+from tropism.shapes import PerCompletion, PerToken
+
+Precision = Literal["fp32", "bf16", "fp64"]
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A causal model as Tropism uses it.
+
+    Args:
+        module: a transformers causal model, in evaluation mode: no dropout anywhere.
+        layout: how batches for it are laid out.
+        precision: `fp32`, `fp64`, or `bf16` (compute in bfloat16 on the weights' own dtype).
+        device: where it lives.
+    """
+
+    module: Any
+    layout: Layout
+    precision: Precision
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.module.set_attn_implementation(NAME if self.layout == "tree" else "sdpa")
+
+    @property
+    def compute(self) -> torch.dtype:
+        """Dtype of the matrix products."""
+        return {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}[self.precision]
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            yield
+
+    def hidden(self, batch: Batch, tree: TreePass | None) -> Tensor:
+        """`[S, D]` the hidden state that predicts each supervised token."""
+        kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
+        with self._autocast():
+            states = self.module.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
+                                            use_cache=False, **kwargs).last_hidden_state
+        return states.flatten(0, 1).index_select(0, batch.predict_index)
+
+    def per_token_logps(self, batch: Batch, tree: TreePass | None = None) -> PerToken:
+        """`[S]` log-prob of each supervised token, in at least float32."""
+        if tree is None and batch.segments is not None:
+            tree = TreePass(batch.segments)
+        hidden = self.hidden(batch, tree)
+        return head_of(self.module, self.compute).per_token_logps(hidden, batch.target_ids)
+
+    def logps(self, batch: Batch, tree: TreePass | None = None) -> PerCompletion:
+        """`[C]` summed log-prob of each completion, in nats. The sum is taken in float64."""
+        per_token = self.per_token_logps(batch, tree).double()
+        total = torch.zeros(len(batch.lengths), dtype=torch.float64, device=per_token.device)
+        return total.index_add(0, batch.completion_index, per_token)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of the weights on the host."""
+        return {name: weight.detach().to("cpu", copy=True) for name, weight in self.module.named_parameters()}

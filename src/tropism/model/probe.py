@@ -1,0 +1,82 @@
+"""Before anything is trained: is our layout, with our head, exact for this model?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tropism.data.collate import Layout, collate
+from tropism.data.tree import PromptTree
+from tropism.errors import ModelError
+from tropism.model.attention import attention
+from tropism.model.logps import LanguageModel, Precision
+
+# Largest mean difference per token that a dtype explains, in nats. In float64, transformers' norms and rotary
+# tables still round through float32.
+_TOLERANCE: dict[Precision, float] = {"fp64": 1e-5, "fp32": 1e-4, "bf16": 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the start-up comparison found.
+
+    Args:
+        layout: the layout to train in.
+        error: largest difference of a completion's log-prob from the plain forward, in nats.
+        per_token: the same divided by its tokens.
+        reason: why the tree layout is not used, if it is not.
+    """
+
+    layout: Layout
+    error: float
+    per_token: float
+    reason: str = ""
+
+
+@torch.no_grad()
+def plain_logps(model: LanguageModel, trees: Sequence[PromptTree]) -> Tensor:
+    """`[C]` log-probs by the model's own forward: full logits, padded lines, transformers' attention."""
+    batch = collate(trees, "padded").to(model.device)
+    enabled = model.precision == "bf16"
+    with attention(model.module, "sdpa"), torch.autocast(model.device.type, torch.bfloat16, enabled=enabled):
+        logits = model.module(input_ids=batch.input_ids, attention_mask=batch.attention_mask,
+                              position_ids=batch.position_ids, use_cache=False).logits
+    picked = logits.flatten(0, 1)[batch.predict_index]
+    picked = picked.to(torch.promote_types(picked.dtype, torch.float32))
+    logps = torch.log_softmax(picked, dim=-1).gather(1, batch.target_ids[:, None]).squeeze(1).double()
+    return torch.zeros(len(batch.lengths), dtype=torch.float64, device=model.device).index_add(
+        0, batch.completion_index, logps)
+
+
+@torch.no_grad()
+def _difference(model: LanguageModel, trees: Sequence[PromptTree], plain: Tensor) -> tuple[float, float]:
+    batch = collate(trees, model.layout).to(model.device)
+    gaps = (model.logps(batch) - plain).abs()
+    return float(gaps.max()), float((gaps / batch.lengths).max())
+
+
+def choose_layout(module: object, precision: Precision, device: torch.device, trees: Sequence[PromptTree],
+                  wanted: str) -> tuple[LanguageModel, Probe]:
+    """The model in the wanted layout, or for `auto` in the tree layout if that is exact, else padded.
+
+    Args:
+        trees: a small batch: at least two trees, or one with two completions, so that leaks show.
+
+    Raises:
+        ModelError: if the layout that was asked for, or both, differ from the model's own forward.
+    """
+    tolerance = _TOLERANCE[precision]
+    reason = ""
+    for layout in ("tree", "padded") if wanted == "auto" else (wanted,):
+        try:
+            model = LanguageModel(module, layout, precision, device)  # type: ignore[arg-type]
+            error, per_token = _difference(model, trees, plain_logps(model, trees))
+        except ModelError as refusal:
+            reason = str(refusal)
+            continue
+        if per_token <= tolerance:
+            return model, Probe(model.layout, error, per_token, reason)
+        reason = (f"log-probs in the {layout} layout differ from the model's own forward by {per_token:.2g} nats per "
+                  f"token (at most {tolerance:g} in {precision})")
+    raise ModelError(f"this model cannot be served exactly: {reason}")

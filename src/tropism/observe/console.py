@@ -1,0 +1,80 @@
+"""What a person sees: sentences, a bar while something runs, and a table at the end."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Voice:
+    """Speaks on the main rank; the others are silent. Without a terminal there are plain lines instead of a bar."""
+
+    def __init__(self, *, loud: bool = True, console: Console | None = None) -> None:
+        self.console = console or Console(quiet=not loud, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+
+    def say(self, text: str) -> None:
+        """One sentence."""
+        self.console.print(text, markup=False)
+
+    def warn(self, text: str) -> None:
+        """One sentence that should be read."""
+        self.console.print(f"[yellow]note:[/yellow] {_escape(text)}")
+
+    @contextmanager
+    def bar(self, title: str) -> Iterator[Callable[..., None]]:
+        """A progress bar; the function that it gives takes (done, total, **fields)."""
+        if not self.console.is_terminal:
+            yield self._lines(title)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
+                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task(title, total=None, text="")
+
+            def update(done: int, total: int, **fields: Any) -> None:
+                text = "  ".join(f"{name} {value}" for name, value in fields.items())
+                progress.update(task, completed=done, total=total, **({"text": text} if text else {}))
+
+            yield update
+
+    def _lines(self, title: str) -> Callable[..., None]:
+        """At most some twenty lines in all, whatever the number of steps."""
+        said = -1
+
+        def update(done: int, total: int, **fields: Any) -> None:
+            nonlocal said
+            twentieth = done * 20 // max(total, 1)
+            if twentieth > said or done == total:
+                said = twentieth
+                text = "  ".join(f"{name} {value}" for name, value in fields.items())
+                self.say(f"{title} {done}/{total}  {text}".rstrip())
+
+        return update
+
+    def before_after(self, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """A short table of what training changed."""
+        table = Table(title=title, title_justify="left")
+        for name, justify in (("metric", "left"), ("before", "right"), ("after", "right")):
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        for key in after:
+            if key.endswith(("_low", "_high")):
+                continue
+            table.add_row(key, _cell(before, key), _cell(after, key))
+        self.console.print(table)
+
+
+def _cell(record: Mapping[str, float], key: str) -> str:
+    if key not in record:
+        return "-"
+    text = f"{record[key]:.4f}"
+    if f"{key}_low" in record:
+        text += f" [{record[f'{key}_low']:.3f}, {record[f'{key}_high']:.3f}]"
+    return _escape(text)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,50 @@
+"""`manifest.json`: with what, from what and where a run was made."""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from datetime import UTC, datetime
+from typing import Any
+
+from tropism.observe.rundir import RunDirectory
+
+SCHEMA_VERSION = 1
+_LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
+
+
+class Manifest:
+    """Facts of a run, written again whenever some are added."""
+
+    def __init__(self, directory: RunDirectory, facts: dict[str, Any]) -> None:
+        self.directory = directory
+        self.facts: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "started": _now(),
+            "python": platform.python_version(),
+            "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+            **facts,
+        }
+        self.add(status="running")
+
+    def add(self, **facts: Any) -> None:
+        """Add facts and write the file."""
+        self.facts |= facts
+        self.directory.write_json("manifest.json", self.facts)
+
+    def end(self, status: str, **facts: Any) -> None:
+        """The last word: `done`, `interrupted` or `failed`."""
+        self.add(status=status, ended=_now(), **facts)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def text_fingerprints(tokenizer: Any) -> dict[str, str]:
+    """Hashes of what decides token ids: tokenizer and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    template = json.dumps(getattr(tokenizer, "chat_template", None))
+    return {name: hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            for name, text in (("tokenizer", state), ("template", template))}

@@ -1,0 +1,73 @@
+"""The table of metrics, and their sums on the device until someone asks."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One key of `metrics.jsonl`: its unit, what its mean divides by, and what it tells."""
+
+    key: str
+    unit: str
+    per: str
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {metric.key: metric for metric in (
+    Metric("loss", "nats", "unit", "mean loss of a unit: a completion (KTO) or a pair (DPO)"),
+    Metric("rewards/chosen", "nats", "completion", "mean beta x log-ratio of chosen or desirable completions"),
+    Metric("rewards/rejected", "nats", "completion", "the same of rejected or undesirable ones"),
+    Metric("rewards/margins", "nats", "pair or class", "chosen minus rejected reward; KTO: of the class means"),
+    Metric("rewards/accuracies", "share", "pair", "pairs with a margin above 0; a margin of 0 counts one half"),
+    Metric("rewards/accuracies_low", "share", "prompt", "lower end of its 95 % interval"),
+    Metric("rewards/accuracies_high", "share", "prompt", "upper end of its 95 % interval"),
+    Metric("rewards/auc", "share", "completion", "how often a desirable reward exceeds an undesirable one"),
+    Metric("rewards/auc_low", "share", "prompt", "lower end of its 95 % interval"),
+    Metric("rewards/auc_high", "share", "prompt", "upper end of its 95 % interval"),
+    Metric("logps/chosen", "nats", "completion", "mean log-prob of chosen or desirable completions"),
+    Metric("logps/rejected", "nats", "completion", "the same of rejected or undesirable ones"),
+    Metric("kl", "nats", "step", "KTO's reference point: kl/raw, but at least 0"),
+    Metric("kl/raw", "nats", "unit", "mean log-ratio of the mismatched completions of the step"),
+    Metric("kl/stderr", "nats", "mismatched pair", "standard error of kl/raw"),
+    Metric("baselines/logps", "share", "", "AUC or accuracy of the initial policy's summed log-prob as the score"),
+    Metric("baselines/logps_per_token", "share", "", "the same of its log-prob per token"),
+    Metric("baselines/length", "share", "", "the same of the completion's length alone"),
+    Metric("grad_norm", "nats", "step", "global norm of the gradient before clipping"),
+    Metric("learning_rate", "", "step", "learning rate of the step"),
+    Metric("epoch", "epochs", "", "passes over the training data so far"),
+    Metric("examples", "units", "", "units trained on so far"),
+    Metric("tokens", "tokens", "", "prompt + completion tokens so far, as if each row were computed alone"),
+    Metric("tokens/computed", "tokens", "", "tokens that were really packed so far, reference point included"),
+    Metric("tokens_per_second", "tokens/s", "", "tokens of this record divided by its time"),
+    Metric("step_time", "s", "step", "wall time of a step"),
+    Metric("memory/peak_gib", "GiB", "", "peak GPU memory; on a CPU, peak resident memory of the process"),
+)}
+
+
+class Tally:
+    """Sums and counts by key, kept on the device: reading them is one copy, and no step waits for it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, pairs: Mapping[str, tuple[Tensor, Tensor | int]]) -> None:
+        """Add (sum, count) pairs."""
+        for key, (total, count) in pairs.items():
+            total = total.detach().double()
+            pair = torch.stack((total, torch.as_tensor(count, dtype=torch.float64, device=total.device)))
+            self._sums[key] = self._sums[key] + pair if key in self._sums else pair
+
+    def stacked(self, keys: Iterable[str], device: torch.device) -> Tensor:
+        """`[keys, 2]` sums and counts in float64; zeros for a key that this rank has not seen."""
+        zero = torch.zeros(2, dtype=torch.float64, device=device)
+        return torch.stack([self._sums.get(key, zero) for key in keys])
+
+
+def means(keys: Iterable[str], totals: Tensor) -> dict[str, float]:
+    """Mean of each key; a key with count 0 is absent, as is its class from the window."""
+    rows: list[list[float]] = totals.tolist()
+    return {key: total / count for key, (total, count) in zip(keys, rows, strict=True) if count}

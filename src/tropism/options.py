@@ -1,0 +1,18 @@
+"""The base of all option groups: typed, frozen, documented by the string under each field."""
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Options(BaseModel):
+    """A group of options. Groups live beside their owner and are composed in `config`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True,
+                              protected_namespaces=(), allow_inf_nan=False)
+    paths: ClassVar[tuple[str, ...]] = ()
+    """Fields that name files; `config.yaml` holds them as absolute paths."""
+
+    def dump(self) -> dict[str, Any]:
+        """Plain values, as YAML holds them."""
+        return self.model_dump(mode="json")

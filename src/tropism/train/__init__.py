@@ -1,0 +1,1 @@
+"""The step, the loop, evaluation, the reference and its store."""

@@ -1,0 +1,182 @@
+"""The training loop: a generator of records. It reads like the algorithm; observers only read what it yields."""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tropism.errors import NonFiniteError
+from tropism.observe.metrics import means
+from tropism.train.evaluate import Evaluator, add_margins, point_record
+from tropism.train.optim import learning_rates
+from tropism.train.step import Engine, StepOutcome, train_step
+from tropism.train.work import Planner, StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    split: str
+    metrics: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as it is written."""
+        return {"step": self.step, "split": self.split, **self.metrics}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When to do what.
+
+    Args:
+        learning_rate, schedule, warmup_ratio: of the optimiser.
+        log_every: steps per train record.
+        eval_every: steps between evaluations; 0 for start and end only.
+        workers: threads that prepare steps ahead.
+    """
+
+    learning_rate: float
+    schedule: str
+    warmup_ratio: float
+    log_every: int
+    eval_every: int
+    workers: int = 0
+
+
+@dataclass
+class _Window:
+    """The steps since the last record."""
+
+    outcomes: list[tuple[StepWork, StepOutcome]] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    def add(self, work: StepWork, outcome: StepOutcome) -> None:
+        self.outcomes.append((work, outcome))
+
+
+def train(engine: Engine, planner: Planner, evaluator: Evaluator | None, plan: Plan) -> Iterator[Record]:
+    """Run the whole schedule.
+
+    Raises:
+        NonFiniteError: at the first record after a step whose loss or gradient was not finite; that step changed
+            nothing. The rows are named.
+    """
+    schedule = planner.schedule
+    rate = learning_rates(plan.schedule, plan.learning_rate, schedule.total_steps, plan.warmup_ratio)
+    totals = {"examples": 0, "tokens": 0, "tokens/computed": 0}
+    if evaluator is not None:
+        yield Record(0, "eval", evaluator(engine))
+    window = _Window()
+    for work in _prepared(planner, plan.workers):
+        window.add(work, train_step(engine, work, rate(work.step)))
+        totals["examples"] += work.units
+        totals["tokens"] += work.flat_tokens
+        totals["tokens/computed"] += work.computed_tokens
+        last = work.step == schedule.total_steps
+        if last or work.step % plan.log_every == 0:
+            metrics = _read(engine, window, planner.rows)
+            metrics |= {"learning_rate": rate(work.step), "epoch": schedule.epochs_after(work.step), **totals}
+            yield Record(work.step, "train", metrics)
+            window = _Window()
+        if evaluator is not None and (last or (plan.eval_every and work.step % plan.eval_every == 0)):
+            yield Record(work.step, "eval", evaluator(engine))
+            window.began = time.monotonic()
+
+
+def _prepared(planner: Planner, workers: int) -> Iterator[StepWork]:
+    """Each step's work in order; with workers, some steps ahead."""
+    steps = range(1, planner.schedule.total_steps + 1)
+    if not workers:
+        yield from map(planner.work, steps)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        ahead = [pool.submit(planner.work, step) for step in steps[: workers + 1]]
+        for step in steps:
+            if step + workers + 1 <= len(steps):
+                ahead.append(pool.submit(planner.work, step + workers + 1))
+            yield ahead.pop(0).result()
+
+
+def _read(engine: Engine, window: _Window, rows: Any) -> dict[str, float]:
+    """The window's metrics: the one place where the host waits for the device."""
+    world, device = engine.world, engine.model.device
+    keys = engine.method.metric_keys
+    sums = torch.stack([outcome.tally.stacked(keys, device) for _, outcome in window.outcomes]).sum(0)
+    totals = world.sum(sums)
+    finite = torch.stack([outcome.finite for _, outcome in window.outcomes])
+    if not bool(finite.all()):
+        raise _non_finite(engine, window, rows)
+    metrics = means(keys, totals.cpu())
+    add_margins(metrics)
+    _, outcome = window.outcomes[-1]
+    if outcome.point is not None:
+        metrics |= point_record(outcome.point)
+    seconds = max(time.monotonic() - window.began, 1e-9)
+    metrics["grad_norm"] = float(outcome.grad_norm)
+    metrics["step_time"] = seconds / len(window.outcomes)
+    metrics["tokens_per_second"] = sum(done.flat_tokens for done, _ in window.outcomes) / seconds
+    metrics["memory/peak_gib"] = peak_gib(device)
+    return metrics
+
+
+def _non_finite(engine: Engine, window: _Window, rows: Any) -> NonFiniteError:
+    """The error of the first step that was not finite, with the rows whose loss was not."""
+    work, outcome = next((work, outcome) for work, outcome in window.outcomes if not bool(outcome.finite))
+    bad = [index for losses, indices in outcome.losses
+           for loss, index in zip(losses.tolist(), indices, strict=True) if not math.isfinite(loss)]
+    named = [rows[index] for part in engine.world.gather(bad) for index in part]
+    if named:
+        listed = ", ".join(f"{row.id} ({row.place})" if row.id != row.place else row.id for row in named[:10])
+        what = f"the loss of {len(named)} rows is not finite: {listed}"
+    else:
+        what = f"all losses are finite, but the gradient is not (norm {float(outcome.grad_norm)})"
+    return NonFiniteError(f"step {work.step}: {what}. The step changed nothing. A lower learning rate or "
+                          "--max-grad-norm, or fp32 instead of bf16, may help; look at these rows first")
+
+
+def check_first_step(engine: Engine, planner: Planner, error: float) -> tuple[bool, str]:
+    """Before step 1 policy and reference must agree: every margin is 0 and the loss has its known value.
+
+    Args:
+        error: what the start-up comparison of layouts measured, in nats; allowed under bf16.
+
+    Returns:
+        Whether they agree within rounding, and the sentence that says what was found.
+    """
+    model, beta = engine.model, engine.method.beta
+    found = (False, 0.0, 0)
+    with torch.no_grad():
+        for pack in planner.work(1).packs[:1]:
+            batch = pack.batch.to(model.device)
+            logps = model.logps(batch)
+            gaps = (logps - engine.reference.score(pack.trees, batch)).abs()
+            if model.precision == "bf16":
+                allowed = torch.full_like(gaps, beta * max(2 * error, 1e-3))
+            else:
+                allowed = {"fp32": 1e-6, "fp64": 1e-12}[model.precision] * (1 + beta * logps.abs())
+            found = (bool((beta * gaps > allowed).any()), float(gaps.sum()), len(gaps))
+    everywhere = engine.world.gather(found)
+    if any(differs for differs, _, _ in everywhere):
+        mean = sum(total for _, total, _ in everywhere) / sum(count for _, _, count in everywhere)
+        return False, (f"policy and reference differ before training: mean |log-ratio| {mean:.3g}. Is the reference "
+                       "another model, is dropout on, or do the two passes differ in mask, dtype or layout?")
+    labels = [planner.rows[index].desirable for index in planner.schedule.step(1)]
+    desirable = None if None in labels else torch.tensor(labels)
+    known = engine.method.row.at_start(engine.method.options, desirable)
+    return True, f"policy and reference agree before training; the first loss will be {known:.6f}"
+
+
+def peak_gib(device: torch.device) -> float:
+    """Peak memory so far in GiB: of the GPU, or resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    per_unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * per_unit / 2**30

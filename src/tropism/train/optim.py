@@ -1,0 +1,57 @@
+"""Optimiser and learning rate. The rate is a function of the step number, so it needs no state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import get_scheduler
+
+from tropism.errors import UsageError
+
+
+def build_optimizer(name: str, module: Any, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW or SGD over the trainable weights; decay acts on matrices, not on norms and biases.
+
+    Both are the fused kernels, which take `found_inf`: a step with a non-finite gradient is then a no-op on the
+    device, without asking the host.
+
+    Raises:
+        UsageError: if nothing is trainable.
+    """
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise UsageError("the model has no trainable weights")
+    groups = [{"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+              {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, fused=True)
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8, fused=True)
+
+
+def learning_rates(schedule: str, peak: float, steps: int, warmup_ratio: float) -> Callable[[int], float]:
+    """The learning rate of step k, from 1.
+
+    Warm-up step k has k / warm-up steps of the peak; after it comes transformers' schedule of that name, begun so
+    that the first step after warm-up has the peak. No step has rate 0 unless the peak is 0.
+    """
+    warmup = min(steps, -(-int(steps * warmup_ratio * 1_000_000) // 1_000_000))
+    scratch = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    extra = {"min_lr_rate": 0.1} if schedule == "cosine_with_min_lr" else {}
+    factor = get_scheduler(schedule, scratch, num_warmup_steps=warmup, num_training_steps=steps,
+                           scheduler_specific_kwargs=extra).lr_lambdas[0]
+
+    def rate(step: int) -> float:
+        return peak * (step / warmup if step <= warmup else float(factor(step - 1)))
+
+    return rate
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finite: torch.Tensor) -> None:
+    """Apply the gradients, or nothing at all where `finite` (a boolean scalar on the device) is False."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = (~finite).float().reshape(())  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,163 @@
+"""Everything that can be checked before the first step, checked before the model is even loaded."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tropism.data.audit import Audit, class_weights
+from tropism.data.formats import View
+from tropism.data.load import load_rows
+from tropism.data.options import DataOptions
+from tropism.data.pack import plant
+from tropism.data.render import Renderer
+from tropism.data.rows import EncodedRow
+from tropism.data.schedule import Schedule
+from tropism.data.split import split_by_prompt
+from tropism.data.tree import PromptTree
+from tropism.data.truncate import Limits
+from tropism.errors import DataError, UsageError
+from tropism.methods import LossRow, Method
+from tropism.model.load import max_positions
+from tropism.train.options import RunOptions
+
+_DEFAULT_MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data of a run.
+
+    Args:
+        train, evaluation: rows; `evaluation` may be empty.
+        audit: of the training source; `eval_audit` of a separate evaluation source.
+        renderer: what made the ids.
+        max_length: tokens of a prompt with its completion.
+    """
+
+    train: list[EncodedRow]
+    evaluation: list[EncodedRow]
+    audit: Audit
+    eval_audit: Audit | None
+    renderer: Renderer
+    max_length: int
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of the data as it was understood: ids of the rows in order, and their labels."""
+        return {name: data_fingerprint(rows) for name, rows in (("data", self.train), ("eval_data", self.evaluation))
+                if rows}
+
+    def to_json(self) -> dict[str, Any]:
+        """Content of `audit.json`."""
+        report = self.audit.to_json()
+        report["split"] = {"train": len(self.train), "eval": len(self.evaluation)}
+        if self.eval_audit is not None:
+            report["eval"] = self.eval_audit.to_json()
+        return report
+
+
+def data_fingerprint(rows: Sequence[EncodedRow]) -> str:
+    """Hash of rows as they are trained: prompt, completions and label of each, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(row.prompt_key)
+        for completion in row.completions:
+            digest.update(completion.key)
+        digest.update(str(row.desirable).encode())
+    return digest.hexdigest()
+
+
+def prepare_data(options: DataOptions, tokenizer: Any, config: Any, view: View) -> Prepared:
+    """Read, render and split the data.
+
+    Raises:
+        UsageError: for options that cannot go together.
+        DataError: for data that cannot be trained on.
+    """
+    if options.eval_data and options.eval_fraction:
+        raise UsageError("eval_data and eval_fraction exclude each other: hold out rows of --data, or bring your own")
+    renderer = Renderer(tokenizer, limits(options, config))
+    audit = load_rows(options.data, renderer, view, strict=options.strict, workers=options.workers)
+    train, evaluation, eval_audit = audit.rows, [], None
+    if options.eval_fraction:
+        train, evaluation = split_by_prompt(audit.rows, options.eval_fraction)
+    elif options.eval_data:
+        eval_audit = load_rows(options.eval_data, renderer, view, strict=options.strict, workers=options.workers)
+        evaluation = eval_audit.rows
+    if view == "unpaired":
+        check_classes(train)
+    return Prepared(train, evaluation, audit, eval_audit, renderer, renderer.limits.max_length)
+
+
+def limits(options: DataOptions, config: Any) -> Limits:
+    """Token limits from options and model.
+
+    Raises:
+        UsageError: if more is asked for than the model can do, or a prompt may fill everything.
+    """
+    longest = max_positions(config)
+    if options.max_length is not None and longest is not None and options.max_length > longest:
+        raise UsageError(f"max_length {options.max_length}: the model was made for at most {longest} tokens")
+    max_length = options.max_length or min(_DEFAULT_MAX_LENGTH, longest or _DEFAULT_MAX_LENGTH)
+    if options.max_prompt_length is not None and options.max_prompt_length >= max_length:
+        raise UsageError(f"max_prompt_length {options.max_prompt_length} leaves nothing of max_length {max_length} "
+                         "for a completion")
+    return Limits(max_length, options.max_prompt_length)
+
+
+def check_classes(rows: Sequence[EncodedRow]) -> None:
+    """KTO learns from the contrast of two classes.
+
+    Raises:
+        DataError: with the counts, if a class is absent.
+    """
+    desirable = sum(bool(row.desirable) for row in rows)
+    if desirable in (0, len(rows)):
+        raise DataError(f"{desirable} desirable / {len(rows) - desirable} undesirable training rows: KTO needs both. "
+                        "With answers you like only, supervised fine-tuning is the method")
+
+
+def make_schedule(options: DataOptions, run: RunOptions, rows: Sequence[EncodedRow], needs_partners: bool) -> Schedule:
+    """The plan of the run.
+
+    Raises:
+        UsageError: where no step could have partners.
+    """
+    numbers: dict[bytes, int] = {}
+    prompts = tuple(numbers.setdefault(row.prompt_key, len(numbers)) for row in rows)
+    return Schedule(prompts, run.batch_size, run.seed, run.epochs, run.max_steps, options.shuffle,
+                    options.group_prompts, needs_partners)
+
+
+def probe_trees(rows: Sequence[EncodedRow], budget: int) -> list[PromptTree]:
+    """Up to three trees for the start-up comparison: rather short, and more than one so that leaks show."""
+    by_length = sorted(range(len(rows)), key=lambda i: (rows[i].flat_tokens, i))
+    quarter = len(by_length) // 4
+    chosen: dict[bytes, int] = {}
+    for i in by_length[quarter:] + by_length[:quarter]:
+        chosen.setdefault(rows[i].prompt_key, i)
+        if len(chosen) == 3 or sum(rows[j].flat_tokens for j in chosen.values()) > budget:
+            break
+    return [planted.tree for planted in plant(rows, list(chosen.values()))]
+
+
+def build_method(row: LossRow, options: Mapping[str, Any], rows: Sequence[EncodedRow]) -> Method:
+    """A row of the method table with the numbers of its options; `auto` weights come from the training rows."""
+    values = {name: options[name] for name in row.options}
+    if "desirable_weight" in values:
+        desirable = sum(bool(entry.desirable) for entry in rows)
+        values["desirable_weight"], values["undesirable_weight"] = class_weights(
+            desirable, len(rows) - desirable, values["desirable_weight"], values["undesirable_weight"])
+    return Method(row, values)
+
+
+def describe_weights(method: Method, rows: Sequence[EncodedRow]) -> str:
+    """Class counts, weights, and how their ratio stands to what the KTO paper advises."""
+    desirable = sum(bool(row.desirable) for row in rows)
+    weights = method.options["desirable_weight"], method.options["undesirable_weight"]
+    ratio = weights[0] * desirable / (weights[1] * (len(rows) - desirable))
+    text = (f"{desirable} desirable, {len(rows) - desirable} undesirable; weights {weights[0]:g} and {weights[1]:g}: "
+            f"weighted ratio {ratio:.2f} (the KTO paper advises 1 to 1.5)")
+    if not 1 - 1e-9 <= ratio <= 1.5 + 1e-9:
+        text += ". `--desirable-weight auto --undesirable-weight auto` balances the classes"
+    return text

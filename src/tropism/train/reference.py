@@ -1,0 +1,207 @@
+"""The reference: a frozen scorer whose log-probs are computed once, before step 1, and kept in the store."""
+
+import copy
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tropism.data.collate import Batch, collate
+from tropism.data.pack import cost, fill, share, size
+from tropism.data.tree import Completion, PromptTree
+from tropism.dist.world import World
+from tropism.errors import ModelError, ReferenceMismatchError
+from tropism.model.logps import LanguageModel
+from tropism.train.store import ScoreStore
+
+_WRITE_EVERY_S = 10.0  # at most this much of the pass is lost by a kill
+
+Report = Callable[[int, int], None]
+"""Called with (packs done, packs in all)."""
+
+
+class Reference(Protocol):
+    """Gives each completion of some trees its log-prob under the frozen weights."""
+
+    fingerprint: str
+
+    def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
+        """`[C]` float64, on the batch's device, in the batch's order."""
+        ...
+
+
+def freeze(model: LanguageModel) -> LanguageModel:
+    """A frozen copy in memory."""
+    module = copy.deepcopy(model.module).requires_grad_(False)
+    return LanguageModel(module, model.layout, model.precision, model.device)
+
+
+def fingerprint(model: LanguageModel) -> str:
+    """Hash of everything that decides a log-prob of given ids: weights, config, and how they are computed."""
+    config = {name: value for name, value in model.module.config.to_dict().items()
+              if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
+                              "architectures") and not name.startswith("_")}
+    numerics = [model.precision, model.layout, model.device.type]
+    digest = hashlib.blake2b(json.dumps([config, numerics], sort_keys=True, default=str).encode(), digest_size=16)
+    for line in weight_hashes(model.module):
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def weight_hashes(module: Any) -> list[str]:
+    """`name hash` of each distinct weight. Hashing releases the interpreter lock, so threads help."""
+    def one(item: tuple[str, Tensor]) -> str:
+        name, weight = item
+        data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"{name} {tuple(weight.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(one, module.named_parameters()))
+
+
+def forest(trees: Iterable[PromptTree]) -> list[PromptTree]:
+    """The distinct (prompt, completion) pairs of many trees, one tree per prompt, in an order of their own.
+
+    The order follows from the content alone, so the packs of a pass are a function of the whole set.
+    """
+    prompts: dict[bytes, tuple[PromptTree, dict[bytes, Completion]]] = {}
+    for tree in trees:
+        _, completions = prompts.setdefault(tree.prompt_ids.tobytes(), (tree, {}))
+        for completion in tree.completions:
+            completions.setdefault(completion.key, completion)
+    return [PromptTree(tree.prompt_ids, tuple(completions[key] for key in sorted(completions)))
+            for _, (tree, completions) in sorted(prompts.items())]
+
+
+class StoredReference:
+    """Scores from the store. No second model is in memory.
+
+    Args:
+        scores: log-prob by the key of (prompt, completion).
+        fingerprint: of the frozen weights.
+    """
+
+    def __init__(self, scores: dict[bytes, float], fingerprint: str) -> None:
+        self.scores = scores
+        self.fingerprint = fingerprint
+
+    def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
+        """As `Reference` says.
+
+        Raises:
+            ReferenceMismatchError: if a score is missing.
+        """
+        values = [self.scores.get(tree.score_key(completion)) for tree in trees for completion in tree.completions]
+        if None in values:
+            raise ReferenceMismatchError("a completion has no reference score; this is a bug in the schedule")
+        return torch.tensor(values, dtype=torch.float64, device=batch.lengths.device)
+
+
+class LiveReference:
+    """Scores from a frozen model that stays in memory."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.fingerprint = fingerprint(model)
+
+    @torch.no_grad()
+    def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
+        """As `Reference` says."""
+        return self.model.logps(batch)
+
+
+def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: Path, world: World,
+          report: Report = lambda done, total: None) -> StoredReference:
+    """Score what the store does not have yet, with all ranks together, and return all scores of `trees`.
+
+    Packs are a function of the whole set of trees; a pack of which one score is missing is computed whole, but
+    scores that the store has are kept as they are.
+
+    Args:
+        model: the frozen weights.
+        trees: every (prompt, completion) that the run will ask for.
+        budget: tokens of a pack.
+        root: the store's directory.
+
+    Raises:
+        ReferenceMismatchError: if a score is not finite, naming what it belongs to.
+    """
+    whole = forest(trees)
+    store = ScoreStore(root, fingerprint(model), {
+        "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
+    known = world.broadcast(store.load() if world.is_main else {})
+    parts = [part for tree in whole for part in _split(tree, budget, model.layout)]
+    packs = [[parts[i] for i in pack] for pack in fill([size(part, model.layout) for part in parts], budget)]
+    missing = [pack for pack in packs if any(key not in known for key in _keys(pack))]
+    rounds = _rounds(missing, world.size)
+    fresh: dict[bytes, float] = {}
+    written = time.monotonic()
+    for number, packs_of_ranks in enumerate(rounds, start=1):
+        own = _score_pack(model, packs_of_ranks[world.rank]) if packs_of_ranks[world.rank] else {}
+        for scores in world.gather(own):
+            fresh.update((key, value) for key, value in scores.items() if key not in known)
+        report(min(number * world.size, len(missing)), len(missing))
+        if world.is_main and time.monotonic() - written > _WRITE_EVERY_S:
+            store.add({key: value for key, value in fresh.items() if key not in known})
+            known.update(fresh)
+            fresh = {}
+            written = time.monotonic()
+    if world.is_main:
+        store.add(fresh)
+    known.update(fresh)
+    known = world.broadcast(known) if missing else known
+    return StoredReference({key: known[key] for key in _keys(whole)}, store.path.name)
+
+
+def check_vocabulary(reference: Any, policy: Any) -> None:
+    """Policy and reference must give every id the same token.
+
+    Raises:
+        ModelError: naming the first id that differs.
+    """
+    ours, theirs = ({index: token for token, index in tokenizer.get_vocab().items()}
+                    for tokenizer in (policy, reference))
+    for index in sorted(ours.keys() | theirs.keys()):
+        if ours.get(index) != theirs.get(index):
+            raise ModelError(f"reference: id {index} is {theirs.get(index)!r} there and {ours.get(index)!r} in the "
+                             "policy; log-probs of such models cannot be compared")
+
+
+def _keys(trees: Sequence[PromptTree]) -> Iterator[bytes]:
+    for tree in trees:
+        for completion in tree.completions:
+            yield tree.score_key(completion)
+
+
+def _split(tree: PromptTree, budget: int, layout: str) -> list[PromptTree]:
+    """A tree too big for a pack, as several with the same prompt. Nothing learns here, so that is only layout."""
+    if size(tree, layout) <= budget or len(tree.completions) == 1:
+        return [tree]
+    half = len(tree.completions) // 2
+    return [part for some in (tree.completions[:half], tree.completions[half:])
+            for part in _split(PromptTree(tree.prompt_ids, some), budget, layout)]
+
+
+def _rounds(packs: Sequence[list[PromptTree]], ranks: int) -> list[list[list[PromptTree]]]:
+    """Packs for each rank, round by round, with empty ones at the end."""
+    shares = share([sum(cost(tree) for tree in pack) for pack in packs], ranks)
+    longest = max((len(own) for own in shares), default=0)
+    return [[packs[own[i]] if i < len(own) else [] for own in shares] for i in range(longest)]
+
+
+@torch.no_grad()
+def _score_pack(model: LanguageModel, pack: Sequence[PromptTree]) -> dict[bytes, float]:
+    batch = collate(pack, model.layout).to(model.device)
+    values = model.logps(batch).tolist()
+    for value, ids in zip(values, (tree.prompt_ids for tree in pack for _ in tree.completions), strict=True):
+        if not math.isfinite(value) or value >= 0:
+            raise ReferenceMismatchError(f"the reference gives a completion the log-prob {value} (its prompt begins "
+                                         f"with ids {ids[:8].tolist()}); nothing was trained")
+    return dict(zip(_keys(pack), values, strict=True))

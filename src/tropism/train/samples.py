@@ -1,0 +1,67 @@
+"""Some held-out prompts, answered before and after training."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tropism.data.rows import EncodedRow
+from tropism.model.attention import attention
+from tropism.model.logps import LanguageModel
+
+NEW_TOKENS = 64
+
+
+def sample_prompts(rows: Sequence[EncodedRow], count: int) -> list[EncodedRow]:
+    """The first rows with distinct prompts."""
+    distinct: dict[bytes, EncodedRow] = {}
+    for row in rows:
+        if len(distinct) == count:
+            break
+        distinct.setdefault(row.prompt_key, row)
+    return list(distinct.values())
+
+
+@torch.no_grad()
+def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], stop_ids: Sequence[int],
+           new_tokens: int = NEW_TOKENS) -> list[str]:
+    """The model's greedy answer to each row's prompt."""
+    answers = []
+    with attention(model.module, "sdpa"), torch.autocast(model.device.type, torch.bfloat16,
+                                                         enabled=model.precision == "bf16"):
+        for row in rows:
+            ids = torch.from_numpy(row.prompt_ids.astype("int64"))[None].to(model.device)
+            out = model.module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                                        max_new_tokens=new_tokens, eos_token_id=list(stop_ids),
+                                        pad_token_id=stop_ids[0], temperature=None, top_p=None, top_k=None)
+            answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    return answers
+
+
+class Sampler:
+    """Asks the same prompts before and after training.
+
+    Args:
+        rows: held-out rows, or training rows where nothing is held out.
+        held_out: which of the two they are.
+        count: prompts to ask.
+        tokenizer, stop_ids: as in `answer`.
+    """
+
+    def __init__(self, rows: Sequence[EncodedRow], *, held_out: bool, count: int, tokenizer: Any,
+                 stop_ids: Sequence[int]) -> None:
+        self.rows = sample_prompts(rows, count)
+        self.held_out = held_out
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+
+    def ask(self, model: LanguageModel) -> list[str]:
+        """Answers of the model as it is."""
+        return answer(model, self.tokenizer, self.rows, self.stop_ids)
+
+    def compare(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
+        """Lines of `samples.jsonl`."""
+        return [{"id": row.id, "held_out": self.held_out,
+                 "prompt": self.tokenizer.decode(row.prompt_ids.tolist(), skip_special_tokens=False),
+                 "before": old, "after": new}
+                for row, old, new in zip(self.rows, before, after, strict=True)]

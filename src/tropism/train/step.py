@@ -1,0 +1,118 @@
+"""One optimiser step, readable as the algorithm."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tropism.dist.world import World
+from tropism.losses.scored import Scored
+from tropism.methods import Method, Units
+from tropism.model.logps import LanguageModel
+from tropism.observe.metrics import Tally
+from tropism.train.optim import step_if_finite
+from tropism.train.reference import Reference
+from tropism.train.work import StepWork
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a step works with."""
+
+    model: LanguageModel
+    reference: Reference
+    method: Method
+    optimizer: torch.optim.Optimizer
+    world: World
+    max_grad_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePoint:
+    """KTO's z0 of a step, and the estimate it comes from; all on the device.
+
+    Args:
+        value: max(0, raw): clamped after pooling.
+        raw: mean log-ratio of the mismatched completions, over the units of all ranks.
+        stderr: its standard error over the distinct mismatched pairs; NaN if there are fewer than two.
+    """
+
+    value: Tensor
+    raw: Tensor
+    stderr: Tensor
+
+
+@dataclass
+class StepOutcome:
+    """What a step leaves for the log; nothing here has been read by the host yet."""
+
+    tally: Tally
+    grad_norm: Tensor
+    finite: Tensor
+    point: ReferencePoint | None
+    losses: list[tuple[Tensor, tuple[int, ...]]] = field(default_factory=list)
+
+
+def train_step(engine: Engine, work: StepWork, learning_rate: float) -> StepOutcome:
+    """Sum the losses of all units over packs and ranks, divide once, clip, and update if all is finite."""
+    device = engine.model.device
+    tally = Tally()
+    seen: list[tuple[Tensor, tuple[int, ...]]] = []
+    point = pooled_reference_point(engine, work) if work.mismatched else None
+    for pack in work.packs:
+        batch = pack.batch.to(device)
+        units = to_device(pack.units, device)
+        scored = Scored(engine.model.logps(batch), engine.reference.score(pack.trees, batch), batch.lengths)
+        losses = engine.method.losses(scored, units, point.value if point else None)
+        (losses.sum() / work.units).backward()
+        if pack.rows:
+            tally.add(engine.method.metrics(scored, units, losses))
+            seen.append((losses.detach(), pack.rows))
+    parameters = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    engine.world.sum_gradients(parameters)
+    norm = clip(parameters, engine.max_grad_norm)
+    finite = torch.isfinite(norm)
+    step_if_finite(engine.optimizer, learning_rate, finite)
+    return StepOutcome(tally, norm.detach(), finite, point, seen)
+
+
+def clip(parameters: list[torch.nn.Parameter], max_norm: float) -> Tensor:
+    """The global gradient norm; gradients are scaled down to `max_norm` where they exceed it (0: never)."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def pooled_reference_point(engine: Engine, work: StepWork) -> ReferencePoint:
+    """z0 = max(0, S / n) with S and n summed over all units of the step on all ranks (KTO paper, section 4.1)."""
+    moments = torch.zeros(5, dtype=torch.float64, device=engine.model.device)
+    for pack in work.mismatched:
+        batch = pack.batch.to(engine.model.device)
+        logratios = engine.model.logps(batch) - engine.reference.score(pack.trees, batch)
+        moments += reference_moments(logratios, pack.counts.to(batch.lengths.device))
+    return pool(engine.world.sum(moments))
+
+
+def reference_moments(logratios: Tensor, counts: Tensor) -> Tensor:
+    """`[5]` sums that pool over packs and ranks: S and n over units; m, sum and sum of squares over pairs."""
+    return torch.stack(((counts * logratios).sum(), counts.sum(),
+                        torch.ones_like(logratios).sum(), logratios.sum(), (logratios * logratios).sum()))
+
+
+def pool(moments: Tensor) -> ReferencePoint:
+    """The reference point from pooled sums: divided first, clamped then."""
+    total, units, pairs, pair_sum, pair_squares = moments.unbind()
+    raw = total / units
+    variance = (pair_squares - pair_sum * pair_sum / pairs).clamp(min=0) / (pairs - 1)
+    stderr = torch.where(pairs > 1, (variance / pairs).sqrt(), torch.full_like(raw, math.nan))
+    return ReferencePoint(raw.clamp(min=0), raw, stderr)
+
+
+def to_device(units: Units, device: torch.device) -> Units:
+    """The same units on a device."""
+    desirable = None if units.desirable is None else units.desirable.to(device)
+    return Units(units.members.to(device), desirable)

@@ -1,0 +1,137 @@
+"""The content-addressed store of log-probs under frozen weights.
+
+    STORE/<fingerprint of weights, config and numerics>/meta.json
+                                                       /<hash>.npz   keys [n, 16] uint8, logps [n] float64, checksum
+
+An entry is filed under a hash of (prompt ids, completion ids), so tokenizer, template and limits act through the
+ids and a stale hit is impossible. Files are written whole under another name and then renamed: a killed run leaves
+complete files only, and two runs may write side by side.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tropism.errors import OutputError, ReferenceMismatchError
+
+VERSION = 1
+
+
+def default_root() -> Path:
+    """TROPISM_STORE, else tropism/store in the user's cache."""
+    if named := os.environ.get("TROPISM_STORE"):
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "tropism" / "store"
+
+
+class ScoreStore:
+    """Scores under one fingerprint.
+
+    Args:
+        root: the store's directory.
+        fingerprint: of the frozen weights, their config and the numerics.
+        meta: what a person wants to know of them; written once.
+    """
+
+    def __init__(self, root: Path, fingerprint: str, meta: dict[str, Any]) -> None:
+        self.path = root / fingerprint
+        self.meta = {"version": VERSION, **meta}
+        self.damaged: list[Path] = []
+
+    def load(self) -> dict[bytes, float]:
+        """All whole entries. A damaged file is left out (its entries are computed again) and listed.
+
+        Raises:
+            ReferenceMismatchError: if an entry of an intact file is no log-prob (not finite, or above 0).
+        """
+        known: dict[bytes, float] = {}
+        self.damaged = []
+        for file in sorted(self.path.glob("*.npz")):
+            entries = _read(file)
+            if entries is None:
+                self.damaged.append(file)
+                continue
+            for key, value in entries.items():
+                if not math.isfinite(value) or value >= 0:
+                    raise ReferenceMismatchError(f"{file}: holds {value} as a log-prob; remove the store with "
+                                                 f"`tropism store clean --store {self.path.parent}`")
+                known.setdefault(key, value)
+        return known
+
+    def add(self, entries: dict[bytes, float]) -> None:
+        """Write entries as one file.
+
+        Raises:
+            OutputError: if the disk refuses.
+        """
+        if not entries:
+            return
+        keys = np.frombuffer(b"".join(entries), dtype=np.uint8).reshape(len(entries), 16)
+        logps = np.array(list(entries.values()), dtype=np.float64)
+        name = _checksum(keys, logps)
+        target = self.path / f"{name}.npz"
+        temporary = self.path / f".{name}.{os.getpid()}"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not (self.path / "meta.json").exists():
+                (self.path / "meta.json").write_text(json.dumps(self.meta, indent=2) + "\n", encoding="utf-8")
+            with temporary.open("wb") as file:
+                np.savez(file, keys=keys, logps=logps)
+            temporary.replace(target)
+        except OSError as error:
+            raise OutputError(f"{self.path}: the reference store cannot be written: {error.strerror}") from error
+
+
+def _checksum(keys: Any, logps: Any) -> str:
+    return hashlib.blake2b(keys.tobytes() + logps.tobytes(), digest_size=16).hexdigest()
+
+
+def _read(file: Path) -> dict[bytes, float] | None:
+    """Entries of a file whose content has the hash that its name says, else None."""
+    try:
+        with np.load(file, allow_pickle=False) as content:
+            keys, logps = content["keys"], content["logps"]
+    except Exception:  # a damaged zip fails in many ways, all of which mean the same
+        return None
+    if keys.ndim != 2 or len(keys) != len(logps) or _checksum(keys, logps) != file.stem:
+        return None
+    return {key.tobytes(): float(value) for key, value in zip(keys, logps, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of `tropism store list`."""
+
+    path: Path
+    meta: dict[str, Any]
+    scores: int
+    size_bytes: int
+
+
+def entries(root: Path) -> list[Entry]:
+    """What a store holds, one entry per frozen model."""
+    found = []
+    for path in sorted(path.parent for path in root.glob("*/meta.json")):
+        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        files = list(path.glob("*.npz"))
+        scores = sum(len(read) for file in files if (read := _read(file)) is not None)
+        found.append(Entry(path, meta, scores, sum(file.stat().st_size for file in files)))
+    return found
+
+
+def clean(root: Path, fingerprint: str | None = None) -> int:
+    """Remove the scores of one fingerprint (or its beginning), or all; returns how many models were removed."""
+    removed = 0
+    for path in [path.parent for path in root.glob("*/meta.json")]:
+        if fingerprint is None or path.name.startswith(fingerprint):
+            shutil.rmtree(path)
+            removed += 1
+    return removed

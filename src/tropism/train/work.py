@@ -1,0 +1,146 @@
+"""A step made ready on the host: trees shared over ranks, packed and laid out. No result depends on how."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from tropism.data.collate import Batch, Layout, collate
+from tropism.data.pack import Mismatched, Planted, cost, fill, mismatch, plant, share, size
+from tropism.data.rows import EncodedRow
+from tropism.data.schedule import Schedule
+from tropism.data.tree import PromptTree
+from tropism.dist.world import World
+from tropism.methods import Method, Units
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Some trees of a step with their rows, as one forward and backward pass.
+
+    Args:
+        trees: the trees, in the batch's order.
+        batch: their tensors.
+        units: the rows that look at them.
+        rows: which rows those are.
+    """
+
+    trees: tuple[PromptTree, ...]
+    batch: Batch
+    units: Units
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MismatchedPack:
+    """Mismatched trees as one forward pass; `counts[c]` units have completion c as their partner."""
+
+    trees: tuple[PromptTree, ...]
+    batch: Batch
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What this rank does in a step.
+
+    Args:
+        step: its number, from 1.
+        units: units of the step over all ranks: the loss's one denominator.
+        packs, mismatched: of this rank; every rank has equally many, empty ones included.
+        flat_tokens: prompt + completion tokens of all ranks' rows, as if flat.
+        computed_tokens: tokens of all ranks' packs.
+    """
+
+    step: int
+    units: int
+    packs: tuple[Pack, ...]
+    mismatched: tuple[MismatchedPack, ...]
+    flat_tokens: int
+    computed_tokens: int
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Prepares steps for one rank."""
+
+    rows: Sequence[EncodedRow]
+    schedule: Schedule
+    method: Method
+    layout: Layout
+    budget: int
+    max_length: int
+    world: World
+
+    def trees(self) -> "list[PromptTree]":
+        """Every tree that the schedule will score, mismatched ones included; for the reference pass."""
+        found: list[PromptTree] = []
+        for step in range(1, self.schedule.total_steps + 1):
+            found += all_trees(self.rows, self.schedule.step(step), self.method, self.max_length)
+        return found
+
+    def work(self, step: int) -> StepWork:
+        """Everything of a step that does not need the model."""
+        indices = self.schedule.step(step)
+        planted = plant(self.rows, indices)
+        partners: list[Mismatched] = []
+        if self.method.row.needs_reference_point:
+            partners = mismatch(self.rows, indices, self.max_length)
+        # Trees and mismatched trees stand in the same order, one of each per prompt, and stay together.
+        costs = [3 * cost(planted[i].tree) + (cost(partners[i].tree) if partners else 0) for i in range(len(planted))]
+        shares = share(costs, self.world.size)
+        own = shares[self.world.rank]
+        packs = [[own[i] for i in p] for p in self._fill([planted[i].tree for i in own])]
+        lone = [[own[i] for i in p] for p in self._fill([partners[i].tree for i in own])] if partners else []
+        most = max(len(self._fill([planted[i].tree for i in rank])) for rank in shares)
+        most_lone = max(len(self._fill([partners[i].tree for i in rank])) for rank in shares) if partners else 0
+        packs += [[]] * (most - len(packs))
+        lone += [[]] * (most_lone - len(lone))
+        return StepWork(
+            step, len(indices),
+            tuple(make_pack([planted[i] for i in pack], self.rows, self.layout) for pack in packs),
+            tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone),
+            sum(self.rows[index].flat_tokens for index in indices),
+            sum(size(entry.tree, self.layout) for entry in (*planted, *partners)))
+
+    def _fill(self, trees: Sequence[PromptTree]) -> list[list[int]]:
+        return fill([size(tree, self.layout) for tree in trees], self.budget)
+
+    @cached_property
+    def oversized(self) -> int:
+        """Trees of the data that exceed the pack budget, and so get a pack of their own."""
+        return sum(size(entry.tree, self.layout) > self.budget
+                   for entry in plant(self.rows, range(len(self.rows))))
+
+
+def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method, max_length: int) -> list[PromptTree]:
+    """Trees and, where the method needs them and they exist, mismatched trees of some rows taken together."""
+    trees = [entry.tree for entry in plant(rows, indices)]
+    if method.row.needs_reference_point and len({rows[index].prompt_key for index in indices}) > 1:
+        trees += [entry.tree for entry in mismatch(rows, indices, max_length)]
+    return trees
+
+
+def make_pack(planted: Sequence[Planted], rows: Sequence[EncodedRow], layout: Layout) -> Pack:
+    """Trees with their rows as a pack."""
+    members: list[tuple[int, ...]] = []
+    indices: list[int] = []
+    offset = 0
+    for entry in planted:
+        members += [tuple(offset + position for position in positions) for positions in entry.members]
+        indices += entry.rows
+        offset += len(entry.tree.completions)
+    labels = [rows[index].desirable for index in indices]
+    desirable = None if None in labels else torch.tensor(labels, dtype=torch.bool)
+    width = len(members[0]) if members else 2  # an empty pack has no units of either view
+    trees = tuple(entry.tree for entry in planted)
+    return Pack(trees, collate(trees, layout),
+                Units(torch.tensor(members, dtype=torch.int64).reshape(-1, width), desirable), tuple(indices))
+
+
+def make_mismatched_pack(entries: Sequence[Mismatched], layout: Layout) -> MismatchedPack:
+    """Mismatched trees as a pack."""
+    trees = tuple(entry.tree for entry in entries)
+    counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
+    return MismatchedPack(trees, collate(trees, layout), counts)
