@@ -181,9 +181,9 @@ class _Run:
                             f"{self.budget} and get a pass of their own")
         reference = self._reference(model, data, planner, probes)
         optimizer = build_optimizer(options.optimizer, module, options.weight_decay)
-        engine = Engine(model, reference, method, optimizer, world, options.max_grad_norm)
+        engine = Engine(model, reference, method, optimizer, world, options.max_grad_norm, probe.error)
         if options.reference in (None, "live"):
-            agree, sentence = check_first_step(engine, planner, probe.error)
+            agree, sentence = check_first_step(engine, planner)
             if not agree and options.strict:
                 raise ReferenceMismatchError(sentence)
             (self.voice.say if agree else self.voice.warn)(sentence)
@@ -240,4 +240,4 @@ class _Run:
         load.export(engine.model.module, self.tokenizer, directory.model, dtype, data.renderer.stop_ids)
         if initial is not None:
             share = load.survived_rounding(engine.model.module, initial, dtype)
-            self.voice.say(f"export in {self.options.export_dtype}: {share:.1%} of the changed weights survive rounding")
+            self.voice.say(f"export in {self.options.export_dtype}: {share:.1%} of the changed weights survive it")

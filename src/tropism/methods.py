@@ -12,7 +12,7 @@ from torch import Tensor
 from tropism.data.formats import View
 from tropism.losses import pairwise, unpaired
 from tropism.losses.scored import Scored
-from tropism.shapes import PerUnit, Scalar
+from tropism.shapes import PerCompletion, PerUnit, Scalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,22 @@ class Method:
         """Chosen and rejected completions of each pair."""
         return scored.take(units.members[:, 0]), scored.take(units.members[:, 1])
 
-    def metrics(self, scored: Scored, units: Units, losses: PerUnit) -> dict[str, tuple[Tensor, Tensor | int]]:
+    def rewards(self, scored: Scored, noise: PerCompletion) -> PerCompletion:
+        """`[C]` beta x log-ratio; one that is no larger than `noise` is rounding, and 0."""
+        rewards = self.beta * scored.logratios
+        return torch.where(rewards.abs() <= noise, torch.zeros_like(rewards), rewards)
+
+    def metrics(self, scored: Scored, units: Units, losses: PerUnit,
+                noise: PerCompletion) -> dict[str, tuple[Tensor, Tensor | int]]:
         """(sum, count) of each training metric. The margin of unpaired data follows from the class means."""
         pairs: dict[str, tuple[Tensor, Tensor | int]] = {"loss": (losses.sum(), len(losses))}
         if self.row.view == "paired":
             chosen, rejected = self.sides(scored, units)
             margins = self.beta * (chosen.logratios - rejected.logratios)
             pairs["rewards/margins"] = (margins.sum(), len(margins))
-            pairs["rewards/accuracies"] = ((margins > 0).double().sum() + 0.5 * (margins == 0).sum(), len(margins))
+            clear = self.rewards(scored, noise)[units.members]
+            right = (clear[:, 0] > clear[:, 1]).double() + 0.5 * (clear[:, 0] == clear[:, 1]).double()
+            pairs["rewards/accuracies"] = (right.sum(), len(margins))
             for name, side in (("chosen", chosen), ("rejected", rejected)):
                 pairs[f"rewards/{name}"] = (self.beta * side.logratios.sum(), len(margins))
                 pairs[f"logps/{name}"] = (side.logps.sum(), len(margins))

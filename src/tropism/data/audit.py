@@ -55,7 +55,8 @@ class Audit:
                         "completion": _quantiles([len(c.ids) for row in self.rows for c in row.completions])},
             "dropped_rows": [{"place": drop.place, "reason": str(drop.reason), "detail": drop.detail}
                         for drop in self.dropped[:_LISTED]],
-            "changed_rows": [{"place": row.place, "notes": sorted(row.notes)} for row in self.rows if row.notes][:_LISTED],
+            "changed_rows": [{"place": row.place, "notes": sorted(row.notes)}
+                             for row in self.rows if row.notes][:_LISTED],
         }
         return report
 

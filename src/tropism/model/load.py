@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar
 
 from tropism.errors import ModelError
 from tropism.model.logps import Precision
+
+disable_progress_bar()  # a bar of their own for every load and save would drown ours
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ class Voice:
         if not self.console.is_terminal:
             yield self._lines(title)
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
-                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                   TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
             task = progress.add_task(title, total=None, text="")
 

@@ -16,10 +16,6 @@ from tropism.train.statistics import Array, accuracy, auc, resamples, with_inter
 from tropism.train.step import Engine, ReferencePoint, pool, reference_moments
 from tropism.train.work import MismatchedPack, Pack, make_mismatched_pack, make_pack
 
-_ROUNDING = {"fp32": 1e-6, "fp64": 1e-12, "bf16": 1e-2}
-"""A reward of at most this times (1 + beta |logp|) is rounding, and counts as 0."""
-
-
 @dataclass(frozen=True)
 class Scores:
     """Per row of the evaluation set, in file order; `[n, m]` with m completions per row."""
@@ -99,17 +95,14 @@ class Evaluator:
             record["loss"] = float(losses.mean())
         else:
             losses = torch.zeros(len(members))
-        sums = engine.method.metrics(flat, units, losses)
+        noise = engine.noise(flat.logps)
+        sums = engine.method.metrics(flat, units, losses, noise)
         record |= {key: float(total) / int(count) for key, (total, count) in sums.items()
                    if key != "loss" and int(count)}
         add_margins(record)
         if point is not None:
             record |= point_record(point)
-        beta = engine.method.beta
-        rewards = (beta * flat.logratios).reshape(scores.logps.shape)
-        noise = _ROUNDING[engine.model.precision] * (1 + beta * scores.logps.abs())
-        rewards = torch.where(rewards.abs() <= noise, torch.zeros_like(rewards), rewards)
-        record |= self._ranking(rewards.numpy())
+        record |= self._ranking(engine.method.rewards(flat, noise).reshape(scores.logps.shape).numpy())
         if not self.baselines:  # the first evaluation is that of the initial policy
             per_token = scores.logps / scores.lengths
             for name, score in (("logps", scores.logps), ("logps_per_token", per_token),

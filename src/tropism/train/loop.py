@@ -142,11 +142,8 @@ def _non_finite(engine: Engine, window: _Window, rows: Any) -> NonFiniteError:
                           "--max-grad-norm, or fp32 instead of bf16, may help; look at these rows first")
 
 
-def check_first_step(engine: Engine, planner: Planner, error: float) -> tuple[bool, str]:
+def check_first_step(engine: Engine, planner: Planner) -> tuple[bool, str]:
     """Before step 1 policy and reference must agree: every margin is 0 and the loss has its known value.
-
-    Args:
-        error: what the start-up comparison of layouts measured, in nats; allowed under bf16.
 
     Returns:
         Whether they agree within rounding, and the sentence that says what was found.
@@ -158,11 +155,7 @@ def check_first_step(engine: Engine, planner: Planner, error: float) -> tuple[bo
             batch = pack.batch.to(model.device)
             logps = model.logps(batch)
             gaps = (logps - engine.reference.score(pack.trees, batch)).abs()
-            if model.precision == "bf16":
-                allowed = torch.full_like(gaps, beta * max(2 * error, 1e-3))
-            else:
-                allowed = {"fp32": 1e-6, "fp64": 1e-12}[model.precision] * (1 + beta * logps.abs())
-            found = (bool((beta * gaps > allowed).any()), float(gaps.sum()), len(gaps))
+            found = (bool((beta * gaps > engine.noise(logps)).any()), float(gaps.sum()), len(gaps))
     everywhere = engine.world.gather(found)
     if any(differs for differs, _, _ in everywhere):
         mean = sum(total for _, total, _ in everywhere) / sum(count for _, _, count in everywhere)

@@ -57,5 +57,5 @@ class RunOptions(Options):
     """Held-out prompts that are answered before and after training."""
     store: str | None = None
     """Directory of stored reference scores; by default TROPISM_STORE, else ~/.cache/tropism/store."""
-    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    export_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Dtype of the exported weights."""

@@ -26,6 +26,15 @@ class Engine:
     optimizer: torch.optim.Optimizer
     world: World
     max_grad_norm: float
+    layout_error: float = 0.0
+    """Largest difference, in nats, between our log-prob of a completion and the model's own, measured at start."""
+
+    def noise(self, logps: Tensor) -> Tensor:
+        """How large a reward can be through rounding alone, for completions of these log-probs."""
+        beta = self.method.beta
+        if self.model.precision == "bf16":
+            return torch.full_like(logps, beta * max(2 * self.layout_error, 1e-3))
+        return {"fp32": 1e-6, "fp64": 1e-12}[self.model.precision] * (1 + beta * logps.detach().abs())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ def train_step(engine: Engine, work: StepWork, learning_rate: float) -> StepOutc
         losses = engine.method.losses(scored, units, point.value if point else None)
         (losses.sum() / work.units).backward()
         if pack.rows:
-            tally.add(engine.method.metrics(scored, units, losses))
+            tally.add(engine.method.metrics(scored, units, losses, engine.noise(scored.logps)))
             seen.append((losses.detach(), pack.rows))
     parameters = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
     engine.world.sum_gradients(parameters)
