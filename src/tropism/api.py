@@ -1,7 +1,7 @@
 """One call that runs a method from options to a model directory. The command line is this call."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tropism.observe.rundir import RunDirectory
 from tropism.train import reference as references
 from tropism.train.evaluate import Evaluator
 from tropism.train.loop import Plan, Record, check_first_step, train
+from tropism.train.memory import keep_freed_memory
 from tropism.train.optim import build_optimizer
 from tropism.train.prepare import Prepared, build_method, describe_weights, make_schedule, prepare_data, probe_trees
 from tropism.train.samples import Sampler
@@ -170,6 +171,8 @@ class _Run:
                manifest: Manifest | None) -> tuple[Engine, Planner]:
         """Model, layout, reference and optimiser, each checked as soon as it can be."""
         options, world = self.options, self.world
+        if world.device.type == "cpu":
+            keep_freed_memory()
         module = load.load_model(self.source, self.precision, world.device, trust_remote_code=options.trust_remote_code)
         probes = probe_trees(data.train, self.budget)
         model, probe = choose_layout(module, self.precision, world.device, probes, options.layout)
@@ -180,6 +183,7 @@ class _Run:
             self.voice.warn(f"{planner.oversized} prompts with their completions exceed microbatch_tokens "
                             f"{self.budget} and get a pass of their own")
         reference = self._reference(model, data, planner, probes)
+        planner = replace(planner, reuse_prompts=options.reference != "live")
         optimizer = build_optimizer(options.optimizer, module, options.weight_decay)
         engine = Engine(model, reference, method, optimizer, world, options.max_grad_norm, probe.error)
         if options.reference in (None, "live"):

@@ -52,19 +52,19 @@ def train(config: Path) -> int:
 
 
 @app.command
-def demo(*, output: Path = Path("demo-run"), minutes: float = 5.0) -> int:
+def demo(*, output: Path | None = None) -> int:
     """Train a small model on feedback that comes with the package, and show what changed.
 
     Parameters
     ----------
     output
-        The run directory.
-    minutes
-        About how long to train.
+        The run directory; by default demo-run, or the next free name like it.
     """
     from tropism.demo.run import main as run_demo
+    from tropism.observe.rundir import free_name
 
-    return run_demo(output, minutes)
+    run_demo(output or free_name(Path("demo-run")))
+    return 0
 
 
 @store.command(name="list")
@@ -163,7 +163,7 @@ def _join_booleans(tokens: list[str]) -> list[str]:
 def _explain(error: CycloptsError) -> str:
     """One sentence with the option's name and the value."""
     if isinstance(error, cyclopts.ValidationError) and error.argument is not None and error.__cause__ is not None:
-        problems = getattr(error.__cause__, "errors", list)()
+        problems: list[Any] = getattr(error.__cause__, "errors", list)()
         if problems:
             problem = problems[0]
             option = "--" + "-".join(str(part).replace("_", "-") for part in problem["loc"][:1])

@@ -106,8 +106,8 @@ def check_values(values: dict[str, Any], options: type[MethodOptions] | None, pl
         except ValidationError as error:
             for problem in error.errors():
                 if problem["type"] != "missing":
-                    key = problem["loc"][0]
-                    raise UsageError(f"{place(key)}{key}: {problem['msg']} (got {problem['input']!r})") from None
+                    name = str(problem["loc"][0])
+                    raise UsageError(f"{place(name)}{name}: {problem['msg']} (got {problem['input']!r})") from None
 
 
 def nearest(key: str, known: Any) -> str:

@@ -53,8 +53,8 @@ class LossRow:
 
 def _half_mean_weight(options: Mapping[str, float], desirable: Tensor | None) -> float:
     assert desirable is not None
-    weights = torch.where(desirable, options["desirable_weight"], options["undesirable_weight"])
-    return 0.5 * float(weights.double().mean())
+    share = float(desirable.double().mean())
+    return 0.5 * (share * options["desirable_weight"] + (1 - share) * options["undesirable_weight"])
 
 
 LOSSES: dict[str, LossRow] = {row.name: row for row in (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -69,9 +69,10 @@ class Batch:
         """The same on a device."""
         if device.type == "cpu":
             return self
-        moved = {name: value.to(device, non_blocking=True) if isinstance(value, Tensor | Segments) else value
-                 for name, value in ((slot, getattr(self, slot)) for slot in self.__slots__)}
-        return Batch(**moved)
+        moved: dict[str, Any] = {name: getattr(self, name).to(device, non_blocking=True) for name in (
+            "input_ids", "position_ids", "predict_index", "target_ids", "completion_index", "lengths")}
+        return replace(self, **moved, segments=self.segments and self.segments.to(device),
+                       attention_mask=None if self.attention_mask is None else self.attention_mask.to(device))
 
 
 def collate(trees: Sequence[PromptTree], layout: Layout) -> Batch:
@@ -80,6 +81,26 @@ def collate(trees: Sequence[PromptTree], layout: Layout) -> Batch:
     No trees give a batch of one token and no completion, so that ranks can run equal numbers of passes.
     """
     return _tree(trees) if layout == "tree" else _padded(trees)
+
+
+def collate_leaves(trees: Sequence[PromptTree], roots: Sequence[PromptTree]) -> Batch:
+    """Completions alone, as the continuation of prompts that another tree batch has computed.
+
+    Args:
+        trees: the prompts with the completions to lay out.
+        roots: the trees of that other batch, in its order; `trees[i]` has the prompt of `roots[i]`.
+
+    Returns:
+        A batch whose `key_index` and `predict_index` count through the other batch's tokens first.
+    """
+    packed = sum(root.tokens for root in roots)
+    layout = _Layout()
+    labels = _Labels([], [], [], [])
+    root_at, at = 0, packed
+    for tree, root in zip(trees, roots, strict=True):
+        at = layout.add_completions(tree, root_at, at, labels)
+        root_at += root.tokens
+    return layout.batch(labels, at - packed)
 
 
 @dataclass(slots=True)
@@ -110,39 +131,54 @@ class _Labels:
                 "lengths": torch.tensor(self.lengths, dtype=torch.int64)}
 
 
+class _Layout:
+    """Segments of a tree batch as they are laid down, one after another."""
+
+    def __init__(self) -> None:
+        self.ids: list[npt.NDArray[np.int32]] = []
+        self.positions: list[npt.NDArray[np.int64]] = []
+        self.keys: list[npt.NDArray[np.int64]] = []
+
+    def add(self, ids: npt.NDArray[np.int32], depth: int, keys: npt.NDArray[np.int64]) -> None:
+        """A segment that begins `depth` tokens below the root and sees `keys`."""
+        self.ids.append(ids)
+        self.positions.append(depth + np.arange(len(ids)))
+        self.keys.append(keys)
+
+    def add_completions(self, tree: PromptTree, root: int, at: int, labels: _Labels) -> int:
+        """All completions of a tree whose prompt stands at `root`, from token `at` on; where the next one goes."""
+        depth = len(tree.prompt_ids)
+        prompt_keys = root + np.arange(depth)
+        for number, completion in enumerate(tree.completions):
+            labels.add(tree, number, root + depth - 1, at)
+            length = len(completion.ids) - 1  # the last token predicts nothing
+            if length:
+                self.add(completion.ids[:-1], depth, np.concatenate((prompt_keys, at + np.arange(length))))
+                at += length
+        return at
+
+    def batch(self, labels: _Labels, tokens: int) -> Batch:
+        """The tensors; one token that sees itself where there is none."""
+        if not self.ids:
+            self.add(np.zeros(1, np.int32), 0, np.zeros(1, np.int64))
+        queries, keys = [len(ids) for ids in self.ids], [len(index) for index in self.keys]
+        return Batch(
+            input_ids=torch.from_numpy(np.concatenate(self.ids).astype(np.int64))[None],
+            position_ids=torch.from_numpy(np.concatenate(self.positions))[None],
+            segments=Segments(tuple(queries), tuple(keys), torch.from_numpy(np.concatenate(self.keys)),
+                              _cumulative(queries), _cumulative(keys)),
+            attention_mask=None, tokens=tokens, **labels.tensors())
+
+
 def _tree(trees: Sequence[PromptTree]) -> Batch:
-    ids: list[npt.NDArray[np.int32]] = []
-    positions: list[npt.NDArray[np.int64]] = []
-    keys: list[npt.NDArray[np.int64]] = []
-    queries: list[int] = []
+    layout = _Layout()
     labels = _Labels([], [], [], [])
     at = 0
     for tree in trees:
-        root, depth = at, len(tree.prompt_ids)
-        prompt_keys = root + np.arange(depth)
-        ids.append(tree.prompt_ids)
-        positions.append(np.arange(depth))
-        queries.append(depth)
-        keys.append(prompt_keys)
-        at += depth
-        for number, completion in enumerate(tree.completions):
-            labels.add(tree, number, root + depth - 1, at)
-            length = len(completion.ids) - 1
-            if length:
-                ids.append(completion.ids[:-1])
-                positions.append(depth + np.arange(length))
-                queries.append(length)
-                keys.append(np.concatenate((prompt_keys, at + np.arange(length))))
-                at += length
-    if not trees:
-        ids, positions, keys, queries = [np.zeros(1, np.int32)], [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], [1]
-    key_lengths = [len(index) for index in keys]
-    return Batch(
-        input_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64))[None],
-        position_ids=torch.from_numpy(np.concatenate(positions))[None],
-        segments=Segments(tuple(queries), tuple(key_lengths), torch.from_numpy(np.concatenate(keys)),
-                          _cumulative(queries), _cumulative(key_lengths)),
-        attention_mask=None, tokens=at, **labels.tensors())
+        depth = len(tree.prompt_ids)
+        layout.add(tree.prompt_ids, 0, at + np.arange(depth))
+        at = layout.add_completions(tree, at, at + depth, labels)
+    return layout.batch(labels, at)
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:

@@ -50,6 +50,8 @@ def understand(raw: RawRow, view: View) -> Row | Dropped:
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{raw.place}: 'tools' must be a list of schemas, not {type(tools).__name__}")
+    # Before anything can drop the row: a label that is no label means that the file is not what it seems.
+    desirable = _label(record["label"], raw.place) if view == "unpaired" and "label" in record else None
     parts = _unpaired(raw) if view == "unpaired" else _paired(raw)
     if isinstance(parts, Dropped):
         return parts
@@ -58,15 +60,15 @@ def understand(raw: RawRow, view: View) -> Row | Dropped:
         if _blank(completion):
             return Dropped(raw.place, Reason.EMPTY_COMPLETION, f"'{name}' is empty")
     conversational = any(isinstance(part, tuple) for part in (prompt, *completions.values()))
-    answers = tuple(completions.values())
+    answers: tuple[Part, ...] = tuple(completions.values())
     if conversational:
         prompt = _as_messages(prompt, "user")
-        answers = tuple(_as_messages(answer, "assistant") for answer in answers)
-        for answer in answers:
-            if answer[-1].get("role") != "assistant":
+        spoken = [_as_messages(answer, "assistant") for answer in answers]
+        for messages in spoken:
+            if messages[-1].get("role") != "assistant":
                 raise DataError(f"{raw.place}: a completion must end with a message of role 'assistant', "
-                                f"not '{answer[-1].get('role')}'")
-    desirable = _label(record["label"], raw.place) if view == "unpaired" else None
+                                f"not '{messages[-1].get('role')}'")
+        answers = tuple(spoken)
     return Row(row_id, raw.place, prompt, answers, desirable, tuple(tools) if tools else None)
 
 
@@ -111,6 +113,11 @@ def _paired(raw: RawRow) -> Parts | Dropped:
     if shared in (len(chosen), len(rejected)):
         side = "chosen" if shared == len(chosen) else "rejected"
         return Dropped(raw.place, Reason.NO_COMPLETION, f"'{side}' has no answer after the shared messages")
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
+        if side[shared].get("role") != "assistant":
+            return Dropped(raw.place, Reason.NO_COMPLETION,
+                           f"'{name}' goes on with role '{side[shared].get('role')}' after the shared messages, so "
+                           "the two sides do not answer one prompt")
     return chosen[:shared], {"chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
@@ -119,7 +126,7 @@ def _part(value: Any, name: str, place: str) -> Part:
     if value is None:
         return ""
     if isinstance(value, str):
-        return value
+        return _text(value, name, place)
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
@@ -137,12 +144,23 @@ def _message(message: Any, name: str, place: str) -> Message:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text":
                 raise DataError(f"{place}: '{name}' holds content of type '{kind}'; only text can be trained on")
-            texts.append(part["text"])
+            texts.append(_text(part["text"], name, place))
         return {**message, "content": "".join(texts)}
     if content is not None and not isinstance(content, str):
         raise DataError(f"{place}: the content of a message of '{name}' must be text, "
                         f"not {type(content).__name__}")
-    return message
+    return {**message, "content": _text(content, name, place)} if content else message
+
+
+def _text(value: Any, name: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{place}: '{name}' must hold text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: '{name}' holds half a character ({value[error.start]!r}, a lone surrogate), "
+                        "which no tokenizer reads") from None
+    return value
 
 
 def _blank(part: Part) -> bool:

@@ -1,7 +1,8 @@
 """Text to token ids: chat template, border between prompt and completion, terminator, truncation."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
@@ -30,7 +31,7 @@ class Renderer:
         self.limits = limits
         self.supervise = supervise
         self.stop_ids: set[int] = set()
-        self._last_prompt: tuple[str, list[int]] | None = None
+        self._last_prompt: tuple[str, dict[str, str], list[int]] | None = None
 
     def encode(self, row: Row) -> EncodedRow | Dropped:
         """Token ids of a row after truncation, or the reason why it is left out.
@@ -48,7 +49,7 @@ class Renderer:
             conversation = _Conversation(self, row)
             cutter, split = conversation.cutter, conversation.split_text
             completions = [conversation.completion(tuple(answer), notes)  # type: ignore[arg-type]
-                           for answer in row.completions]
+                           for answer in row.completions if cutter.ids]
         if not cutter.ids:
             return Dropped(row.place, Reason.EMPTY_PROMPT, "the prompt has no token to predict from")
         prompt_ids, kept = fit(cutter, completions, self.limits)
@@ -94,12 +95,28 @@ class Renderer:
         except Exception as error:  # whatever a template raises is about this row
             raise DataError(f"{row.place}: the chat template refuses these messages: {error}") from error
 
-    def prompt(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    def prompt(self, text: str, spelt: dict[str, str]) -> list[int]:
         """Ids of a rendered prompt; neighbouring rows often share it, so the last one is remembered."""
         last = self._last_prompt
-        if last is None or last[0] != text:
-            last = self._last_prompt = (text, encode(text))
-        return last[1]
+        if last is None or last[:2] != (text, spelt):
+            last = self._last_prompt = (text, spelt, self.encode_text(text, spelt))
+        return last[2]
+
+    def encode_text(self, text: str, spelt: dict[str, str]) -> list[int]:
+        """Ids of rendered text; the keys of `spelt` stand in it for control tokens that a user wrote out."""
+        return self.text.encode_spelt(text, spelt) if spelt else self.text.encode(text)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in messages or tools, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts(list(value))
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _texts(entry)
 
 
 class _Conversation:
@@ -107,28 +124,26 @@ class _Conversation:
 
     def __init__(self, renderer: Renderer, row: Row) -> None:
         self.renderer = renderer
-        self.row = row
-        prompt = [dict(message) for message in row.prompt]  # type: ignore[arg-type]
+        prompt: list[Message] = [dict(message) for message in row.prompt]  # type: ignore[arg-type]
         self.spelt: dict[str, str] = {}
-        self._masks = self._find_spelt(prompt, row.completions)
-        self.prompt = [self._masked(message) for message in prompt]
+        self._masks = self._find_spelt(prompt, row.completions, row.tools)
+        self.row = replace(row, tools=tuple(self._masked(row.tools)) if row.tools else None)
+        self.prompt: list[Message] = self._masked(prompt)
         self.answers_from = len(self.prompt)
         if renderer.supervise == "all":
             first = next((i for i, message in enumerate(self.prompt) if message["role"] == "assistant"), None)
             self.answers_from = len(self.prompt) if first is None else first
         head = self.prompt[: self.answers_from]
-        self.prompt_text = renderer.template(head, row, generate=True) if head else ""
-        ids = renderer.prompt(self.prompt_text, self._encode) if self.prompt_text else []
+        self.prompt_text = renderer.template(head, self.row, generate=True) if head else ""
+        ids = renderer.prompt(self.prompt_text, self.spelt) if self.prompt_text else []
         self.cutter = PromptCutter(ids, self._head(head, ids), lambda: self._shorter(head))
         users = [message.get("content") or "" for message in prompt if message["role"] == "user"]
         # Not the whole prompt: a later turn of a conversation holds the answers to its first turn.
         self.split_text = str(users[0]) if users else self.prompt_text
 
-    def _find_spelt(self, prompt: list[Message], completions: Sequence[Any]) -> dict[str, str]:
-        """Map each control token that some message spells out to a private-use character of its own."""
-        contents = [message.get("content") or "" for message in prompt]
-        contents += [message.get("content") or "" for answer in completions for message in answer]
-        whole = "\n".join(contents)
+    def _find_spelt(self, *given: Any) -> dict[str, str]:
+        """Map each control token that messages or tools spell out to a private-use character of its own."""
+        whole = "\n".join(_texts(given))
         names = sorted({match.group() for match in self.renderer.text.control_pattern.finditer(whole)})
         masks: dict[str, str] = {}
         mark = ord(_PRIVATE)
@@ -140,17 +155,20 @@ class _Conversation:
             mark += 1
         return masks
 
-    def _masked(self, message: Message) -> Message:
-        content = message.get("content")
-        if not self._masks or not content:
-            return message
-        pattern = self.renderer.text.control_pattern
-        return {**message, "content": pattern.sub(lambda match: self._masks[match.group()], content)}
+    def _masked(self, value: Any) -> Any:
+        """Messages or tools with private-use characters in place of spelt control tokens."""
+        if not self._masks:
+            return value
+        if isinstance(value, str):
+            return self.renderer.text.control_pattern.sub(lambda match: self._masks[match.group()], value)
+        if isinstance(value, dict):
+            return {self._masked(key): self._masked(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._masked(entry) for entry in value]
+        return value
 
     def _encode(self, text: str) -> list[int]:
-        if self.spelt:
-            return self.renderer.text.encode_spelt(text, self.spelt)
-        return self.renderer.text.encode(text)
+        return self.renderer.encode_text(text, self.spelt)
 
     def _head(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
         """Lengths of the leading tokens that a cut keeps: the BOS; and the system message where it fits."""

@@ -61,7 +61,7 @@ def _json(path: Path) -> Iterator[RawRow]:
     """A JSON array of rows, an object with the rows under `data`, or JSONL that is called .json."""
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     first = content.lstrip()[:1]
-    if first == b"{" and _is_jsonl(content):
+    if first == b"{" and _is_jsonl(content.lstrip()):
         yield from _jsonl(path)
         return
     value = _parse(content, path.name)
@@ -75,10 +75,13 @@ def _json(path: Path) -> Iterator[RawRow]:
 
 
 def _is_jsonl(content: bytes) -> bool:
+    """Whether the first line is a row of its own, and not the whole file with its rows under `data`."""
+    first, _, rest = content.partition(b"\n")
     try:
-        return isinstance(json.loads(content.lstrip().split(b"\n", 1)[0]), dict)
+        row = json.loads(first)
     except ValueError:
         return False
+    return bool(rest.strip()) or not isinstance(row.get("data"), list)
 
 
 def _parquet(path: Path) -> Iterator[RawRow]:
@@ -115,15 +118,15 @@ def _csv(path: Path) -> Iterator[RawRow]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, strict=True)
-            start = 2
-            for record in reader:
-                place = f"{path.name}:{start}"
-                start = reader.line_num + 1
-                if None in record:
+            reader = csv.reader(lines, strict=True)
+            header = next(reader, [])
+            end = reader.line_num
+            for cells in reader:
+                place, end = f"{path.name}:{end + 1}", reader.line_num
+                if len(cells) > len(header):
                     raise DataError(f"{place}: more fields than the header has; is a comma unquoted?")
-                # A short line leaves fields out: absent, not null.
-                yield RawRow(place, {key: _cell(value) for key, value in record.items() if value is not None})
+                if cells:  # a blank line has none; a short line leaves fields out: absent, not null
+                    yield RawRow(place, {key: _cell(value) for key, value in zip(header, cells, strict=False)})
     except UnicodeDecodeError as error:
         raise DataError(f"{path.name}: not UTF-8 ({error.reason} at byte {error.start})") from None
     except csv.Error as error:

@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,8 @@ _WINDOW = 16  # tokens of context in which a completion's text is checked agains
 class TextTokenizer:
     """Wraps a Hugging Face tokenizer; every id that Tropism trains on comes from here.
 
-    Control tokens are all tokens that the tokenizer matches before it looks at text (its added tokens).
+    Control tokens are all tokens that the tokenizer matches before it looks at text (its added tokens), but for
+    runs of white space, which some tokenizers add for code.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -29,11 +30,13 @@ class TextTokenizer:
         for name in (tokenizer.eos_token, tokenizer.bos_token):
             if name:
                 added.setdefault(name, tokenizer.convert_tokens_to_ids(name))
-        self.control: dict[str, int] = dict(sorted(added.items(), key=lambda item: -len(item[0])))
+        self._added: dict[str, int] = dict(sorted(added.items(), key=lambda item: -len(item[0])))
+        self._added_pattern = _any_of(self._added)
+        self.control: dict[str, int] = {name: token_id for name, token_id in self._added.items() if name.strip()}
         special = {str(token) for token in tokenizer.all_special_tokens}
         special.update(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
         self.terminators: frozenset[str] = frozenset(special & self.control.keys())
-        self.control_pattern = re.compile("|".join(map(re.escape, self.control)) or r"(?!)")
+        self.control_pattern = _any_of(self.control)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = copy.deepcopy(backend) if backend is not None else None
         if self._backend is not None:  # limits of ours are explicit; a limit stored in the file would be silent
@@ -49,6 +52,9 @@ class TextTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Ids that generation gets for a plain text prompt: what the tokenizer puts in front stays
         (a BOS), what it would put behind (an EOS, in some) does not, since the text goes on."""
+        if not text:  # nothing to tell front from behind by
+            filled = self.encode_prompt("a")
+            return filled[: len(filled) - len(self.encode("a"))]
         bare = self.encode(text)
         full = list(self.tokenizer(text)["input_ids"])
         lead = len(full) - len(bare)
@@ -68,7 +74,7 @@ class TextTokenizer:
         """
         ids: list[int] = []
         position = 0
-        for match in [*self.control_pattern.finditer(text), None]:
+        for match in [*self._added_pattern.finditer(text), None]:
             piece = text[position : match.start() if match else len(text)]
             piece = self._strip(piece, before=match.group() if match else "", after=text[:position])
             piece = self.spell_out(piece, spelt)
@@ -76,7 +82,7 @@ class TextTokenizer:
                 plain = self._plain if ids else self._plain_first
                 ids += plain.encode(piece, add_special_tokens=False).ids
             if match:
-                ids.append(self.control[match.group()])
+                ids.append(self._added[match.group()])
                 position = match.end()
         return ids
 
@@ -85,7 +91,7 @@ class TextTokenizer:
         tokens = {str(token): token for token in self.tokenizer.added_tokens_decoder.values()}
         if before in tokens and tokens[before].lstrip:
             piece = piece.rstrip()
-        previous = next((name for name in self.control if after.endswith(name)), None)
+        previous = next((name for name in self._added if after.endswith(name)), None)
         if previous in tokens and tokens[previous].rstrip:
             piece = piece.lstrip()
         return piece
@@ -108,10 +114,7 @@ class TextTokenizer:
         state["added_tokens"], state["post_processor"] = [], None
         if not first:
             _set_prepend_scheme(state.get("pre_tokenizer"), "never")
-        if state["model"]["type"] == "WordLevel":  # whole words: a spelt control token would be found again
-            unknown = state["model"].get("unk_token")
-            state["model"]["vocab"] = {word: token_id for word, token_id in state["model"]["vocab"].items()
-                                       if word not in self.control or word == unknown}
+        _forget(state["model"], self.control)
         return Tokenizer.from_str(json.dumps(state))
 
     def continue_text(self, prompt_text: str, prompt_ids: list[int], text: str,
@@ -155,6 +158,27 @@ class TextTokenizer:
         lead = self.decode(tail)
         whole = self.decode(tail + ids)
         return whole.startswith(lead) and whole[len(lead) :] == text
+
+
+def _any_of(names: Collection[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+
+def _forget(model: Any, names: Collection[str]) -> None:
+    """Take names out of what a model of the `tokenizers` library (as JSON) can find in plain text.
+
+    Most vocabularies list the control tokens, and a model may find them there: whole words, a likely Unigram
+    piece, merges that a converter wrote for them.
+    """
+    if model["type"] == "Unigram":  # ids are positions, so the names make way for what no text holds
+        model["vocab"] = [["\U0010ffff" + piece if piece in names else piece, score] for piece, score in model["vocab"]]
+        return
+    unknown = model.get("unk_token")
+    model["vocab"] = {piece: token_id for piece, token_id in model["vocab"].items()
+                      if piece not in names or piece == unknown}
+    if "merges" in model:
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [[left, right] for left, right in pairs if not {left, right, left + right} & set(names)]
 
 
 def _set_prepend_scheme(state: Any, scheme: str) -> None:

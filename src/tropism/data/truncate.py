@@ -41,7 +41,7 @@ class PromptCutter:
             if len(candidate) <= limit:
                 return candidate
         # Not even the last turn fits. Keep the head where it leaves at least half for what comes last.
-        head = max((size for size in self.head if size <= limit // 2), default=0)
+        head = max((size for size in self.head if size <= max(limit // 2, 1)), default=0)
         return self.ids[:head] + self.ids[len(self.ids) - (limit - head) :]
 
 

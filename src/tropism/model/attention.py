@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -35,16 +36,26 @@ class TreePass:
 
     Args:
         segments: who sees which keys.
-        record: keep each layer's keys and values, for a later pass that reads them.
-        stored: keys and values of an earlier pass; `key_index` then counts from their start, and this pass's own
-            keys follow them.
+        record: keep each layer's keys and values, and the last hidden states, for a later pass that reads them.
+        earlier: a recorded pass whose prompts this pass continues: its keys and states come first, and this pass's
+            own follow them.
     """
 
     segments: Segments
     record: bool = False
-    stored: dict[int, tuple[Tensor, Tensor]] | None = None
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    earlier: "TreePass | None" = None
+    states: Tensor | None = None
+    _kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def with_earlier(self, module: torch.nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, behind those of the earlier pass if there is one; kept if recording."""
+        if self.record:
+            self._kept[id(module)] = (key.detach(), value.detach())
+        if self.earlier is None:
+            return key, value
+        earlier_key, earlier_value = self.earlier._kept[id(module)]
+        return torch.cat((earlier_key, key), dim=2), torch.cat((earlier_value, value), dim=2)
 
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
         """Additive mask `[queries, keys]`: causal from the bottom right, and no further back than `window`."""
@@ -79,14 +90,9 @@ def tree_attention(
     if unknown or dropout:
         raise ModelError(f"tree attention does not serve {', '.join(unknown) or 'dropout'}; use --layout padded")
     if tree is None:
-        raise ModelError("tree attention was called without a tree; use `attention(model, 'sdpa')` around it")
+        raise ModelError("tree attention was called without a tree; use `attention(...)` around what generates")
     segments = tree.segments
-    layer = int(getattr(module, "layer_idx", 0) or 0)
-    if tree.record:
-        tree.kept[layer] = (key.detach(), value.detach())
-    if tree.stored is not None:
-        earlier_key, earlier_value = tree.stored[layer]
-        key, value = torch.cat((earlier_key, key), dim=2), torch.cat((earlier_value, value), dim=2)
+    key, value = tree.with_earlier(module, key, value)
     key, value = key.index_select(2, segments.key_index), value.index_select(2, segments.key_index)
     if sliding_window is not None and sliding_window >= max(segments.key_lengths):
         sliding_window = None
@@ -105,18 +111,17 @@ def tree_attention(
 
 
 _VARLEN_TYPES = (torch.bfloat16, torch.float16)
+# From torch 2.12 on grouped heads must be announced; on 2.11 the kernel takes them without being told.
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None,
             window: int | None) -> Tensor:
     """CUDA: the whole pack in one call. Returns `[T, Hq, head]`."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     out = varlen_attn(
         query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
         segments.cu_queries, segments.cu_keys, max(segments.query_lengths), max(segments.key_lengths),
-        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **grouped)
+        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **_GROUPED)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -156,9 +161,14 @@ AttentionInterface.register(NAME, tree_attention)
 AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
+def plain_implementation(model: Any) -> str:
+    """The implementation for padded lines and for generation: the fastest that the model's family serves exactly."""
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
 @contextmanager
 def attention(model: Any, implementation: str) -> Iterator[None]:
-    """Use another attention implementation for a while (`sdpa` to generate or to score padded lines)."""
+    """Use another attention implementation for a while (to generate, or to score padded lines)."""
     before = model.config._attn_implementation
     if before == implementation:
         yield

@@ -90,7 +90,7 @@ class _LinearLogProb(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, slope = ctx.saved_tensors
         if slope is not None:
             return (upstream[:, None] * slope).to(hidden.dtype), None, None, None, None, None

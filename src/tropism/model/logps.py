@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tropism.data.collate import Batch, Layout
-from tropism.model.attention import NAME, TreePass
+from tropism.model.attention import NAME, TreePass, plain_implementation
 from tropism.model.head import head_of
 from tropism.shapes import PerCompletion, PerToken
 
@@ -33,7 +33,7 @@ class LanguageModel:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.module.set_attn_implementation(NAME if self.layout == "tree" else "sdpa")
+        self.module.set_attn_implementation(NAME if self.layout == "tree" else plain_implementation(self.module))
 
     @property
     def compute(self) -> torch.dtype:
@@ -45,18 +45,27 @@ class LanguageModel:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             yield
 
+    def tree_pass(self, batch: Batch, *, record: bool = False, earlier: TreePass | None = None) -> TreePass | None:
+        """What attention needs for a batch; None in the padded layout."""
+        return TreePass(batch.segments, record, earlier) if batch.segments is not None else None
+
     def hidden(self, batch: Batch, tree: TreePass | None) -> Tensor:
         """`[S, D]` the hidden state that predicts each supervised token."""
         kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
         with self._autocast():
             states = self.module.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
                                             use_cache=False, **kwargs).last_hidden_state
-        return states.flatten(0, 1).index_select(0, batch.predict_index)
+        states = states.flatten(0, 1)
+        if tree is not None:
+            if tree.record:
+                tree.states = states.detach()
+            if tree.earlier is not None and tree.earlier.states is not None:
+                states = torch.cat((tree.earlier.states, states))
+        return states.index_select(0, batch.predict_index)
 
     def per_token_logps(self, batch: Batch, tree: TreePass | None = None) -> PerToken:
         """`[S]` log-prob of each supervised token, in at least float32."""
-        if tree is None and batch.segments is not None:
-            tree = TreePass(batch.segments)
+        tree = tree or self.tree_pass(batch)
         hidden = self.hidden(batch, tree)
         return head_of(self.module, self.compute).per_token_logps(hidden, batch.target_ids)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from tropism.data.collate import Layout, collate
 from tropism.data.tree import PromptTree
 from tropism.errors import ModelError
-from tropism.model.attention import attention
+from tropism.model.attention import attention, plain_implementation
 from tropism.model.logps import LanguageModel, Precision
 
 # Largest mean difference per token that a dtype explains, in nats. In float64, transformers' norms and rotary
@@ -39,7 +40,8 @@ def plain_logps(model: LanguageModel, trees: Sequence[PromptTree]) -> Tensor:
     """`[C]` log-probs by the model's own forward: full logits, padded lines, transformers' attention."""
     batch = collate(trees, "padded").to(model.device)
     enabled = model.precision == "bf16"
-    with attention(model.module, "sdpa"), torch.autocast(model.device.type, torch.bfloat16, enabled=enabled):
+    with (attention(model.module, plain_implementation(model.module)),
+          torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)):
         logits = model.module(input_ids=batch.input_ids, attention_mask=batch.attention_mask,
                               position_ids=batch.position_ids, use_cache=False).logits
     picked = logits.flatten(0, 1)[batch.predict_index]
@@ -57,7 +59,7 @@ def _difference(model: LanguageModel, trees: Sequence[PromptTree], plain: Tensor
 
 
 def choose_layout(module: object, precision: Precision, device: torch.device, trees: Sequence[PromptTree],
-                  wanted: str) -> tuple[LanguageModel, Probe]:
+                  wanted: Layout | Literal["auto"]) -> tuple[LanguageModel, Probe]:
     """The model in the wanted layout, or for `auto` in the tree layout if that is exact, else padded.
 
     Args:
@@ -68,9 +70,10 @@ def choose_layout(module: object, precision: Precision, device: torch.device, tr
     """
     tolerance = _TOLERANCE[precision]
     reason = ""
-    for layout in ("tree", "padded") if wanted == "auto" else (wanted,):
+    candidates: tuple[Layout, ...] = ("tree", "padded") if wanted == "auto" else (wanted,)
+    for layout in candidates:
         try:
-            model = LanguageModel(module, layout, precision, device)  # type: ignore[arg-type]
+            model = LanguageModel(module, layout, precision, device)
             error, per_token = _difference(model, trees, plain_logps(model, trees))
         except ModelError as refusal:
             reason = str(refusal)

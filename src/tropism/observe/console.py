@@ -34,10 +34,12 @@ class Voice:
                    TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
             task = progress.add_task(title, total=None, text="")
+            shown: dict[str, Any] = {}
 
             def update(done: int, total: int, **fields: Any) -> None:
-                text = "  ".join(f"{name} {value}" for name, value in fields.items())
-                progress.update(task, completed=done, total=total, **({"text": text} if text else {}))
+                shown.update(fields)  # an update without fields keeps what stands there
+                text = "  ".join(f"{name} {value}" for name, value in shown.items())
+                progress.update(task, completed=done, total=total, text=text)
 
             yield update
 

@@ -27,7 +27,7 @@ class RunDirectory:
         path = Path(path).expanduser()
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise OutputExistsError(f"{path} exists and is not empty; nothing was changed. Choose another place: "
-                                    f"--output {_free_name(path)}")
+                                    f"--output {free_name(path)}")
 
     def create(self) -> None:
         """Make the directory.
@@ -85,7 +85,10 @@ class RunDirectory:
             raise OutputError(f"{target}: cannot be written: {error.strerror}") from error
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, ... that does not exist."""
+    if not path.exists():
+        return path
     number = 2
     while (candidate := path.with_name(f"{path.name}-{number}")).exists():
         number += 1

@@ -16,6 +16,7 @@ from tropism.train.statistics import Array, accuracy, auc, resamples, with_inter
 from tropism.train.step import Engine, ReferencePoint, pool, reference_moments
 from tropism.train.work import MismatchedPack, Pack, make_mismatched_pack, make_pack
 
+
 @dataclass(frozen=True)
 class Scores:
     """Per row of the evaluation set, in file order; `[n, m]` with m completions per row."""
@@ -62,8 +63,9 @@ class Evaluator:
                 moments += reference_moments(logratios, other.counts)
                 report(done := done + 1, total)
         gathered = sorted(value for part in engine.world.gather(values) for value in part)
-        scores = Scores(*(torch.tensor([value[i] for value in gathered]).double() for i in (1, 2)),
-                        torch.tensor([value[3] for value in gathered]))
+        scores = Scores(torch.tensor([logps for _, logps, _, _ in gathered], dtype=torch.float64),
+                        torch.tensor([reference for _, _, reference, _ in gathered], dtype=torch.float64),
+                        torch.tensor([lengths for _, _, _, lengths in gathered]))
         pooled = torch.stack(engine.world.gather(moments)).sum(0)
         return self.summarise(engine, scores, pool(pooled) if pooled[1] else None)
 

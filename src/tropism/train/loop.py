@@ -1,8 +1,6 @@
 """The training loop: a generator of records. It reads like the algorithm; observers only read what it yields."""
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ import torch
 from tropism.errors import NonFiniteError
 from tropism.observe.metrics import means
 from tropism.train.evaluate import Evaluator, add_margins, point_record
+from tropism.train.memory import peak_gib
 from tropism.train.optim import learning_rates
 from tropism.train.step import Engine, StepOutcome, train_step
 from tropism.train.work import Planner, StepWork
@@ -166,10 +165,3 @@ def check_first_step(engine: Engine, planner: Planner) -> tuple[bool, str]:
     known = engine.method.row.at_start(engine.method.options, desirable)
     return True, f"policy and reference agree before training; the first loss will be {known:.6f}"
 
-
-def peak_gib(device: torch.device) -> float:
-    """Peak memory so far in GiB: of the GPU, or resident memory of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    per_unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * per_unit / 2**30

@@ -51,7 +51,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finit
     """Apply the gradients, or nothing at all where `finite` (a boolean scalar on the device) is False."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    optimizer.found_inf = (~finite).float().reshape(())  # type: ignore[attr-defined]
+    optimizer.grad_scale = None
+    optimizer.found_inf = (~finite).float().reshape(())
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -78,7 +78,9 @@ def prepare_data(options: DataOptions, tokenizer: Any, config: Any, view: View) 
         raise UsageError("eval_data and eval_fraction exclude each other: hold out rows of --data, or bring your own")
     renderer = Renderer(tokenizer, limits(options, config))
     audit = load_rows(options.data, renderer, view, strict=options.strict, workers=options.workers)
-    train, evaluation, eval_audit = audit.rows, [], None
+    train = audit.rows
+    evaluation: list[EncodedRow] = []
+    eval_audit = None
     if options.eval_fraction:
         train, evaluation = split_by_prompt(audit.rows, options.eval_fraction)
     elif options.eval_data:

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 
 from tropism.data.rows import EncodedRow
-from tropism.model.attention import attention
+from tropism.data.tree import TokenIds
+from tropism.model.attention import attention, plain_implementation
 from tropism.model.logps import LanguageModel
 
 NEW_TOKENS = 64
+_TOGETHER = 16  # prompts that are answered side by side
 
 
 def sample_prompts(rows: Sequence[EncodedRow], count: int) -> list[EncodedRow]:
@@ -27,15 +29,27 @@ def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], sto
            new_tokens: int = NEW_TOKENS) -> list[str]:
     """The model's greedy answer to each row's prompt."""
     answers = []
-    with attention(model.module, "sdpa"), torch.autocast(model.device.type, torch.bfloat16,
-                                                         enabled=model.precision == "bf16"):
-        for row in rows:
-            ids = torch.from_numpy(row.prompt_ids.astype("int64"))[None].to(model.device)
-            out = model.module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                                        max_new_tokens=new_tokens, eos_token_id=list(stop_ids),
+    enabled = model.precision == "bf16"
+    with (attention(model.module, plain_implementation(model.module)),
+          torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)):
+        for start in range(0, len(rows), _TOGETHER):
+            ids, mask = _pad_left([row.prompt_ids for row in rows[start : start + _TOGETHER]], stop_ids[0])
+            out = model.module.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+                                        do_sample=False, max_new_tokens=new_tokens, eos_token_id=list(stop_ids),
                                         pad_token_id=stop_ids[0], temperature=None, top_p=None, top_k=None)
-            answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
+            answers += [tokenizer.decode(line, skip_special_tokens=True).strip() for line in out[:, ids.shape[1] :]]
     return answers
+
+
+def _pad_left(prompts: Sequence[TokenIds], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of unequal length as `[B, L]` ids and mask, ending together where answers begin."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for line, prompt in enumerate(prompts):
+        ids[line, width - len(prompt) :] = torch.from_numpy(prompt.astype("int64"))
+        mask[line, width - len(prompt) :] = 1
+    return ids, mask
 
 
 class Sampler:

@@ -1,6 +1,7 @@
 """One optimiser step, readable as the algorithm."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 from tropism.dist.world import World
 from tropism.losses.scored import Scored
 from tropism.methods import Method, Units
+from tropism.model.attention import TreePass
 from tropism.model.logps import LanguageModel
 from tropism.observe.metrics import Tally
 from tropism.train.optim import step_if_finite
 from tropism.train.reference import Reference
-from tropism.train.work import StepWork
+from tropism.train.work import MismatchedPack, StepWork
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,14 @@ def train_step(engine: Engine, work: StepWork, learning_rate: float) -> StepOutc
     device = engine.model.device
     tally = Tally()
     seen: list[tuple[Tensor, tuple[int, ...]]] = []
-    point = pooled_reference_point(engine, work) if work.mismatched else None
+    point = pooled_reference_point(engine, work.mismatched) if work.mismatched else None
     for pack in work.packs:
         batch = pack.batch.to(device)
         units = to_device(pack.units, device)
-        scored = Scored(engine.model.logps(batch), engine.reference.score(pack.trees, batch), batch.lengths)
+        main = engine.model.tree_pass(batch, record=work.leaves is not None)
+        scored = Scored(engine.model.logps(batch, main), engine.reference.score(pack.trees, batch), batch.lengths)
+        if work.leaves is not None:
+            point = pooled_reference_point(engine, [work.leaves], main)
         losses = engine.method.losses(scored, units, point.value if point else None)
         (losses.sum() / work.units).backward()
         if pack.rows:
@@ -96,18 +101,26 @@ def clip(parameters: list[torch.nn.Parameter], max_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def pooled_reference_point(engine: Engine, work: StepWork) -> ReferencePoint:
-    """z0 = max(0, S / n) with S and n summed over all units of the step on all ranks (KTO paper, section 4.1)."""
+def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack],
+                           earlier: TreePass | None = None) -> ReferencePoint:
+    """z0 = max(0, S / n) with S and n summed over all units of the step on all ranks (KTO paper, section 4.1).
+
+    Args:
+        packs: mismatched trees of this rank.
+        earlier: the pass that computed their prompts already, if one did.
+    """
     moments = torch.zeros(5, dtype=torch.float64, device=engine.model.device)
-    for pack in work.mismatched:
+    for pack in packs:
         batch = pack.batch.to(engine.model.device)
-        logratios = engine.model.logps(batch) - engine.reference.score(pack.trees, batch)
+        leaf_pass = engine.model.tree_pass(batch, earlier=earlier)
+        logratios = engine.model.logps(batch, leaf_pass) - engine.reference.score(pack.trees, batch)
         moments += reference_moments(logratios, pack.counts.to(batch.lengths.device))
     return pool(engine.world.sum(moments))
 
 
 def reference_moments(logratios: Tensor, counts: Tensor) -> Tensor:
     """`[5]` sums that pool over packs and ranks: S and n over units; m, sum and sum of squares over pairs."""
+    logratios = logratios.double()  # the spread of large log-ratios is a small difference of large squares
     return torch.stack(((counts * logratios).sum(), counts.sum(),
                         torch.ones_like(logratios).sum(), logratios.sum(), (logratios * logratios).sum()))
 

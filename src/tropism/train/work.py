@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from tropism.data.collate import Batch, Layout, collate
+from tropism.data.collate import Batch, Layout, collate, collate_leaves
 from tropism.data.pack import Mismatched, Planted, cost, fill, mismatch, plant, share, size
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Schedule
@@ -42,6 +42,11 @@ class MismatchedPack:
 
 
 @dataclass(frozen=True)
+class Leaves(MismatchedPack):
+    """Mismatched completions that continue the prompts of the step's only pack, which are not computed again."""
+
+
+@dataclass(frozen=True)
 class StepWork:
     """What this rank does in a step.
 
@@ -49,6 +54,7 @@ class StepWork:
         step: its number, from 1.
         units: units of the step over all ranks: the loss's one denominator.
         packs, mismatched: of this rank; every rank has equally many, empty ones included.
+        leaves: in place of `mismatched`, where the whole step is one pack per rank.
         flat_tokens: prompt + completion tokens of all ranks' rows, as if flat.
         computed_tokens: tokens of all ranks' packs.
     """
@@ -57,6 +63,7 @@ class StepWork:
     units: int
     packs: tuple[Pack, ...]
     mismatched: tuple[MismatchedPack, ...]
+    leaves: Leaves | None
     flat_tokens: int
     computed_tokens: int
 
@@ -72,6 +79,9 @@ class Planner:
     budget: int
     max_length: int
     world: World
+    reuse_prompts: bool = True
+    """Let mismatched completions continue the main pass's prompts where they can (not with a live reference,
+    which would need its own)."""
 
     def trees(self) -> "list[PromptTree]":
         """Every tree that the schedule will score, mismatched ones included; for the reference pass."""
@@ -91,18 +101,29 @@ class Planner:
         costs = [3 * cost(planted[i].tree) + (cost(partners[i].tree) if partners else 0) for i in range(len(planted))]
         shares = share(costs, self.world.size)
         own = shares[self.world.rank]
-        packs = [[own[i] for i in p] for p in self._fill([planted[i].tree for i in own])]
-        lone = [[own[i] for i in p] for p in self._fill([partners[i].tree for i in own])] if partners else []
-        most = max(len(self._fill([planted[i].tree for i in rank])) for rank in shares)
-        most_lone = max(len(self._fill([partners[i].tree for i in rank])) for rank in shares) if partners else 0
-        packs += [[]] * (most - len(packs))
-        lone += [[]] * (most_lone - len(lone))
+        packs = self._packs([entry.tree for entry in planted], shares)
+        leaves = None
+        lone: list[list[int]] = []
+        if partners and self.layout == "tree" and self.reuse_prompts and len(packs) == 1:
+            leaves = make_leaves([partners[i] for i in own], [planted[i] for i in own])
+        elif partners:
+            lone = self._packs([entry.tree for entry in partners], shares)
+        again = 0 if leaves else sum(len(entry.tree.prompt_ids) for entry in partners)
+        leaf_tokens = sum(size(entry.tree, "tree") - len(entry.tree.prompt_ids) for entry in partners)
+        mismatched_tokens = again + leaf_tokens if self.layout == "tree" else sum(
+            size(entry.tree, self.layout) for entry in partners)
         return StepWork(
             step, len(indices),
             tuple(make_pack([planted[i] for i in pack], self.rows, self.layout) for pack in packs),
-            tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone),
+            tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone), leaves,
             sum(self.rows[index].flat_tokens for index in indices),
-            sum(size(entry.tree, self.layout) for entry in (*planted, *partners)))
+            sum(size(entry.tree, self.layout) for entry in planted) + mismatched_tokens)
+
+    def _packs(self, trees: Sequence[PromptTree], shares: Sequence[Sequence[int]]) -> list[list[int]]:
+        """This rank's packs as indices of trees, with empty ones up to the largest number that any rank has."""
+        filled = [[[rank[i] for i in pack] for pack in self._fill([trees[i] for i in rank])] for rank in shares]
+        own = filled[self.world.rank]
+        return own + [[]] * (max(map(len, filled)) - len(own))
 
     def _fill(self, trees: Sequence[PromptTree]) -> list[list[int]]:
         return fill([size(tree, self.layout) for tree in trees], self.budget)
@@ -144,3 +165,10 @@ def make_mismatched_pack(entries: Sequence[Mismatched], layout: Layout) -> Misma
     trees = tuple(entry.tree for entry in entries)
     counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
     return MismatchedPack(trees, collate(trees, layout), counts)
+
+
+def make_leaves(entries: Sequence[Mismatched], roots: Sequence[Planted]) -> Leaves:
+    """Mismatched completions as the continuation of a pack's prompts."""
+    trees = tuple(entry.tree for entry in entries)
+    counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
+    return Leaves(trees, collate_leaves(trees, [root.tree for root in roots]), counts)

