@@ -13,7 +13,7 @@ from tropism.config import METHODS, DPOOptions, KTOOptions, MethodOptions, neare
 from tropism.errors import TropismError, UsageError
 
 app = App(name="tropism", help="Align and distil language models offline: exact, fast, kind.",
-          result_action="return_value", help_format="plaintext")
+          result_action="return_value", help_format="plaintext", suppress_keyboard_interrupt=False)
 store = App(name="store", help="Reference scores that are kept between runs.", result_action="return_value")
 app.command(store)
 
@@ -110,9 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = list(sys.argv[1:] if argv is None else argv)
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        tokens, values = _with_config(tokens)
-        app.config = [cyclopts.config.Dict(values, use_commands_as_keys=False)] if values else []
-        result = app(_join_booleans(tokens), exit_on_error=False, print_error=False)
+        result = app(_join_booleans(_with_config(tokens)), exit_on_error=False, print_error=False)
         return int(result or 0)
     except CycloptsError as error:
         errors.print(f"tropism: {_explain(error)}", markup=False)
@@ -125,15 +123,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _with_config(tokens: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """`train FILE ...` as the method that FILE names, and the options of FILE or of `--config FILE`."""
+def _with_config(tokens: list[str]) -> list[str]:
+    """`train FILE ...` and `METHOD --config FILE ...` with the options of FILE spelt out before the others."""
     if tokens[:1] == ["train"] and not {"--help", "-h"} & set(tokens):
         if len(tokens) < 2 or tokens[1].startswith("-"):
             raise UsageError("tropism train needs a configuration file: tropism train RUN/config.yaml")
         method, values = read_yaml(tokens[1])
         if method is None:
             raise UsageError(f"{tokens[1]}: has no `method:`; it is one of {', '.join(METHODS)}")
-        return [method, *tokens[2:]], values
+        return [method, *_spelt_out(values, tokens[2:]), *tokens[2:]]
     for position, token in enumerate(tokens):
         name, joined, path = token.partition("=")
         if name == "--config" and tokens[0] in METHODS:
@@ -143,8 +141,17 @@ def _with_config(tokens: list[str]) -> tuple[list[str], dict[str, Any]]:
             method, values = read_yaml(path)
             if method not in (None, tokens[0]):
                 raise UsageError(f"{path}: is for method {method}, not {tokens[0]}")
-            return tokens[:position] + tokens[position + (1 if joined else 2) :], values
-    return tokens, {}
+            rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
+            return [tokens[0], *_spelt_out(values, rest), *rest]
+    return tokens
+
+
+def _spelt_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:
+    """Options of a file as the command line writes them, without those that the command line gives itself."""
+    names = {token.partition("=")[0].removeprefix("--no-").removeprefix("--") for token in given}
+    options = {name.replace("_", "-"): value for name, value in values.items() if value is not None}
+    return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+            for name, value in options.items() if name not in names]
 
 
 def _join_booleans(tokens: list[str]) -> list[str]:

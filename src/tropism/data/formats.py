@@ -113,10 +113,10 @@ def _paired(raw: RawRow) -> Parts | Dropped:
     if shared in (len(chosen), len(rejected)):
         side = "chosen" if shared == len(chosen) else "rejected"
         return Dropped(raw.place, Reason.NO_COMPLETION, f"'{side}' has no answer after the shared messages")
-    for name, side in (("chosen", chosen), ("rejected", rejected)):
-        if side[shared].get("role") != "assistant":
+    for name, branch in (("chosen", chosen), ("rejected", rejected)):
+        if branch[shared].get("role") != "assistant":
             return Dropped(raw.place, Reason.NO_COMPLETION,
-                           f"'{name}' goes on with role '{side[shared].get('role')}' after the shared messages, so "
+                           f"'{name}' goes on with role '{branch[shared].get('role')}' after the shared messages, so "
                            "the two sides do not answer one prompt")
     return chosen[:shared], {"chosen": chosen[shared:], "rejected": rejected[shared:]}
 

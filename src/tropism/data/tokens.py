@@ -60,7 +60,10 @@ class TextTokenizer:
         lead = len(full) - len(bare)
         while lead > 0 and full[lead : lead + len(bare)] != bare:
             lead -= 1
-        return full[: lead + len(bare)] if full[lead : lead + len(bare)] == bare else full
+        ids = full[: lead + len(bare)] if full[lead : lead + len(bare)] == bare else full
+        while self.bos_id is not None and ids[:2] == [self.bos_id] * 2:
+            ids = ids[1:]  # the user's text spells the BOS that the tokenizer adds: once is right
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids, control tokens spelt out."""

@@ -35,5 +35,5 @@ def kto(
     """
     gains = beta * (scored.logratios - reference_point.detach())
     gains = torch.where(desirable, gains, -gains)
-    weights = torch.where(desirable, desirable_weight, undesirable_weight).to(gains.dtype)
+    weights = torch.full_like(gains, undesirable_weight).masked_fill(desirable, desirable_weight)
     return weights * torch.sigmoid(-gains)

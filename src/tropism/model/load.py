@@ -182,8 +182,13 @@ def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
     known = before if isinstance(before, list) else [] if before is None else [before]
     stops = [*known, *sorted(set(stop_ids) - set(known))]
     model.generation_config.eos_token_id = stops[0] if len(stops) == 1 else stops
-    state = {name: tensor.detach().to("cpu", dtype) if tensor.is_floating_point() else tensor.detach().cpu()
-             for name, tensor in model.state_dict().items()}
+    converted: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, and are written once
+    state = {}
+    for name, tensor in model.state_dict().items():
+        here = (tensor.data_ptr(), tensor.shape)
+        if here not in converted:
+            converted[here] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+        state[name] = converted[here]
     model.save_pretrained(path, state_dict=state)
     tokenizer.save_pretrained(path)
     config_file = path / "config.json"

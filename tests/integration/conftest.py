@@ -1,0 +1,98 @@
+"""Runs of the tiny model, through the same call as the command line's."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORDS = ["oak", "elm", "ash", "fir", "yew", "bay", "box", "fig", "may", "sea", "sky", "sun"]
+
+
+def words(generator: random.Random, most: int) -> str:
+    return " ".join(generator.choices(WORDS, k=generator.randint(1, most)))
+
+
+@pytest.fixture(scope="session")
+def feedback(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """43 labelled completions of 18 prompts: repeated prompts, uneven lengths, and a short last step of 8."""
+    generator = random.Random(0)
+    prompts = [words(generator, 20) + "? " for _ in range(18)]
+    path = tmp_path_factory.mktemp("data") / "feedback.jsonl"
+    rows = [{"prompt": generator.choice(prompts), "completion": words(generator, 15),
+             "label": generator.random() < 0.5} for _ in range(43)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """43 pairs of 18 prompts."""
+    generator = random.Random(1)
+    prompts = [words(generator, 20) + "? " for _ in range(18)]
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rows = [{"prompt": generator.choice(prompts), "chosen": words(generator, 15) + ".",
+             "rejected": words(generator, 15)} for _ in range(43)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def data_of(feedback: Path, pairs: Path) -> dict[str, Path]:
+    """The data of each method."""
+    return {"kto": feedback, "dpo": pairs}
+
+
+@pytest.fixture
+def train(tiny_model_dir: Path, tmp_path: Path, data_of: dict[str, Path]) -> Callable[..., Any]:
+    """Run a method with small settings; returns its RunResult. Each call gets a run directory of its own."""
+    from tropism.api import run
+    from tropism.config import METHODS
+
+    count = 0
+
+    def go(method: str, **changes: Any) -> Any:
+        nonlocal count
+        count += 1
+        settings = {"model": str(tiny_model_dir), "data": str(data_of[method]), "output": str(tmp_path / f"run{count}"),
+                    "store": str(tmp_path / "store"), "batch_size": 8, "max_steps": 20, "learning_rate": 1e-3,
+                    "samples": 0, **changes}
+        return run(METHODS[method](**settings))
+
+    return go
+
+
+def records(result: Any) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl`."""
+    return [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    """Weights of a model directory, in float64."""
+    from safetensors.torch import load_file
+
+    return {name: tensor.double() for name, tensor in load_file(directory / "model.safetensors").items()}
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Euclidean distance of two sets of weights."""
+    assert one.keys() == other.keys()
+    return sum(float((one[name] - other[name]).pow(2).sum()) for name in one) ** 0.5
+
+
+NOT_RESULTS = {"step_time", "tokens_per_second", "memory/peak_gib", "tokens/computed"}
+
+
+def assert_same_metrics(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], relative: float,
+                        absolute: float) -> None:
+    """Equal records, key for key; times, memory and layout left out."""
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() - NOT_RESULTS:
+            if isinstance(one[key], float):
+                assert one[key] == pytest.approx(other[key], rel=relative, abs=absolute), (key, one["step"])
+            else:
+                assert one[key] == other[key]

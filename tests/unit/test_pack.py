@@ -1,0 +1,209 @@
+"""Rows to trees, trees to packs and ranks: nothing is lost, nothing is split, and nothing is computed twice."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from helpers import row, tree
+from tropism.data.mismatch import partners
+from tropism.data.pack import cost, fill, mismatch, plant, share, size
+from tropism.data.rows import EncodedRow
+from tropism.data.tree import Completion, PromptTree
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+PAIRS = st.tuples(TOKENS, TOKENS, TOKENS).map(lambda parts: row(*parts))
+SINGLES = st.tuples(TOKENS, TOKENS, st.booleans()).map(lambda p: row(p[0], p[1], desirable=p[2]))
+ROWS = st.lists(PAIRS, min_size=1, max_size=12) | st.lists(SINGLES, min_size=1, max_size=12)
+KTO_ROWS = st.lists(SINGLES, min_size=2, max_size=12).filter(lambda rows: len({r.prompt_key for r in rows}) > 1)
+LONGEST = 9  # more than any prompt above, so that a mismatched completion keeps at least one token
+
+
+def flat(ids: PromptTree | EncodedRow, completion: Completion) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(ids.prompt_ids.tolist()), tuple(completion.ids.tolist())
+
+
+@given(ROWS, st.randoms(use_true_random=False))
+def test_plant_loses_and_splits_nothing(rows: list[EncodedRow], random) -> None:
+    """L1: every row is in one tree, and its members are its own completions, in its order."""
+    indices = list(range(len(rows)))
+    random.shuffle(indices)
+    planted = plant(rows, indices)
+    assert sorted(index for entry in planted for index in entry.rows) == sorted(indices)
+    for entry in planted:
+        for index, members in zip(entry.rows, entry.members, strict=True):
+            assert [flat(entry.tree, entry.tree.completions[position]) for position in members] == [
+                flat(rows[index], completion) for completion in rows[index].completions]
+
+
+@given(ROWS)
+def test_plant_computes_each_prompt_and_completion_once(rows: list[EncodedRow]) -> None:
+    """DESIGN, Rows and steps: equal prompts share a tree, equal completions of it are one, and no other is there."""
+    planted = plant(rows, range(len(rows)))
+    found = [flat(entry.tree, completion) for entry in planted for completion in entry.tree.completions]
+    assert len({tuple(entry.tree.prompt_ids.tolist()) for entry in planted}) == len(planted)
+    assert Counter(found) == dict.fromkeys({flat(r, completion) for r in rows for completion in r.completions}, 1)
+
+
+def test_duplicates_count_though_computed_once() -> None:
+    """DESIGN, Rows and steps: three equal rows are one completion with three members."""
+    rows = [row([1, 2], [3, 4], desirable=True), row([1, 2], [3, 4], desirable=False),
+            row([1, 2], [5], desirable=True), row([1, 2], [3, 4], desirable=True)]
+    (entry,) = plant(rows, [0, 1, 2, 3])
+    assert len(entry.tree.completions) == 2
+    assert entry.members == ((0,), (0,), (1,), (0,))
+    assert entry.tree.tokens == 2 + 1 + 0
+
+
+def test_equal_ids_with_other_masks_are_other_completions() -> None:
+    """L1: two rows that supervise different tokens of one text must not share a log-prob."""
+    ids = Completion.supervised([3, 4, 5])
+    last = Completion(ids.ids, ids.loss_mask & [False, False, True])
+    rows = [row([1], [3, 4, 5], desirable=True), row([1], [3, 4, 5], desirable=True)]
+    rows[1] = EncodedRow("x", "x", rows[1].prompt_ids, (last,), True, b"")
+    (entry,) = plant(rows, [0, 1])
+    assert entry.members == ((0,), (1,))
+    assert [completion.length for completion in entry.tree.completions] == [3, 1]
+
+
+@given(KTO_ROWS, st.integers(5, LONGEST), st.randoms(use_true_random=False))
+def test_mismatched_trees_hold_each_partner_as_often_as_it_is_one(
+    rows: list[EncodedRow], max_length: int, random,
+) -> None:
+    """K1, K2: the multiset of (prompt, partner's completion cut to what the prompt leaves), over units."""
+    indices = list(range(len(rows)))
+    random.shuffle(indices)
+    partner_of = partners([rows[index].prompt_key for index in indices])
+    wanted: Counter = Counter()
+    for position, index in enumerate(indices):
+        prompt, other = flat(rows[index], rows[indices[partner_of[position]]].completions[0])
+        wanted[prompt, other[: max_length - len(prompt)]] += 1
+    found: Counter = Counter()
+    for entry in mismatch(rows, indices, max_length):
+        assert entry.tree.longest <= max_length
+        for completion, count in zip(entry.tree.completions, entry.counts, strict=True):
+            found[flat(entry.tree, completion)] += count
+    assert found == wanted
+    assert sum(found.values()) == len(rows)
+
+
+@given(KTO_ROWS)
+def test_mismatched_trees_stand_in_the_order_of_the_trees(rows: list[EncodedRow]) -> None:
+    """A tree and its mismatched tree go to the same rank: they are found by their position."""
+    indices = range(len(rows))
+    planted, partnered = plant(rows, indices), mismatch(rows, indices, LONGEST)
+    assert [entry.tree.prompt_ids.tolist() for entry in planted] == [
+        entry.tree.prompt_ids.tolist() for entry in partnered]
+
+
+def test_mismatched_completion_with_a_late_answer_is_still_scored() -> None:
+    """K1: where the cut leaves nothing supervised, what is left counts instead, so that the unit keeps a partner."""
+    late = Completion.supervised([3, 4, 5, 6])
+    late = Completion(late.ids, late.loss_mask & [False, False, False, True])
+    long = row([1, 1, 1], [2], desirable=True)
+    other = EncodedRow("o", "o", row([9], [1]).prompt_ids, (late,), False, b"")
+    entry = mismatch([long, other], [0, 1], 5)[0]
+    assert entry.tree.completions[0].ids.tolist() == [3, 4]
+    assert entry.tree.completions[0].length == 2
+
+
+SIZES = st.lists(st.integers(1, 30), max_size=40)
+
+
+@given(SIZES, st.integers(1, 40))
+@example([40, 1, 39], 40)
+def test_packs_hold_everything_within_the_budget(sizes: list[int], budget: int) -> None:
+    """DESIGN, Rows and steps: a tree is in one pack; only a single tree may exceed the budget."""
+    packs = fill(sizes, budget)
+    assert sorted(index for pack in packs for index in pack) == list(range(len(sizes)))
+    for pack in packs:
+        assert pack == sorted(pack)
+        assert sum(sizes[index] for index in pack) <= budget or len(pack) == 1
+
+
+@given(SIZES, st.integers(1, 40))
+def test_packs_are_not_wasteful(sizes: list[int], budget: int) -> None:
+    """First fit: no two packs could be one, so at most twice as many as needed."""
+    fills = sorted(sum(sizes[index] for index in pack) for pack in fill(sizes, budget))
+    assert len(fills) < 2 or fills[0] + fills[1] > budget
+
+
+@given(SIZES, st.integers(1, 8))
+def test_shares_are_complete_and_balanced(sizes: list[int], ranks: int) -> None:
+    """X1: every tree on one rank, any number of ranks, and no rank exceeds another by more than one tree."""
+    shares = share([float(entry) for entry in sizes], ranks)
+    assert len(shares) == ranks
+    assert sorted(index for indices in shares for index in indices) == list(range(len(sizes)))
+    loads = [sum(sizes[index] for index in indices) for indices in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_share_and_fill_are_pure() -> None:
+    """C1: ties are broken by position, so that every rank comes to the same shares."""
+    assert share([2.0, 2.0, 2.0, 1.0], 2) == [[0, 2], [1, 3]]
+    assert fill([3, 3, 3, 3], 6) == [[0, 1], [2, 3]]
+    assert share([], 3) == [[], [], []]
+    assert fill([], 5) == []
+
+
+def test_size_by_layout() -> None:
+    """Promise 2: the tree computes the prompt once, the padded layout once per completion."""
+    three = tree([1] * 10, [1, 2], [3], [4, 5, 6])
+    assert size(three, "tree") == 10 + 1 + 0 + 2
+    assert size(three, "padded") == 11 + 10 + 12
+    assert three.longest == 13
+
+
+@pytest.mark.parametrize(("less", "more"), [
+    (tree([1], [2, 3]), tree([1], [2, 3, 4])),
+    (tree([1], [2]), tree([1, 1], [2])),
+    (tree([1], [2, 3]), tree([1], [2, 3], [3, 3])),
+])
+def test_cost_grows_with_the_tree(less: PromptTree, more: PromptTree) -> None:
+    """Shares are balanced by it."""
+    assert 0 < cost(less) < cost(more)
+
+
+@pytest.mark.parametrize(("prompt", "completions"), [
+    pytest.param([], [[1]], id="no prompt"),
+    pytest.param([1], [], id="no completion"),
+    pytest.param([1], [[2], [2]], id="equal completions"),
+])
+def test_a_tree_is_validated(prompt: list[int], completions: Sequence[list[int]]) -> None:
+    """A tree that exists is a tree that can be trained on."""
+    with pytest.raises(ValueError, match="tree"):
+        tree(prompt, *completions)
+
+
+def test_a_completion_is_validated() -> None:
+    """D1: at least one supervised token, and one mask entry per id."""
+    good = Completion.supervised([1, 2])
+    with pytest.raises(ValueError, match="supervised"):
+        Completion(good.ids, good.loss_mask & False)
+    with pytest.raises(ValueError, match="equal 1-d"):
+        Completion(good.ids, good.loss_mask[:1])
+    with pytest.raises(ValueError, match="read-only"):
+        good.ids[0] = 5
+
+
+def test_cut_keeps_the_start() -> None:
+    """D2: a cut takes the end; what has nothing supervised left is nothing."""
+    whole = Completion.supervised([1, 2, 3])
+    late = Completion(whole.ids, whole.loss_mask & [False, False, True])
+    assert whole.cut(3) is whole
+    assert whole.cut(2).ids.tolist() == [1, 2]
+    assert late.cut(2) is None
+    assert whole.cut(0) is None
+
+
+def test_score_keys_depend_on_prompt_ids_and_mask() -> None:
+    """R4: a stored score is found by content, never by position or text."""
+    one, other = tree([1, 2], [3]), tree([1], [2, 3])
+    completion = one.completions[0]
+    assert one.score_key(completion) == tree([1, 2], [3], [4]).score_key(Completion.supervised([3]))
+    masked = Completion(Completion.supervised([3, 3]).ids, Completion.supervised([3, 3]).loss_mask & [False, True])
+    keys = {one.score_key(completion), other.score_key(other.completions[0]), one.score_key(masked),
+            one.score_key(Completion.supervised([3, 3]))}
+    assert len(keys) == 4
