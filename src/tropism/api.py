@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ class _Run:
                     warn(notice)
         say(f"method: {method.row.name} ({method.row.reading}); "
             + ", ".join(f"{name} {value:g}" for name, value in method.options.items()))
+        if seen := data.prompts_on_both_sides():
+            warn(f"{seen} evaluation prompts are also trained on: figures on them are not held out")
         if method.row.view == "unpaired":
             say(f"labels: {describe_weights(method, data.train)}")
         held_out = f", {len(data.evaluation)} rows held out" if data.evaluation else ""
@@ -150,7 +153,8 @@ class _Run:
                           tokenizer=self.tokenizer, stop_ids=sorted(data.renderer.stop_ids))
         answers = sampler.ask(engine.model) if self.world.is_main else []
         initial = engine.model.snapshot() if self.options.export_dtype != "float32" else None
-        records = self._follow(directory, train(engine, planner, evaluator, self._plan(schedule)), schedule)
+        evaluate = partial(self._evaluate, evaluator) if evaluator else None
+        records = self._follow(directory, train(engine, planner, evaluate, self._plan(schedule)), schedule)
         samples: list[dict[str, Any]] = []
         if self.world.is_main:
             samples = sampler.compare(answers, sampler.ask(engine.model))
@@ -220,6 +224,10 @@ class _Run:
         every = options.eval_every if options.eval_every is not None else max(1, schedule.total_steps // 10)
         return Plan(options.learning_rate, options.schedule, options.warmup_ratio, options.log_every, every,
                     options.workers)
+
+    def _evaluate(self, evaluator: Evaluator, engine: Engine) -> dict[str, float]:
+        with self.voice.bar("evaluate") as report:
+            return evaluator(engine, report)
 
     def _follow(self, directory: RunDirectory, records: Any, schedule: Schedule) -> list[Record]:
         """Write each record as it comes, and show it."""

@@ -183,3 +183,62 @@ def test_attention_is_restored_after_generation() -> None:
     with attention(ours.module, "sdpa"):
         assert model.config._attn_implementation == "sdpa"
     assert model.config._attn_implementation == "tropism_tree"
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_cuda_call_is_given_what_it_needs(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """The variable-length kernel runs on CUDA only. Here its contract, written out in plain operations, stands in."""
+    import tropism.model.attention as ours
+
+    def contract(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):  # type: ignore[no-untyped-def]
+        assert (query.dim(), query.shape[1], key.shape[1]) == (3, 6, 2)
+        assert enable_gqa == bool(ours._GROUPED)
+        assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        out = torch.empty_like(query)
+        for i in range(len(cu_q) - 1):
+            q = query[cu_q[i] : cu_q[i + 1]].transpose(0, 1)
+            k, v = (x[cu_k[i] : cu_k[i + 1]].transpose(0, 1).repeat_interleave(3, 0) for x in (key, value))
+            distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+            left, right = window_size
+            seen = (distance >= -right) & ((distance <= left) if left >= 0 else True)
+            weights = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf")).softmax(-1)
+            out[cu_q[i] : cu_q[i + 1]] = (weights @ v).transpose(0, 1)
+        return out
+
+    monkeypatch.setattr(ours, "varlen_attn", contract)
+    batch = collate(trees(), "tree")
+    segments = batch.segments
+    assert segments is not None
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(1, 6, batch.tokens, 8, dtype=torch.float64, generator=generator)
+    key, value = (torch.randn(1, 2, batch.tokens, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    expected, _ = tree_attention(torch.nn.Module(), query, key, value, None, scaling=0.4, tree=TreePass(segments),
+                                 sliding_window=window)
+    gathered = (x.index_select(2, segments.key_index) for x in (key, value))
+    assert torch.allclose(ours._varlen(query, *gathered, segments, 0.4, window)[None], expected, atol=1e-12)
+
+
+def test_mismatched_completions_may_continue_the_prompts_of_another_pass() -> None:
+    """Stored keys, values and states give the log-probs that a pass of its own would give."""
+    from tropism.data.collate import collate_leaves
+
+    for name in ("llama", "mistral-sliding", "gemma3"):
+        model, forest = build(name, torch.float64), trees()
+        double_norms(model)
+        ours = LanguageModel(model, "tree", "fp64", torch.device("cpu"))
+        others = [PromptTree(tree.prompt_ids, (Completion.supervised(token_ids([5, 4, 3])),
+                                               Completion.supervised(token_ids([7])))) for tree in forest]
+        batch = collate(forest, "tree")
+        main = ours.tree_pass(batch, record=True)
+        ours.logps(batch, main)
+        leaves = collate_leaves(others, forest)
+        assert leaves.tokens == 6
+        with torch.no_grad():
+            continued = ours.logps(leaves, ours.tree_pass(leaves, earlier=main))
+            assert torch.allclose(continued, ours.logps(collate(others, "tree")), atol=1e-10)
+        single = [PromptTree(tree.prompt_ids, (Completion.supervised(token_ids([7])),)) for tree in forest]
+        leaves = collate_leaves(single, forest)  # nothing to compute at all
+        with torch.no_grad():
+            continued = ours.logps(leaves, ours.tree_pass(leaves, earlier=main))
+            assert torch.allclose(continued, ours.logps(collate(single, "tree")), atol=1e-10)

@@ -5,7 +5,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 
@@ -15,6 +23,7 @@ class Voice:
     def __init__(self, *, loud: bool = True, console: Console | None = None) -> None:
         self.console = console or Console(quiet=not loud, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
+        self._speaking = False  # plain lines: a stage within a stage says nothing
 
     def say(self, text: str) -> None:
         """One sentence."""
@@ -28,20 +37,38 @@ class Voice:
     def bar(self, title: str) -> Iterator[Callable[..., None]]:
         """A progress bar; the function that it gives takes (done, total, **fields)."""
         if not self.console.is_terminal:
-            yield self._lines(title)
+            inner, self._speaking = self._speaking, True
+            try:
+                yield (lambda *done, **fields: None) if inner else self._lines(title)
+            finally:
+                self._speaking = inner
+            return
+        if self._progress is not None:  # a stage within a stage: one more line of the same display
+            task = self._progress.add_task(title, total=None, text="")
+            try:
+                yield self._update(self._progress, task)
+            finally:
+                self._progress.remove_task(task)
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                    TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
-            task = progress.add_task(title, total=None, text="")
-            shown: dict[str, Any] = {}
+            self._progress = progress
+            try:
+                yield self._update(progress, progress.add_task(title, total=None, text=""))
+            finally:
+                self._progress = None
 
-            def update(done: int, total: int, **fields: Any) -> None:
-                shown.update(fields)  # an update without fields keeps what stands there
-                text = "  ".join(f"{name} {value}" for name, value in shown.items())
-                progress.update(task, completed=done, total=total, text=text)
+    @staticmethod
+    def _update(progress: Progress, task: TaskID) -> Callable[..., None]:
+        shown: dict[str, Any] = {}
 
-            yield update
+        def update(done: int, total: int, **fields: Any) -> None:
+            shown.update(fields)  # an update without fields keeps what stands there
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            progress.update(task, completed=done, total=total, text=text)
+
+        return update
 
     def _lines(self, title: str) -> Callable[..., None]:
         """At most some twenty lines in all, whatever the number of steps."""

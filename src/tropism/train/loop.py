@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from tropism.errors import NonFiniteError
 from tropism.observe.metrics import means
-from tropism.train.evaluate import Evaluator, add_margins, point_record
+from tropism.train.evaluate import add_margins, point_record
 from tropism.train.memory import peak_gib
 from tropism.train.optim import learning_rates
 from tropism.train.step import Engine, StepOutcome, train_step
@@ -54,15 +54,17 @@ class Plan:
 class _Window:
     """The steps since the last record."""
 
-    outcomes: list[tuple[StepWork, StepOutcome]] = field(default_factory=list)
+    outcomes: list[StepOutcome] = field(default_factory=list)
+    tokens: int = 0
     began: float = field(default_factory=time.monotonic)
 
-    def add(self, work: StepWork, outcome: StepOutcome) -> None:
-        self.outcomes.append((work, outcome))
 
-
-def train(engine: Engine, planner: Planner, evaluator: Evaluator | None, plan: Plan) -> Iterator[Record]:
+def train(engine: Engine, planner: Planner, evaluate: Callable[[Engine], dict[str, float]] | None,
+          plan: Plan) -> Iterator[Record]:
     """Run the whole schedule.
+
+    Args:
+        evaluate: gives the metrics of the policy as it is (an `Evaluator`); None if nothing is held out.
 
     Raises:
         NonFiniteError: at the first record after a step whose loss or gradient was not finite; that step changed
@@ -71,11 +73,12 @@ def train(engine: Engine, planner: Planner, evaluator: Evaluator | None, plan: P
     schedule = planner.schedule
     rate = learning_rates(plan.schedule, plan.learning_rate, schedule.total_steps, plan.warmup_ratio)
     totals = {"examples": 0, "tokens": 0, "tokens/computed": 0}
-    if evaluator is not None:
-        yield Record(0, "eval", evaluator(engine))
+    if evaluate is not None:
+        yield Record(0, "eval", evaluate(engine))
     window = _Window()
     for work in _prepared(planner, plan.workers):
-        window.add(work, train_step(engine, work, rate(work.step)))
+        window.outcomes.append(train_step(engine, work, rate(work.step)))
+        window.tokens += work.flat_tokens
         totals["examples"] += work.units
         totals["tokens"] += work.flat_tokens
         totals["tokens/computed"] += work.computed_tokens
@@ -85,8 +88,8 @@ def train(engine: Engine, planner: Planner, evaluator: Evaluator | None, plan: P
             metrics |= {"learning_rate": rate(work.step), "epoch": schedule.epochs_after(work.step), **totals}
             yield Record(work.step, "train", metrics)
             window = _Window()
-        if evaluator is not None and (last or (plan.eval_every and work.step % plan.eval_every == 0)):
-            yield Record(work.step, "eval", evaluator(engine))
+        if evaluate is not None and (last or (plan.eval_every and work.step % plan.eval_every == 0)):
+            yield Record(work.step, "eval", evaluate(engine))
             window.began = time.monotonic()
 
 
@@ -108,27 +111,27 @@ def _read(engine: Engine, window: _Window, rows: Any) -> dict[str, float]:
     """The window's metrics: the one place where the host waits for the device."""
     world, device = engine.world, engine.model.device
     keys = engine.method.metric_keys
-    sums = torch.stack([outcome.tally.stacked(keys, device) for _, outcome in window.outcomes]).sum(0)
+    sums = torch.stack([outcome.tally.stacked(keys, device) for outcome in window.outcomes]).sum(0)
     totals = world.sum(sums)
-    finite = torch.stack([outcome.finite for _, outcome in window.outcomes])
+    finite = torch.stack([outcome.finite for outcome in window.outcomes])
     if not bool(finite.all()):
         raise _non_finite(engine, window, rows)
     metrics = means(keys, totals.cpu())
     add_margins(metrics)
-    _, outcome = window.outcomes[-1]
+    outcome = window.outcomes[-1]
     if outcome.point is not None:
         metrics |= point_record(outcome.point)
     seconds = max(time.monotonic() - window.began, 1e-9)
     metrics["grad_norm"] = float(outcome.grad_norm)
     metrics["step_time"] = seconds / len(window.outcomes)
-    metrics["tokens_per_second"] = sum(done.flat_tokens for done, _ in window.outcomes) / seconds
+    metrics["tokens_per_second"] = window.tokens / seconds
     metrics["memory/peak_gib"] = peak_gib(device)
     return metrics
 
 
 def _non_finite(engine: Engine, window: _Window, rows: Any) -> NonFiniteError:
     """The error of the first step that was not finite, with the rows whose loss was not."""
-    work, outcome = next((work, outcome) for work, outcome in window.outcomes if not bool(outcome.finite))
+    outcome = next(outcome for outcome in window.outcomes if not bool(outcome.finite))
     bad = [index for losses, indices in outcome.losses
            for loss, index in zip(losses.tolist(), indices, strict=True) if not math.isfinite(loss)]
     named = [rows[index] for part in engine.world.gather(bad) for index in part]
@@ -137,7 +140,7 @@ def _non_finite(engine: Engine, window: _Window, rows: Any) -> NonFiniteError:
         what = f"the loss of {len(named)} rows is not finite: {listed}"
     else:
         what = f"all losses are finite, but the gradient is not (norm {float(outcome.grad_norm)})"
-    return NonFiniteError(f"step {work.step}: {what}. The step changed nothing. A lower learning rate or "
+    return NonFiniteError(f"step {outcome.step}: {what}. The step changed nothing. A lower learning rate or "
                           "--max-grad-norm, or fp32 instead of bf16, may help; look at these rows first")
 
 

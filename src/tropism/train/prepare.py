@@ -47,10 +47,15 @@ class Prepared:
         return {name: data_fingerprint(rows) for name, rows in (("data", self.train), ("eval_data", self.evaluation))
                 if rows}
 
+    def prompts_on_both_sides(self) -> int:
+        """Evaluation prompts that training sees too; never any under `eval_fraction`."""
+        return len({row.split_key for row in self.train} & {row.split_key for row in self.evaluation})
+
     def to_json(self) -> dict[str, Any]:
         """Content of `audit.json`."""
         report = self.audit.to_json()
-        report["split"] = {"train": len(self.train), "eval": len(self.evaluation)}
+        report["split"] = {"train": len(self.train), "eval": len(self.evaluation),
+                           "prompts_on_both_sides": self.prompts_on_both_sides()}
         if self.eval_audit is not None:
             report["eval"] = self.eval_audit.to_json()
         return report

@@ -58,6 +58,7 @@ class ReferencePoint:
 class StepOutcome:
     """What a step leaves for the log; nothing here has been read by the host yet."""
 
+    step: int
     tally: Tally
     grad_norm: Tensor
     finite: Tensor
@@ -88,7 +89,7 @@ def train_step(engine: Engine, work: StepWork, learning_rate: float) -> StepOutc
     norm = clip(parameters, engine.max_grad_norm)
     finite = torch.isfinite(norm)
     step_if_finite(engine.optimizer, learning_rate, finite)
-    return StepOutcome(tally, norm.detach(), finite, point, seen)
+    return StepOutcome(work.step, tally, norm.detach(), finite, point, seen)
 
 
 def clip(parameters: list[torch.nn.Parameter], max_norm: float) -> Tensor:
