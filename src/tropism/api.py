@@ -1,10 +1,11 @@
 """One call that runs a method from options to a model directory. The command line is this call."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +30,8 @@ from tropism.train.samples import Sampler
 from tropism.train.step import Engine
 from tropism.train.store import default_root
 from tropism.train.work import Planner, all_trees
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class _Run:
 
     def go(self) -> RunResult:
         options, remote = self.options, self.options.trust_remote_code
-        RunDirectory.refuse_if_used(options.output)
+        directory = RunDirectory(Path(options.output).expanduser())
+        self._on_main(directory.refuse_if_used)
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
         config = load.load_config(self.source, trust_remote_code=remote)
         row = LOSSES[options.loss]  # type: ignore[attr-defined]
@@ -90,7 +94,7 @@ class _Run:
         method = build_method(row, options.model_dump(), data.train)
         schedule = make_schedule(options, options, data.train, row.needs_reference_point)
         self._introduce(data, method, schedule, config)
-        directory, manifest = self._open(data)
+        manifest = self._on_main(lambda: self._open(directory, data))
         try:
             return self._train(directory, manifest, data, method, schedule)
         except BaseException as error:
@@ -124,26 +128,29 @@ class _Run:
         if self.options.learning_rate == 0:
             warn("learning_rate is 0: nothing will change")
 
-    def _open(self, data: Prepared) -> tuple[RunDirectory, Manifest | None]:
-        """Make the run directory; the main rank writes what is known before the model is loaded."""
-        options, failure = self.options, None
-        directory = RunDirectory(Path(options.output).expanduser())
-        manifest = None
+    def _on_main(self, action: Callable[[], T]) -> T | None:
+        """What the main rank alone does; an error of it is raised on every rank, so that none waits for it."""
+        result, failure = None, None
         if self.world.is_main:
             try:
-                directory.create()
-                directory.write_config(options.dump())
-                directory.write_json("audit.json", data.to_json())
-                manifest = Manifest(directory, {
-                    "method": options.method, "model": self.source.absolute, "seed": options.seed,
-                    "world_size": self.world.size, "device": str(self.world.device), "precision": self.precision,
-                    "fingerprints": data.fingerprints() | text_fingerprints(self.tokenizer)})
+                result = action()
             except TropismError as error:
                 failure = error
         failure = self.world.broadcast(failure)
         if failure is not None:
             raise failure
-        return directory, manifest
+        return result
+
+    def _open(self, directory: RunDirectory, data: Prepared) -> Manifest:
+        """Make the run directory and write what is known before the model is loaded."""
+        options = self.options
+        directory.create()
+        directory.write_config(options.dump())
+        directory.write_json("audit.json", data.to_json())
+        return Manifest(directory, {
+            "method": options.method, "model": self.source.absolute, "seed": options.seed,
+            "world_size": self.world.size, "device": str(self.world.device), "precision": self.precision,
+            "fingerprints": data.fingerprints() | text_fingerprints(self.tokenizer)})
 
     def _train(self, directory: RunDirectory, manifest: Manifest | None, data: Prepared, method: Method,
                schedule: Schedule) -> RunResult:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.conftest import records
 
+from integration.conftest import records
 from tropism.api import run
 from tropism.config import DPOOptions, KTOOptions
 

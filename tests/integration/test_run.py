@@ -205,6 +205,26 @@ def test_a_non_finite_loss_stops_the_run_and_names_the_row(train: Callable[..., 
     assert torch.isfinite(before[-1]).all()
 
 
+def test_an_infinite_log_prob_behind_a_saturated_loss_stops_the_run(train: Callable[..., Any],
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """N1: KTO's loss of a log-ratio of infinity is finite, and its gradient is 0."""
+    from tropism.train.reference import StoredReference
+
+    real, calls = StoredReference.score, 0
+
+    def poisoned(self: Any, trees: Any, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        scores = real(self, trees, batch)
+        if calls == 4:  # start-up check, step 1 with its mismatched completions, step 2
+            scores[0] = float("-inf")
+        return scores
+
+    monkeypatch.setattr(StoredReference, "score", poisoned)
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss of \d rows is not finite: feedback\.jsonl:\d+"):
+        train("kto", max_steps=5, microbatch_tokens=8192)
+
+
 def test_a_wrong_reference_is_noticed(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
                                       capsys: pytest.CaptureFixture[str]) -> None:
     """R1: said before step 1, and an error under --strict."""

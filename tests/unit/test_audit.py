@@ -39,6 +39,12 @@ def test_case_10(renderer: Renderer) -> None:
     assert json.loads(json.dumps(report)) == report
 
 
+def test_summary_puts_the_commonest_reason_first(renderer: Renderer) -> None:
+    """D3: not the first one met."""
+    records = [{"prompt": "p", "label": True}, labelled("p", "", True), labelled("p", " ", True), labelled("p", "c", 1)]
+    assert load_rows(records, renderer, "unpaired").summary() == "4 read, 1 kept: 2 empty_completion, 1 missing_field"
+
+
 def test_case_10_with_a_bos() -> None:
     """D3: an empty prompt is kept where the model adds a BOS to predict from."""
     audit = load_rows(CASES / "10-empty-completions.jsonl", Renderer(build_tokenizer(auto_bos=True), Limits(200)),

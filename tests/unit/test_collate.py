@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import tree
-from tropism.data.collate import Batch, collate
+from tropism.data.collate import Batch, collate, collate_leaves
 from tropism.data.tree import Completion, PromptTree
 
 
@@ -103,6 +103,38 @@ def test_segments_add_up(forest: list[PromptTree]) -> None:
         assert cumulative.tolist() == [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     assert segments.key_index.dtype == torch.int64
     assert len(segments.key_index) == sum(wanted_keys)
+
+
+@given(trees(), st.data())
+def test_leaves_continue_the_prompts_of_another_batch(roots: list[PromptTree], data) -> None:
+    """K2: completions without their prompts: every token sees the other batch's prompt and its own completion."""
+    others = data.draw(st.lists(trees(), min_size=1, max_size=1))[0]
+    leaves = [PromptTree(root.prompt_ids, others[number % len(others)].completions)
+              for number, root in enumerate(roots)]
+    whole, batch = collate(roots, "tree"), collate_leaves(leaves, roots)
+    check_labels(batch, leaves)
+    assert batch.tokens == sum(len(c.ids) - 1 for leaf in leaves for c in leaf.completions)
+    assert batch.segments is not None
+    ids = torch.cat((whole.input_ids[0], batch.input_ids[0]))
+    positions = torch.cat((whole.position_ids[0], batch.position_ids[0]))
+    owner = {whole.tokens + query: segment for segment in range(len(batch.segments.query_lengths))
+             for query in range(batch.segments.cu_queries[segment], batch.segments.cu_queries[segment + 1])}
+    queries = iter(batch.predict_index.tolist())
+    for sequence, depth, completion in sequences(leaves):
+        for offset in range(len(completion.ids)):
+            if not completion.loss_mask[offset]:
+                continue
+            query = next(queries)
+            if offset == 0:  # predicted by the prompt's last token, which the other batch has computed
+                assert query < whole.tokens
+                assert visible_path(whole, query) == sequence[:depth]
+                continue
+            segment = owner[query]
+            keys = batch.segments.key_index[batch.segments.cu_keys[segment] : batch.segments.cu_keys[segment + 1]]
+            seen = keys[: len(keys) - (whole.tokens + int(batch.segments.cu_queries[segment + 1]) - 1 - query)]
+            assert int(seen[-1]) == query
+            assert ids[seen].tolist() == sequence[: depth + offset]
+            assert positions[seen].tolist() == list(range(depth + offset))
 
 
 @given(trees())

@@ -90,6 +90,19 @@ def test_a_prompt_that_spells_its_bos() -> None:
         assert supervised_text(tokenizer, row) == "Yes<|eos|>"
 
 
+def test_limits_stored_with_a_tokenizer_do_not_act() -> None:
+    """D1: the only limits are ours; a file that says `truncate at 4` would cut in silence."""
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    found = encoded(Renderer(tokenizer, LIMITS), chat("What is it?", answers=("A red kite",)))
+    assert tokenizer.decode(found.prompt_ids.tolist()) == (
+        "<|bos|><|turn|>user\nWhat is it?<|end|>\n<|turn|>assistant\n")
+    assert supervised_text(tokenizer, found) == "A red kite<|end|>"
+    plain = encoded(Renderer(tokenizer, LIMITS), Row("p", "f:1", "What is it? ", ("A red kite",)))
+    assert tokenizer.decode(plain.prompt_ids.tolist()) == "What is it? "
+
+
 def test_empty_prompt_without_bos_is_dropped(fixture_tokenizer) -> None:
     """D1: there is no token to predict the first one from; with a BOS there is."""
     dropped = Renderer(fixture_tokenizer, LIMITS).encode(Row("e5", "f:5", "", ("Ready.", "Not ready.")))
@@ -116,7 +129,8 @@ def test_plain_pairs_byte_for_byte(record: dict[str, str]) -> None:
 @pytest.mark.parametrize("kind", EXACT_KINDS)
 @pytest.mark.parametrize(("prompt", "answer"), [
     ("Name a root vegetable.", " Parsnip."), ("Name the ", "red kite"), ("Name the", "  two blanks\n"),
-    ("the", "the"), ("say: ", "\n\nred"), ("th", "e red")])
+    ("the", "the"), ("say: ", "\n\nred"), ("th", "e red"),
+    ("say", " red , the kite .")])
 def test_plain_border(kind: str, prompt: str, answer: str) -> None:
     """M1: tokens that would merge over the border never move text from one side to the other."""
     tokenizer = kind_of_tokenizer(kind)
@@ -211,6 +225,28 @@ def test_answers_that_a_template_trims(fixture_tokenizer) -> None:
     found = encoded(Renderer(tokenizer, LIMITS), chat("Hi", answers=("  Oslo \n", "Bern")))
     assert supervised_text(tokenizer, found, 0) == "Oslo<|end|>"
     assert supervised_text(tokenizer, found, 1) == "Bern<|end|>"
+
+
+def test_a_template_that_trims_and_ends_nothing() -> None:
+    """M1, T1: the trimmed answer and one EOS; the line end between turns is not part of it."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}" + (
+        "{% if add_generation_prompt %}assistant: {% endif %}")
+    tokenizer = build_tokenizer(chat_template=template)
+    found = encoded(Renderer(tokenizer, LIMITS), chat("Hi", answers=(" Oslo \n",)))
+    assert supervised_text(tokenizer, found) == "Oslo<|eos|>"
+    assert found.notes == {"eos_added"}
+
+
+def test_tool_calls_belong_to_the_answer() -> None:
+    """M1, T4: added tokens that are not special stand inside an answer; its end is the first special one behind it."""
+    tokenizer = kind_of_tokenizer("byte level", CHATML.replace(
+        "<|end|>", "{% for call in m.tool_calls %}<call>{{ call.name }}</call>{% endfor %}<|end|>"))
+    tokenizer.add_tokens(["<call>", "</call>"])
+    answer = {"role": "assistant", "content": "on it", "tool_calls": [{"name": "lamp"}]}
+    row = Row("r", "f:1", (said("user", "Dim it"),), ((answer,),))
+    found = encoded(Renderer(tokenizer, LIMITS), row)
+    assert supervised_text(tokenizer, found) == "on it<call>lamp</call><|end|>"
+    assert tokenizer.convert_tokens_to_ids("<call>") in found.completions[0].ids
 
 
 def test_generation_prompt_with_text_of_its_own() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import case_rows, chat, encoded, expected, said, supervised_text
+from helpers import build_tokenizer, case_rows, chat, encoded, expected, fixture_parts, said, supervised_text
 from tropism.data.render import Renderer
 from tropism.data.rows import Dropped, Reason, Row
 from tropism.data.tree import Completion
@@ -154,7 +154,36 @@ def test_a_long_conversation_loses_its_oldest_turns(fixture_tokenizer) -> None:
     whole = fixture_tokenizer.apply_chat_template(list(row.prompt), add_generation_prompt=True, tokenize=False)
     shorter = whole.replace("<|turn|>user\n" + "first " * 5 + "<|end|>\n<|turn|>assistant\none<|end|>\n", "")
     tokens = len(fixture_tokenizer(shorter)["input_ids"])
-    found = encoded(Renderer(fixture_tokenizer, Limits(tokens + 5)), row)
-    assert fixture_tokenizer.decode(found.prompt_ids.tolist()) == shorter
+    for more in (0, len("#assistant\none#\n")):  # room for the answer before, without its question: not a border
+        found = encoded(Renderer(fixture_tokenizer, Limits(tokens + 5 + more)), row)
+        assert fixture_tokenizer.decode(found.prompt_ids.tolist()) == shorter
+        assert supervised_text(fixture_tokenizer, found) == "four<|end|>"
+        assert found.notes == {"prompt_cut"}
+
+
+def test_a_system_message_that_does_not_fit(fixture_tokenizer) -> None:
+    """DESIGN, Truncation: the BOS stays where the system message cannot, and then the end of the last turn."""
+    row = chat("What is it?", system="very long " * 10, answers=("four",))
+    found = encoded(Renderer(fixture_tokenizer, Limits(40)), row)
+    whole = fixture_tokenizer.apply_chat_template(list(row.prompt), add_generation_prompt=True)["input_ids"]
+    assert found.prompt_ids.tolist() == [0, *whole[-34:]]
     assert supervised_text(fixture_tokenizer, found) == "four<|end|>"
-    assert found.notes == {"prompt_cut"}
+
+
+def test_a_system_message_that_a_template_renders_otherwise_alone() -> None:
+    """DESIGN, Truncation: what is kept in front is the prompt's own beginning, never a length taken from elsewhere."""
+    template = fixture_parts()["chat_template"] + "{% if not add_generation_prompt %}(the end){% endif %}"
+    tokenizer = build_tokenizer(chat_template=template)
+    row = chat("What is it? " * 9, system="Short.", answers=("four",))
+    found = encoded(Renderer(tokenizer, Limits(105)), row)
+    whole = tokenizer.apply_chat_template(list(row.prompt), add_generation_prompt=True)["input_ids"]
+    assert found.prompt_ids.tolist() == [0, *whole[-99:]]
+
+
+def test_a_system_message_stays_in_front_of_a_cut_turn(fixture_tokenizer) -> None:
+    """DESIGN, Truncation: the system message, where it fits, and the end of the last turn."""
+    row = chat("What is it? " * 9, system="Short.", answers=("four",))
+    found = encoded(Renderer(fixture_tokenizer, Limits(105)), row)
+    whole = fixture_tokenizer.apply_chat_template(list(row.prompt), add_generation_prompt=True)["input_ids"]
+    head = fixture_tokenizer("<|bos|><|turn|>system\nShort.<|end|>\n")["input_ids"]
+    assert found.prompt_ids.tolist() == [*head, *whole[-(100 - len(head)):]]

@@ -241,13 +241,13 @@ class _Conversation:
         if not full.startswith(start):
             # The generation prompt adds text that a finished answer does not have (a thinking tag, say).
             found = text.without_control(full).rfind(content.strip())
-            if found < 0:
+            if found < 0 or not content.strip():
                 raise DataError(f"{self.row.place}: the chat template does not show the answer as it is written")
             start = full[:found]
         rendered = full[len(start) :]
         plain = text.without_control(rendered)
         shown = content if content in plain else content.strip()
-        end = plain.rfind(shown) + len(shown) if shown in plain else 0
+        end = plain.rfind(shown) + len(shown) if shown and shown in plain else 0  # a tool call has no content
         for match in text.control_pattern.finditer(rendered, end):
             if match.group() in text.terminators:
                 return rendered[: match.start()], text.control[match.group()]

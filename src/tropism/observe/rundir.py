@@ -17,14 +17,13 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @staticmethod
-    def refuse_if_used(path: str | Path) -> None:
+    def refuse_if_used(self) -> None:
         """Stop before anything is spent.
 
         Raises:
             OutputExistsError: if the directory holds anything already.
         """
-        path = Path(path).expanduser()
+        path = self.path
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise OutputExistsError(f"{path} exists and is not empty; nothing was changed. Choose another place: "
                                     f"--output {free_name(path)}")
@@ -36,7 +35,7 @@ class RunDirectory:
             OutputExistsError: if it holds anything already.
             OutputError: if it cannot be made or written.
         """
-        self.refuse_if_used(self.path)
+        self.refuse_if_used()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".writable"

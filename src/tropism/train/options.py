@@ -51,7 +51,7 @@ class RunOptions(Options):
     """Steps between evaluations; by default a tenth of the run; 0 evaluates at start and end only."""
     log_every: int = Field(1, ge=1)
     """Steps per line of metrics.jsonl."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Of the order of rows."""
     samples: int = Field(4, ge=0)
     """Held-out prompts that are answered before and after training."""

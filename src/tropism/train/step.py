@@ -64,6 +64,7 @@ class StepOutcome:
     finite: Tensor
     point: ReferencePoint | None
     losses: list[tuple[Tensor, tuple[int, ...]]] = field(default_factory=list)
+    """`[U]` loss of each unit of this rank's packs, NaN where a log-prob was not finite, with its rows."""
 
 
 def train_step(engine: Engine, work: StepWork, learning_rate: float) -> StepOutcome:
@@ -71,6 +72,7 @@ def train_step(engine: Engine, work: StepWork, learning_rate: float) -> StepOutc
     device = engine.model.device
     tally = Tally()
     seen: list[tuple[Tensor, tuple[int, ...]]] = []
+    spoilt = torch.zeros((), dtype=torch.float64, device=device)
     point = pooled_reference_point(engine, work.mismatched) if work.mismatched else None
     for pack in work.packs:
         batch = pack.batch.to(device)
@@ -83,11 +85,14 @@ def train_step(engine: Engine, work: StepWork, learning_rate: float) -> StepOutc
         (losses.sum() / work.units).backward()
         if pack.rows:
             tally.add(engine.method.metrics(scored, units, losses, engine.noise(scored.logps)))
-            seen.append((losses.detach(), pack.rows))
+            # A saturated loss can hide an infinite log-ratio; times 0 it is NaN, and 0 otherwise.
+            values = losses.detach() + 0.0 * scored.logratios.detach()[units.members].sum(dim=1)
+            spoilt += (~torch.isfinite(values)).sum()
+            seen.append((values, pack.rows))
     parameters = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
     engine.world.sum_gradients(parameters)
     norm = clip(parameters, engine.max_grad_norm)
-    finite = torch.isfinite(norm)
+    finite = torch.isfinite(norm) & (engine.world.sum(spoilt) == 0)
     step_if_finite(engine.optimizer, learning_rate, finite)
     return StepOutcome(work.step, tally, norm.detach(), finite, point, seen)
 
