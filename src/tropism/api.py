@@ -19,6 +19,7 @@ from tropism.model import load
 from tropism.model.probe import choose_layout
 from tropism.observe.console import Voice
 from tropism.observe.manifest import Manifest, text_fingerprints
+from tropism.observe.metrics import BOOKKEEPING
 from tropism.observe.rundir import RunDirectory
 from tropism.train import reference as references
 from tropism.train.evaluate import Evaluator
@@ -174,7 +175,7 @@ class _Run:
         if manifest is not None:
             manifest.end("done", steps=schedule.total_steps, seconds=round(seconds, 3))
         what = f"{len(data.evaluation)} held-out rows" if evaluator else "training steps, first and last"
-        self.voice.before_after(f"{what}: before and after", before, after)
+        self.voice.before_after(f"{what}: before and after", before, after, leave_out=BOOKKEEPING)
         self.voice.say(f"model: {directory.model}  ({schedule.total_steps} steps, {seconds:.0f} s)")
         return RunResult(directory.path, directory.model, schedule.total_steps, seconds, before, after, samples)
 
@@ -214,9 +215,9 @@ class _Run:
         frozen = model
         if options.reference is not None:
             source = load.Source.of(options.reference)
-            other = load.load_model(source, self.precision, self.world.device,
-                                    trust_remote_code=options.trust_remote_code)
-            references.check_vocabulary(load.load_tokenizer(source), self.tokenizer)
+            remote = options.trust_remote_code
+            other = load.load_model(source, self.precision, self.world.device, trust_remote_code=remote)
+            references.check_vocabulary(load.load_tokenizer(source, trust_remote_code=remote), self.tokenizer)
             frozen, _ = choose_layout(other, self.precision, self.world.device, probes, model.layout)
         root = Path(options.store).expanduser() if options.store else default_root()
         trees = planner.trees()

@@ -29,13 +29,13 @@ def _run(options: MethodOptions) -> int:
 
 @app.command
 def kto(*, options: Annotated[KTOOptions, _Flat]) -> int:
-    """Train on single completions, each labelled desirable or undesirable."""
+    """Train on single completions, each labelled desirable or undesirable. --config FILE reads options from YAML."""
     return _run(options)
 
 
 @app.command
 def dpo(*, options: Annotated[DPOOptions, _Flat]) -> int:
-    """Train on pairs of a chosen and a rejected completion."""
+    """Train on pairs of a chosen and a rejected completion. --config FILE reads options from YAML."""
     return _run(options)
 
 
@@ -125,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _with_config(tokens: list[str]) -> list[str]:
     """`train FILE ...` and `METHOD --config FILE ...` with the options of FILE spelt out before the others."""
+    if tokens[:2] == ["train", "--config"]:
+        tokens = ["train", *tokens[2:]]
     if tokens[:1] == ["train"] and not {"--help", "-h"} & set(tokens):
         if len(tokens) < 2 or tokens[1].startswith("-"):
             raise UsageError("tropism train needs a configuration file: tropism train RUN/config.yaml")

@@ -3,7 +3,7 @@
 import difflib
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -11,6 +11,8 @@ from pydantic import Field, ValidationError
 from tropism.data.options import DataOptions
 from tropism.errors import UsageError
 from tropism.train.options import RunOptions
+
+Weight = Annotated[float, Field(gt=0.0)] | Literal["auto"]
 
 
 class MethodOptions(DataOptions, RunOptions):
@@ -37,9 +39,9 @@ class KTOOptions(MethodOptions):
     """The loss, by its published name."""
     beta: float = Field(0.1, gt=0.0)
     """How fast the utility saturates as policy and reference part, per nat."""
-    desirable_weight: float | Literal["auto"] = Field(1.0)
+    desirable_weight: Weight = 1.0
     """Weight of desirable completions; `auto` balances the classes."""
-    undesirable_weight: float | Literal["auto"] = Field(1.0)
+    undesirable_weight: Weight = 1.0
     """Weight of undesirable completions; `auto` balances the classes."""
     learning_rate: float = Field(5e-6, ge=0.0)
     """Peak learning rate."""
@@ -78,12 +80,15 @@ def read_yaml(path: str | Path) -> tuple[str | None, dict[str, Any]]:
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{path}: expected `option: value` lines")
-    lines = {key.value: key.start_mark.line + 1 for key, _ in node.value} if node is not None else {}
+    lines: dict[str, int] = {}
+    for key, _ in node.value if node is not None else ():
+        if key.value in lines:
+            raise UsageError(f"{path}:{key.start_mark.line + 1}: {key.value}: is on line {lines[key.value]} already")
+        lines[key.value] = key.start_mark.line + 1
     method = values.pop("method", None)
-    if method is not None and method not in METHODS:
+    if method is not None and not (isinstance(method, str) and method in METHODS):
         raise UsageError(f"{path}:{lines['method']}: method: {method!r} is not one of {', '.join(METHODS)}")
-    check_values(values, METHODS.get(str(method), KTOOptions) if method else None,
-                 lambda key: f"{path}:{lines.get(str(key), 1)}: ")
+    check_values(values, METHODS[method] if method else None, lambda key: f"{path}:{lines.get(str(key), 1)}: ")
     return method, values
 
 

@@ -13,6 +13,13 @@ class Options(BaseModel):
     paths: ClassVar[tuple[str, ...]] = ()
     """Fields that name files; `config.yaml` holds them as absolute paths."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A description is one paragraph, however its source is wrapped."""
+        super().__pydantic_init_subclass__(**kwargs)
+        for info in cls.model_fields.values():
+            info.description = " ".join((info.description or "").split())
+
     def dump(self) -> dict[str, Any]:
         """Plain values, as YAML holds them."""
         return self.model_dump(mode="json")

@@ -70,6 +70,7 @@ BASE = ["--model", "m", "--data", "d", "--output", "o"]
     (["train"], "needs a configuration file"),
     (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
     (["kto", *BASE, "--learning-rate", "nan"], "--learning-rate"),
+    (["kto", *BASE, "--undesirable-weight", "0"], "--undesirable-weight: Input should be greater than 0"),
 ])
 def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str) -> None:
     """H2: option and value are named, with the nearest known option; exit code 2, no traceback."""
@@ -85,6 +86,9 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], 
     ("method: dpo\nbeta: 0,1\n", ":2: beta: Input should be a valid number"),
     ("method: dpo\nbeta: -0.1\n", ":2: beta: Input should be greater than 0 (got -0.1)"),
     ("method: dpo\nepochs: true\n", ":2: epochs: True is not a value"),
+    ("method: kto\ndesirable_weight: -1\n", ":2: desirable_weight: Input should be greater than 0 (got -1)"),
+    ("method: dpo\nbeta: 0.1\nbeta: 0.2\n", ":3: beta: is on line 2 already"),
+    ("method: [kto]\n", ":1: method: ['kto'] is not one of"),
     ("method: ppo\n", ":1: method: 'ppo' is not one of kto, dpo"),
     ("method: [\n", "not valid YAML"),
     ("- a\n", "expected `option: value` lines"),

@@ -216,3 +216,16 @@ def test_one_good_row_is_enough_to_go_on() -> None:
     check_columns(rows_of({"x": 1}, good), "unpaired", "f.jsonl")
     check_columns(rows_of({"messages": [], "label": True}), "unpaired", "f.jsonl")
     check_columns(rows_of({"chosen": [], "rejected": []}), "paired", "f.jsonl")
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [{"role": "user", "content": "Hi"}]])
+def test_sides_that_repeat_the_prompt(prompt: Any) -> None:
+    """A common public shape: `prompt`, and two whole conversations that begin with it."""
+    question = {"role": "user", "content": "Hi"}
+    record = {"prompt": prompt, "chosen": [question, {"role": "assistant", "content": "a"}],
+              "rejected": [question, {"role": "assistant", "content": "b"}]}
+    row = understand(RawRow("f:1", record), "paired")
+    assert isinstance(row, Row)
+    assert row.prompt == (question,)
+    assert [answer[0]["content"] for answer in row.completions] == ["a", "b"]
+    assert [len(answer) for answer in row.completions] == [1, 1]

@@ -314,7 +314,7 @@ def test_spelt_control_tokens_stay_characters(kind: str, where: str) -> None:
     wanted = tokenizer.decode(innocent.prompt_ids.tolist()).replace("the lamp", SPELT)
     assert tokenizer.decode(found.prompt_ids.tolist()) == wanted
     assert supervised_text(tokenizer, found) == (SPELT if where == "answer" else "the red kite") + "<|end|>"
-    assert not found.notes
+    assert found.notes == {"control_spelt"}  # and the audit says so
 
 
 @pytest.mark.parametrize("kind", ["word level", "word piece"])

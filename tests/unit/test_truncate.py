@@ -187,3 +187,12 @@ def test_a_system_message_stays_in_front_of_a_cut_turn(fixture_tokenizer) -> Non
     whole = fixture_tokenizer.apply_chat_template(list(row.prompt), add_generation_prompt=True)["input_ids"]
     head = fixture_tokenizer("<|bos|><|turn|>system\nShort.<|end|>\n")["input_ids"]
     assert found.prompt_ids.tolist() == [*head, *whole[-(100 - len(head)):]]
+
+
+def test_a_border_that_leaves_too_little_is_not_taken() -> None:
+    """DESIGN, Truncation: what completions need takes the prompt to no fewer than half of max_length."""
+    cutter = PromptCutter(list(range(90)), shorter=lambda: [list(range(20))])
+    ids, _ = fit(cutter, [Completion.supervised(list(range(80)))], Limits(100))
+    assert ids == list(range(40, 90))
+    ids, _ = fit(cutter, [Completion.supervised(list(range(30)))], Limits(100, max_prompt_length=40))
+    assert ids == list(range(20))  # a limit of the prompt's own has no floor

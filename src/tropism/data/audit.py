@@ -45,7 +45,8 @@ class Audit:
             "source": self.source,
             "rows": {"read": self.read, "kept": len(self.rows), "dropped": self._reasons(),
                      "prompt_cut": notes["prompt_cut"], "completion_cut": notes["completion_cut"],
-                     "text_changed": notes["text_changed"], "eos_added": notes["eos_added"]},
+                     "text_changed": notes["text_changed"],
+                     "control_spelt": notes["control_spelt"], "eos_added": notes["eos_added"]},
             "labels": self.labels(),
             "prompts": len({row.prompt_key for row in self.rows}),
             "duplicates": sum(count - 1 for count in keys.values()),
@@ -88,6 +89,10 @@ class Audit:
             first = next(row.place for row in self.rows if "text_changed" in row.notes)
             said.append(f"{notes['text_changed']} rows do not read back as written (first {first}): "
                         "tokenizer or template changes their text")
+        if notes["control_spelt"]:
+            first = next(row.place for row in self.rows if "control_spelt" in row.notes)
+            said.append(f"{notes['control_spelt']} rows spell control tokens in their text (first {first}): they are "
+                        "trained as plain characters")
         for note, what in (("prompt_cut", "prompts were cut from the left"),
                            ("completion_cut", "completions were cut and have no terminator")):
             if notes[note]:

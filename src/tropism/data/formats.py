@@ -56,6 +56,7 @@ def understand(raw: RawRow, view: View) -> Row | Dropped:
     if isinstance(parts, Dropped):
         return parts
     prompt, completions = parts
+    completions = {name: _without_prompt(prompt, completion) for name, completion in completions.items()}
     for name, completion in completions.items():
         if _blank(completion):
             return Dropped(raw.place, Reason.EMPTY_COMPLETION, f"'{name}' is empty")
@@ -119,6 +120,17 @@ def _paired(raw: RawRow) -> Parts | Dropped:
                            f"'{name}' goes on with role '{branch[shared].get('role')}' after the shared messages, so "
                            "the two sides do not answer one prompt")
     return chosen[:shared], {"chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+
+def _without_prompt(prompt: Part, completion: Part) -> Part:
+    """A completion that repeats the prompt's messages before its answer, as some public sets have it, without them."""
+    if not isinstance(completion, tuple) or not prompt:
+        return completion
+    lead = _as_messages(prompt, "user")
+    same = len(completion) > len(lead) and all(
+        (one.get("role"), one.get("content")) == (other.get("role"), other.get("content"))
+        for one, other in zip(lead, completion, strict=False))
+    return completion[len(lead) :] if same else completion
 
 
 def _part(value: Any, name: str, place: str) -> Part:

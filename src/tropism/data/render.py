@@ -50,6 +50,8 @@ class Renderer:
             cutter, split = conversation.cutter, conversation.split_text
             completions = [conversation.completion(tuple(answer), notes)  # type: ignore[arg-type]
                            for answer in row.completions if cutter.ids]
+            if conversation.spelt:
+                notes.add("control_spelt")
         if not cutter.ids:
             return Dropped(row.place, Reason.EMPTY_PROMPT, "the prompt has no token to predict from")
         prompt_ids, kept = fit(cutter, completions, self.limits)

@@ -33,14 +33,14 @@ class PromptCutter:
     head: tuple[int, ...] = ()
     shorter: Callable[[], Sequence[list[int]]] = tuple
 
-    def to(self, limit: int) -> list[int]:
-        """The prompt in at most `limit` tokens: at a message border if possible, else mid-message."""
+    def to(self, limit: int, floor: int = 0) -> list[int]:
+        """The prompt in at most `limit` tokens: at a message border if that leaves `floor`, else mid-message."""
         if len(self.ids) <= limit:
             return self.ids
         for candidate in self.shorter():
-            if len(candidate) <= limit:
+            if floor <= len(candidate) <= limit:
                 return candidate
-        # Not even the last turn fits. Keep the head where it leaves at least half for what comes last.
+        # No border is right. Keep the head where it leaves at least half for what comes last.
         head = max((size for size in self.head if size <= max(limit // 2, 1)), default=0)
         return self.ids[:head] + self.ids[len(self.ids) - (limit - head) :]
 
@@ -57,5 +57,6 @@ def fit(prompt: PromptCutter, completions: Sequence[Completion], limits: Limits)
         ids = prompt.to(limits.max_prompt_length)
     longest = max(len(completion.ids) for completion in completions)
     if len(ids) + longest > limits.max_length:
-        ids = prompt.to(min(len(ids), max(limits.max_length - longest, limits.max_length // 2)))
+        floor = min(len(ids), limits.max_length // 2)
+        ids = prompt.to(min(len(ids), max(limits.max_length - longest, floor)), floor)
     return ids, [completion.cut(limits.max_length - len(ids)) for completion in completions]

@@ -55,11 +55,6 @@ class World:
         dist.broadcast_object_list(box, src=0, device=None)
         return box[0]
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.size > 1:
-            dist.barrier()
-
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace each gradient by its sum over ranks. A missing gradient counts as zero."""
         if self.size == 1:
@@ -79,17 +74,6 @@ class World:
             held += gradient.nbytes
         if bucket:
             _sum_bucket(bucket)
-
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """The main rank runs the body before the others do (a file that it makes is there for them)."""
-        if not self.is_main:
-            self.barrier()
-        try:
-            yield
-        finally:
-            if self.is_main:
-                self.barrier()
 
 
 def _sum_bucket(bucket: list[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """What a person sees: sentences, a bar while something runs, and a table at the end."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,13 +84,14 @@ class Voice:
 
         return update
 
-    def before_after(self, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    def before_after(self, title: str, before: Mapping[str, float], after: Mapping[str, float],
+                     leave_out: Collection[str] = ()) -> None:
         """A short table of what training changed."""
         table = Table(title=title, title_justify="left")
         for name, justify in (("metric", "left"), ("before", "right"), ("after", "right")):
             table.add_column(name, justify=justify)  # type: ignore[arg-type]
         for key in after:
-            if key.endswith(("_low", "_high")):
+            if key.endswith(("_low", "_high")) or key in leave_out:
                 continue
             table.add_row(key, _cell(before, key), _cell(after, key))
         self.console.print(table)

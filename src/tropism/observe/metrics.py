@@ -48,6 +48,11 @@ METRICS: dict[str, Metric] = {metric.key: metric for metric in (
 )}
 
 
+BOOKKEEPING = frozenset(("learning_rate", "epoch", "examples", "tokens", "tokens/computed", "tokens_per_second",
+                         "step_time", "memory/peak_gib"))
+"""Keys that say how far and how fast a run went, not what it learnt."""
+
+
 class Tally:
     """Sums and counts by key, kept on the device: reading them is one copy, and no step waits for it."""
 

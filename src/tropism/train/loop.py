@@ -89,8 +89,9 @@ def train(engine: Engine, planner: Planner, evaluate: Callable[[Engine], dict[st
             yield Record(work.step, "train", metrics)
             window = _Window()
         if evaluate is not None and (last or (plan.eval_every and work.step % plan.eval_every == 0)):
+            paused = time.monotonic()
             yield Record(work.step, "eval", evaluate(engine))
-            window.began = time.monotonic()
+            window.began += time.monotonic() - paused  # an evaluation is no part of a step's time
 
 
 def _prepared(planner: Planner, workers: int) -> Iterator[StepWork]:
@@ -153,11 +154,12 @@ def check_first_step(engine: Engine, planner: Planner) -> tuple[bool, str]:
     model, beta = engine.model, engine.method.beta
     found = (False, 0.0, 0)
     with torch.no_grad():
-        for pack in planner.work(1).packs[:1]:
+        for pack in planner.work(1).packs:
             batch = pack.batch.to(model.device)
             logps = model.logps(batch)
             gaps = (logps - engine.reference.score(pack.trees, batch)).abs()
-            found = (bool((beta * gaps > engine.noise(logps)).any()), float(gaps.sum()), len(gaps))
+            differs = bool((beta * gaps > engine.noise(logps)).any())
+            found = (found[0] or differs, found[1] + float(gaps.sum()), found[2] + len(gaps))
     everywhere = engine.world.gather(found)
     if any(differs for differs, _, _ in everywhere):
         mean = sum(total for _, total, _ in everywhere) / sum(count for _, _, count in everywhere)

@@ -19,7 +19,7 @@ from tropism.data.tree import Completion, PromptTree
 from tropism.dist.world import World
 from tropism.errors import ModelError, ReferenceMismatchError
 from tropism.model.logps import LanguageModel
-from tropism.train.store import ScoreStore
+from tropism.train.store import VERSION, ScoreStore
 
 _WRITE_EVERY_S = 10.0  # at most this much of the pass is lost by a kill
 
@@ -48,7 +48,7 @@ def fingerprint(model: LanguageModel) -> str:
     config = {name: value for name, value in model.module.config.to_dict().items()
               if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
                               "architectures") and not name.startswith("_")}
-    numerics = [model.precision, model.layout, model.device.type]
+    numerics = [VERSION, model.precision, model.layout, model.device.type]
     digest = hashlib.blake2b(json.dumps([config, numerics], sort_keys=True, default=str).encode(), digest_size=16)
     for line in weight_hashes(model.module):
         digest.update(line.encode())
@@ -56,14 +56,14 @@ def fingerprint(model: LanguageModel) -> str:
 
 
 def weight_hashes(module: Any) -> list[str]:
-    """`name hash` of each distinct weight. Hashing releases the interpreter lock, so threads help."""
+    """`name hash` of each weight and stored buffer. Hashing releases the interpreter lock, so threads help."""
     def one(item: tuple[str, Tensor]) -> str:
         name, weight = item
         data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return f"{name} {tuple(weight.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
 
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(one, module.named_parameters()))
+        return list(pool.map(one, module.state_dict().items()))
 
 
 def forest(trees: Iterable[PromptTree]) -> list[PromptTree]:

@@ -22,6 +22,7 @@ import numpy as np
 from tropism.errors import OutputError, ReferenceMismatchError
 
 VERSION = 1
+"""Part of every fingerprint: raised when the way log-probs are computed, or filed, changes."""
 
 
 def default_root() -> Path:
@@ -43,7 +44,7 @@ class ScoreStore:
 
     def __init__(self, root: Path, fingerprint: str, meta: dict[str, Any]) -> None:
         self.path = root / fingerprint
-        self.meta = {"version": VERSION, **meta}
+        self.meta = meta
         self.damaged: list[Path] = []
 
     def load(self) -> dict[bytes, float]:
