@@ -12,10 +12,12 @@ import torch
 from tropism.config import MethodOptions
 from tropism.data.load import check_embedding
 from tropism.data.schedule import Schedule
+from tropism.data.tree import PromptTree
 from tropism.dist import World, connect
 from tropism.errors import ReferenceMismatchError, TropismError
 from tropism.methods import LOSSES, Method
 from tropism.model import load
+from tropism.model.logps import LanguageModel
 from tropism.model.probe import choose_layout
 from tropism.observe.console import Voice
 from tropism.observe.manifest import Manifest, text_fingerprints
@@ -29,7 +31,7 @@ from tropism.train.optim import build_optimizer
 from tropism.train.prepare import Prepared, build_method, describe_weights, make_schedule, prepare_data, probe_trees
 from tropism.train.samples import Sampler
 from tropism.train.step import Engine
-from tropism.train.store import default_root
+from tropism.train.store import check_writable, default_root
 from tropism.train.work import Planner, all_trees
 
 T = TypeVar("T")
@@ -65,7 +67,12 @@ def run(options: MethodOptions, voice: Voice | None = None) -> RunResult:
         TropismError: a subclass that says what is wrong and what to do; before the first step wherever it can be.
     """
     with connect() as world:
-        return _Run(options, world, voice or Voice(loud=world.is_main)).go()
+        this = _Run(options, world, voice or Voice(loud=world.is_main))
+        try:
+            return this.go()
+        except torch.OutOfMemoryError as error:
+            raise TropismError(f"the GPU ran out of memory; --microbatch-tokens below {this.budget} takes less, and "
+                               f"changes no result ({str(error).splitlines()[0]})") from error
 
 
 class _Run:
@@ -80,6 +87,8 @@ class _Run:
         cuda = world.device.type == "cuda"
         self.precision = options.precision if options.precision != "auto" else "bf16" if cuda else "fp32"
         self.budget = options.microbatch_tokens or (16384 if cuda else 2048)
+        self.store = Path(options.store).expanduser() if options.store else default_root()
+        self.other = load.Source.of(options.reference) if options.reference not in (None, "live") else None
 
     def go(self) -> RunResult:
         options, remote = self.options, self.options.trust_remote_code
@@ -87,6 +96,8 @@ class _Run:
         self._on_main(directory.refuse_if_used)
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
         config = load.load_config(self.source, trust_remote_code=remote)
+        if self.other is not None:
+            references.check_vocabulary(load.load_tokenizer(self.other, trust_remote_code=remote), self.tokenizer)
         row = LOSSES[options.loss]  # type: ignore[attr-defined]
         data = prepare_data(options, self.tokenizer, config, row.view)
         load.check_rope(config, data.max_length)
@@ -146,7 +157,7 @@ class _Run:
         """Make the run directory and write what is known before the model is loaded."""
         options = self.options
         directory.create()
-        directory.write_config(options.dump())
+        directory.write_config(options.dump() | {"precision": self.precision})
         directory.write_json("audit.json", data.to_json())
         return Manifest(directory, {
             "method": options.method, "model": self.source.absolute, "seed": options.seed,
@@ -158,9 +169,13 @@ class _Run:
         engine, planner = self._build(data, method, schedule, manifest)
         evaluator = Evaluator(data.evaluation, self.budget, data.max_length) if data.evaluation else None
         sampler = Sampler(data.evaluation or data.train, held_out=bool(data.evaluation), count=self.options.samples,
-                          tokenizer=self.tokenizer, stop_ids=sorted(data.renderer.stop_ids))
+                          tokenizer=self.tokenizer, stop_ids=sorted(data.renderer.stop_ids),
+                          max_positions=load.max_positions(engine.model.module.config))
+        dtype = getattr(torch, self.options.export_dtype)
+        self._on_main(lambda: load.check_space(engine.model.module, directory.path, dtype))
         answers = sampler.ask(engine.model) if self.world.is_main else []
-        initial = engine.model.snapshot() if self.options.export_dtype != "float32" else None
+        keep = self.world.is_main and self.options.export_dtype != "float32"
+        initial = engine.model.snapshot() if keep else None
         evaluate = partial(self._evaluate, evaluator) if evaluator else None
         records = self._follow(directory, train(engine, planner, evaluate, self._plan(schedule)), schedule)
         samples: list[dict[str, Any]] = []
@@ -185,47 +200,53 @@ class _Run:
         options, world = self.options, self.world
         if world.device.type == "cpu":
             keep_freed_memory()
+        if self.world.is_main:
+            check_writable(self.store)
         module = load.load_model(self.source, self.precision, world.device, trust_remote_code=options.trust_remote_code)
         probes = probe_trees(data.train, self.budget)
         model, probe = choose_layout(module, self.precision, world.device, probes, options.layout)
         self.voice.say(f"layout: {probe.layout}; differs from the model's own forward by at most "
                        f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
         planner = Planner(data.train, schedule, method, model.layout, self.budget, data.max_length, world)
-        if planner.oversized:
-            self.voice.warn(f"{planner.oversized} prompts with their completions exceed microbatch_tokens "
-                            f"{self.budget} and get a pass of their own")
-        reference = self._reference(model, data, planner, probes)
+        trees, oversized = planner.survey()
+        if oversized:
+            self.voice.warn(f"{oversized} prompts with their completions exceed microbatch_tokens {self.budget} and "
+                            "get a pass of their own")
+        reference = self._reference(model, data, trees, method, probes)
         planner = replace(planner, reuse_prompts=options.reference != "live")
         optimizer = build_optimizer(options.optimizer, module, options.weight_decay)
-        engine = Engine(model, reference, method, optimizer, world, options.max_grad_norm, probe.error)
-        if options.reference in (None, "live"):
+        engine = Engine(model, reference, method, optimizer, world, options.max_grad_norm, probe.per_root_token)
+        frozen_policy = options.reference in (None, "live")
+        if frozen_policy:
             agree, sentence = check_first_step(engine, planner)
             if not agree and options.strict:
                 raise ReferenceMismatchError(sentence)
             (self.voice.say if agree else self.voice.warn)(sentence)
         if manifest is not None:
-            manifest.add(layout=probe.layout, layout_error_nats=probe.error, reference=reference.fingerprint)
+            policy = reference.fingerprint if frozen_policy else references.fingerprint(model)
+            manifest.add(layout=probe.layout, layout_error_nats_per_token=probe.per_token,
+                         policy=policy, reference=reference.fingerprint)
         return engine, planner
 
-    def _reference(self, model: Any, data: Prepared, planner: Planner, probes: Any) -> references.Reference:
+    def _reference(self, model: LanguageModel, data: Prepared, trees: list[PromptTree], method: Method,
+                   probes: list[PromptTree]) -> references.Reference:
         """The frozen scorer: stored scores by default, of the policy as it is now or of another model."""
         options = self.options
         if options.reference == "live":
             return references.LiveReference(references.freeze(model))
         frozen = model
-        if options.reference is not None:
-            source = load.Source.of(options.reference)
-            remote = options.trust_remote_code
-            other = load.load_model(source, self.precision, self.world.device, trust_remote_code=remote)
-            references.check_vocabulary(load.load_tokenizer(source, trust_remote_code=remote), self.tokenizer)
+        if self.other is not None:
+            other = load.load_model(self.other, self.precision, self.world.device,
+                                    trust_remote_code=options.trust_remote_code)
             frozen, _ = choose_layout(other, self.precision, self.world.device, probes, model.layout)
-        root = Path(options.store).expanduser() if options.store else default_root()
-        trees = planner.trees()
         if data.evaluation:
-            trees += all_trees(data.evaluation, range(len(data.evaluation)), planner.method,
-                                          data.max_length)
+            trees = trees + all_trees(data.evaluation, range(len(data.evaluation)), method, data.max_length)
         with self.voice.bar("reference") as report:
-            return references.build(frozen, trees, self.budget, root, self.world, report)
+            built = references.build(frozen, trees, self.budget, self.store, self.world, report)
+        if built.damaged:
+            self.voice.warn(f"{len(built.damaged)} damaged files of the reference store were left out and their scores "
+                            f"computed again (first {built.damaged[0]})")
+        return built
 
     def _plan(self, schedule: Schedule) -> Plan:
         options = self.options

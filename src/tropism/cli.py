@@ -150,7 +150,8 @@ def _with_config(tokens: list[str]) -> list[str]:
 
 def _spelt_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:
     """Options of a file as the command line writes them, without those that the command line gives itself."""
-    names = {token.partition("=")[0].removeprefix("--no-").removeprefix("--") for token in given}
+    flags = [token.partition("=")[0] for token in given if token.startswith("--")]
+    names = {flag.removeprefix("--no-").removeprefix("--").replace("_", "-") for flag in flags}
     options = {name.replace("_", "-"): value for name, value in values.items() if value is not None}
     return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
             for name, value in options.items() if name not in names]

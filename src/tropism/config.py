@@ -25,7 +25,8 @@ class MethodOptions(DataOptions, RunOptions):
         values = {"method": self.method, **super().dump()}
         for name in ("data", "eval_data", "output", "store", "model", "reference"):
             value = values.get(name)
-            if value and (name in ("output", "store") or Path(value).expanduser().exists()):
+            if value and (name, value) != ("reference", "live") and (name in ("output", "store")
+                                                                     or Path(value).expanduser().exists()):
                 values[name] = os.path.abspath(Path(value).expanduser())
         return values
 
@@ -76,6 +77,8 @@ def read_yaml(path: str | Path) -> tuple[str | None, dict[str, Any]]:
         values = yaml.safe_load(text) or {}
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):

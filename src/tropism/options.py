@@ -1,6 +1,6 @@
 """The base of all option groups: typed, frozen, documented by the string under each field."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -10,9 +10,6 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True,
                               protected_namespaces=(), allow_inf_nan=False)
-    paths: ClassVar[tuple[str, ...]] = ()
-    """Fields that name files; `config.yaml` holds them as absolute paths."""
-
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """A description is one paragraph, however its source is wrapped."""

@@ -266,3 +266,54 @@ def test_ctrl_c_leaves_a_readable_run_directory(
     assert json.loads((directory / "manifest.json").read_text())["status"] == "interrupted"
     assert yaml.safe_load((directory / "config.yaml").read_text())["method"] == "kto"
     assert json.loads((directory / "audit.json").read_text())["rows"]["kept"] == 43
+
+
+def test_a_value_that_is_called_like_an_option_drops_nothing() -> None:
+    """L3: `--output beta` says nothing of beta, which a file may set."""
+    from tropism.cli import _spelt_out
+
+    assert _spelt_out({"beta": 0.5, "seed": 3}, ["--output", "beta"]) == ["--beta=0.5", "--seed=3"]
+    assert _spelt_out({"max_steps": 5, "shuffle": True}, ["--max_steps", "7", "--no-shuffle"]) == []
+
+
+def test_yaml_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"method: \xff\n")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        read_yaml(tmp_path / "c.yaml")
+
+
+def test_a_damaged_model_file_is_told_of(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, feedback: Path,
+                                         tmp_path: Path) -> None:
+    import shutil
+
+    other = tmp_path / "damaged"
+    shutil.copytree(tiny_model_dir, other)
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    code, _, err = run(capsys, "kto", *small(other, feedback, tmp_path))
+    assert code == 2
+    assert "the model could not be loaded" in err
+
+
+def test_a_wrong_reference_path_costs_nothing(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path,
+                                              feedback: Path, tmp_path: Path) -> None:
+    """Everything that can be checked before the first step is: the output is free for the corrected command."""
+    code, _, err = run(capsys, "kto", *small(tiny_model_dir, feedback, tmp_path), "--reference", "/nowhere")
+    assert code == 2
+    assert "/nowhere: no such directory" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_out_of_gpu_memory_names_the_remedy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+                                            tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
+    import torch
+
+    import tropism.train.loop as loop
+
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(loop, "train_step", full)
+    code, _, err = run(capsys, "kto", *small(tiny_model_dir, feedback, tmp_path))
+    assert code == 1
+    assert "--microbatch-tokens below 2048" in err

@@ -100,8 +100,8 @@ def test_other_weights_config_or_numerics_never_hit(model: LanguageModel, tmp_pa
 def test_keys_are_prompt_and_completion_ids() -> None:
     """H1, R4: any other prompt, completion or mask is another entry; where the border lies matters."""
     one = tree([3, 4, 5], [6, 7])
-    assert one.score_key(one.completions[0]) == tree([3, 4, 5], [9], [6, 7]).score_key(one.completions[0])
-    keys = {t.score_key(t.completions[0]) for t in (one, tree([3, 4], [5, 6, 7]), tree([3, 4, 5], [6, 8]),
+    assert one.score_keys[0] == tree([3, 4, 5], [9], [6, 7]).score_keys[1]
+    keys = {t.score_keys[0] for t in (one, tree([3, 4], [5, 6, 7]), tree([3, 4, 5], [6, 8]),
                                                     tree([3, 4, 6], [6, 7]), tree([3, 4, 5, 6], [7]))}
     assert len(keys) == 5
 
@@ -163,3 +163,17 @@ def test_a_changed_tokenizer_text_gives_other_scores(train: Callable[..., Any], 
     two = records(train("kto", max_steps=1, batch_size=43, data=str(changed)))
     assert two[0]["logps/chosen"] != one[0]["logps/chosen"]
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], abs=1e-6)
+
+
+def test_a_store_with_damaged_facts_is_still_listed_and_cleaned(tmp_path: Path) -> None:
+    """Whatever else lies in the directory is left alone."""
+    from tropism.train.store import clean
+
+    name = "0" * 32
+    ScoreStore(tmp_path, name, {"model": "m"}).add({b"k" * 16: -1.0})
+    (tmp_path / name / "meta.json").write_text("")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "meta.json").write_text("{}")
+    assert [entry.scores for entry in entries(tmp_path)] == [1]
+    assert clean(tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

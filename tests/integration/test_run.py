@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import assert_same_metrics, records, weights
 from tropism.cli import main
-from tropism.errors import NonFiniteError, ReferenceMismatchError
+from tropism.errors import NonFiniteError, OutputError, ReferenceMismatchError, TropismError
 from tropism.observe.metrics import METRICS
 
 
@@ -273,3 +273,84 @@ def test_messages_and_other_file_kinds(train: Callable[..., Any], tmp_path: Path
                ("json", "parquet", "csv")]
     assert_same_metrics(metrics[1], metrics[0], 0.0, 0.0)
     assert_same_metrics(metrics[2], metrics[0], 0.0, 0.0)
+
+
+def test_a_full_disk_at_the_end_leaves_no_half_model(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+                                                     tmp_path: Path) -> None:
+    """S1: the model directory is there whole or not at all; the message says where and why."""
+    import tropism.model.load as load
+
+    def full(*args: Any) -> None:
+        (tmp_path / "run1" / ".model.partial" / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(load, "_write", full)
+    with pytest.raises(OutputError, match="the model could not be written"):
+        train("dpo", max_steps=1)
+    assert not (tmp_path / "run1" / "model").exists()
+    assert json.loads((tmp_path / "run1" / "manifest.json").read_text())["status"] == "failed"
+
+
+def test_a_disk_too_small_for_the_result_is_noticed_before_training(train: Callable[..., Any],
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(OutputError, match="GiB are free"):
+        train("dpo", max_steps=1)
+
+
+def test_prompts_without_room_for_an_answer_are_not_sampled(train: Callable[..., Any], tmp_path: Path) -> None:
+    """Generation must not run past the model's positions."""
+    data = tmp_path / "long.jsonl"
+    rows = [{"prompt": prompt, "chosen": " a", "rejected": " b"} for prompt in ("oak " * 120, "elm " * 120, "fir")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = train("dpo", data=str(data), max_steps=1, samples=3).samples
+    assert [sample["prompt"] for sample in samples] == ["fir"]
+
+
+def test_the_notice_of_large_trees_looks_at_steps(train: Callable[..., Any], tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    """All answers to a prompt together may exceed a pack that no step's do."""
+    data = tmp_path / "many.jsonl"
+    rows = [{"prompt": f"oak {i % 2} ", "chosen": f"elm {i}", "rejected": f"ash {i}"} for i in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train("dpo", data=str(data), max_steps=2, batch_size=2, microbatch_tokens=64)
+    assert "get a pass of their own" not in capsys.readouterr().out
+    train("dpo", data=str(data), max_steps=2, batch_size=40, microbatch_tokens=64)
+    assert "2 prompts with their completions exceed" in capsys.readouterr().out
+
+
+def test_a_policy_of_nans_does_not_agree_with_its_reference(train: Callable[..., Any], tiny_model_dir: Path,
+                                                            tmp_path: Path) -> None:
+    """R1: NaN compares with nothing, and is no agreement."""
+    broken = tmp_path / "broken"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
+    model.save_pretrained(broken)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(broken)
+    with pytest.raises(TropismError):
+        train("dpo", model=str(broken), max_steps=1, reference="live", strict=True)
+
+
+def test_a_weight_without_a_gradient_is_updated_alike_on_any_number_of_ranks() -> None:
+    """L1: an optimiser skips a missing gradient, but not one of zeros."""
+    from tropism.dist import World
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    World(0, 1, torch.device("cpu")).sum_gradients([parameter, frozen])
+    assert parameter.grad is not None
+    assert not parameter.grad.any()
+    assert frozen.grad is None
+
+
+@pytest.mark.parametrize("method", ["kto", "dpo"])
+def test_bfloat16_on_a_cpu(train: Callable[..., Any], method: str) -> None:
+    """N3: bfloat16 compute on float32 weights: known first values, and the written precision is the one used."""
+    result = train(method, precision="bf16", eval_fraction=0.2, max_steps=3)
+    assert result.before["loss"] == pytest.approx({"kto": 0.5, "dpo": math.log(2)}[method], abs=0.02)
+    assert result.before.get("rewards/auc", result.before.get("rewards/accuracies", 0.5)) == 0.5
+    assert yaml.safe_load((result.directory / "config.yaml").read_text())["precision"] == "bf16"
+    assert yaml.safe_load((train(method, max_steps=1).directory / "config.yaml").read_text())["precision"] == "fp32"

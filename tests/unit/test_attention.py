@@ -242,3 +242,38 @@ def test_mismatched_completions_may_continue_the_prompts_of_another_pass() -> No
         with torch.no_grad():
             continued = ours.logps(leaves, ours.tree_pass(leaves, earlier=main))
             assert torch.allclose(continued, ours.logps(collate(single, "tree")), atol=1e-10)
+
+
+def test_under_autocast_the_kernel_gets_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary embeddings and norms leave queries and keys in float32 beside bfloat16 values; the kernel wants one."""
+    import tropism.model.attention as ours
+
+    seen = set()
+    real = ours._segment
+
+    def watched(tree, query, key, value, *rest):  # type: ignore[no-untyped-def]
+        seen.add((query.dtype, key.dtype, value.dtype))
+        return real(tree, query, key, value, *rest)
+
+    monkeypatch.setattr(ours, "_segment", watched)
+    for name in ("llama", "qwen3", "gemma3"):
+        model = LanguageModel(build(name, torch.float32), "tree", "bf16", torch.device("cpu"))
+        logps = model.logps(collate(trees(), "tree"))
+        logps.sum().backward()
+        assert logps.dtype == torch.float64
+    assert seen == {(torch.bfloat16,) * 3}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_whose_attention_cannot_be_replaced_is_served_padded(precision: str) -> None:
+    """P1: rounding in bfloat16 must not hide that completions see each other."""
+    from transformers import FalconConfig
+
+    torch.manual_seed(0)
+    falcon = AutoModelForCausalLM.from_config(FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2,
+        new_decoder_architecture=True)).eval()
+    model, probe = choose_layout(falcon, precision, torch.device("cpu"), trees(), "auto")
+    assert model.layout == "padded"
+    assert model.precision == precision
+    assert probe.reason

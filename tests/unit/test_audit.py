@@ -136,7 +136,7 @@ def test_a_template_without_terminator_says_so() -> None:
     messages = case_yaml("14-bos-eos-once.yaml")["messages"]
     audit = load_rows([{"messages": messages, "label": True}],
                       Renderer(build_tokenizer(chat_template=template), Limits(200)), "unpaired")
-    assert audit.notices() == ["the chat template ends no answer: one eos was added to each"]
+    assert audit.notices() == ["the chat template does not end the answers of 1 rows: one eos was added to each"]
 
 
 def test_class_weights() -> None:

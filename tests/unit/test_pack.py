@@ -1,5 +1,6 @@
 """Rows to trees, trees to packs and ranks: nothing is lost, nothing is split, and nothing is computed twice."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,9 +10,9 @@ from hypothesis import strategies as st
 
 from helpers import row, tree
 from tropism.data.mismatch import partners
-from tropism.data.pack import cost, fill, mismatch, plant, share, size
+from tropism.data.pack import cost, fill, mismatch, plant, scoring_packs, share, size
 from tropism.data.rows import EncodedRow
-from tropism.data.tree import Completion, PromptTree
+from tropism.data.tree import Completion, PromptTree, score_key
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 PAIRS = st.tuples(TOKENS, TOKENS, TOKENS).map(lambda parts: row(*parts))
@@ -82,7 +83,7 @@ def test_mismatched_trees_hold_each_partner_as_often_as_it_is_one(
         wanted[prompt, other[: max_length - len(prompt)]] += 1
     found: Counter = Counter()
     for entry in mismatch(rows, indices, max_length):
-        assert entry.tree.longest <= max_length
+        assert len(entry.tree.prompt_ids) + max(len(c.ids) for c in entry.tree.completions) <= max_length
         for completion, count in zip(entry.tree.completions, entry.counts, strict=True):
             found[flat(entry.tree, completion)] += count
     assert found == wanted
@@ -153,7 +154,6 @@ def test_size_by_layout() -> None:
     three = tree([1] * 10, [1, 2], [3], [4, 5, 6])
     assert size(three, "tree") == 10 + 1 + 0 + 2
     assert size(three, "padded") == 11 + 10 + 12
-    assert three.longest == 13
 
 
 @pytest.mark.parametrize(("less", "more"), [
@@ -202,8 +202,29 @@ def test_score_keys_depend_on_prompt_ids_and_mask() -> None:
     """R4: a stored score is found by content, never by position or text."""
     one, other = tree([1, 2], [3]), tree([1], [2, 3])
     completion = one.completions[0]
-    assert one.score_key(completion) == tree([1, 2], [3], [4]).score_key(Completion.supervised([3]))
+    assert score_key(one.prompt_ids, completion) == tree([1, 2], [4], [3]).score_keys[1]
     masked = Completion(Completion.supervised([3, 3]).ids, Completion.supervised([3, 3]).loss_mask & [False, True])
-    keys = {one.score_key(completion), other.score_key(other.completions[0]), one.score_key(masked),
-            one.score_key(Completion.supervised([3, 3]))}
+    keys = {score_key(one.prompt_ids, completion), other.score_keys[0], score_key(one.prompt_ids, masked),
+            score_key(one.prompt_ids, Completion.supervised([3, 3]))}
     assert len(keys) == 4
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(4, 40), st.sampled_from(["tree", "padded"]))
+def test_scoring_packs_score_everything_once_within_the_budget(lengths: list[int], budget: int, layout: str) -> None:
+    """O2, DESIGN, Reference: a prompt with very many completions is split where nothing learns."""
+    whole = [tree([1, 2, 3], *([number, *range(length)] for number, length in enumerate(lengths))),
+             tree([4], [0, 1]), tree([1, 2, 3], [0, *range(lengths[0])])]
+    packs = scoring_packs(whole, budget, layout)
+    keys = [key for pack in packs for part in pack for key in part.score_keys]
+    assert sorted(keys) == sorted({key for entry in whole for key in entry.score_keys})
+    for pack in packs:
+        alone = len(pack) == 1 and len(pack[0].completions) == 1
+        assert alone or sum(size(part, layout) for part in pack) <= budget
+
+
+def test_packing_many_trees_is_quick() -> None:
+    """A million rows must not take hours: this would, if each tree were tried in each pack."""
+    began = time.process_time()
+    packs = fill([100 + i % 900 for i in range(100_000)], 2048)
+    assert time.process_time() - began < 20
+    assert sum(map(len, packs)) == 100_000

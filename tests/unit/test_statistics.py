@@ -55,12 +55,12 @@ def test_accuracy_counts_ties_half(entries: list[tuple[float, bool, int]]) -> No
 def test_resamples_draw_prompts() -> None:
     """DESIGN, Evaluation: 1000 resamples of prompts: rows of a prompt come and go together; a fixed seed."""
     prompts = ["a", "b", "a", "c", "b"]
-    counts = resamples(prompts)
+    counts = np.concatenate(list(resamples(prompts)))
     assert counts.shape == (RESAMPLES, 5) == (1000, 5)
     np.testing.assert_array_equal(counts[:, 0], counts[:, 2])
     np.testing.assert_array_equal(counts[:, 1], counts[:, 4])
     np.testing.assert_array_equal(counts[:, [0, 1, 3]].sum(axis=1), 3)
-    np.testing.assert_array_equal(counts, resamples(prompts))
+    np.testing.assert_array_equal(counts, np.concatenate(list(resamples(prompts))))
     assert len({tuple(line) for line in counts[:, [0, 1, 3]].tolist()}) == 10  # all ways to draw 3 from 3
     np.testing.assert_allclose(counts.mean(axis=0), 1, atol=0.1)
 
@@ -86,7 +86,8 @@ def test_the_interval_covers_the_value(better: bool) -> None:
     generator = np.random.default_rng(0)
     labels = np.arange(200) % 2 == 0
     scores = generator.normal(size=200) + 2.0 * labels * better
-    found = with_interval("auc", auc(scores, labels)[0], auc(scores, labels, resamples(range(200))))
+    drawn = np.concatenate([auc(scores, labels, weights) for weights in resamples(range(200))])
+    found = with_interval("auc", auc(scores, labels)[0], drawn)
     assert found["auc_low"] < found["auc"] < found["auc_high"]
     assert (found["auc_low"] > 0.5) is better
     assert found["auc_high"] - found["auc_low"] < 0.2

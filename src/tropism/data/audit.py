@@ -84,7 +84,8 @@ class Audit:
         notes = Counter(note for row in self.rows for note in row.notes)
         said = []
         if notes["eos_added"]:
-            said.append("the chat template ends no answer: one eos was added to each")
+            said.append(f"the chat template does not end the answers of {notes['eos_added']} rows: one eos was added "
+                        "to each")
         if notes["text_changed"]:
             first = next(row.place for row in self.rows if "text_changed" in row.notes)
             said.append(f"{notes['text_changed']} rows do not read back as written (first {first}): "

@@ -156,7 +156,7 @@ def _message(message: Any, name: str, place: str) -> Message:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text":
                 raise DataError(f"{place}: '{name}' holds content of type '{kind}'; only text can be trained on")
-            texts.append(_text(part["text"], name, place))
+            texts.append(_text(part.get("text"), name, place))
         return {**message, "content": "".join(texts)}
     if content is not None and not isinstance(content, str):
         raise DataError(f"{place}: the content of a message of '{name}' must be text, "

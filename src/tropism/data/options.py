@@ -23,7 +23,7 @@ class DataOptions(Options):
     group_prompts: bool = False
     """Permute prompts instead of rows, and keep all rows of a prompt in one step."""
     strict: bool = False
-    """Stop where a row would be left out or a start-up check would warn."""
+    """Stop where a row would be left out, or where policy and reference differ before training."""
     workers: int = Field(0, ge=0)
     """Threads that render rows and prepare the next steps; no result depends on it."""
 

@@ -1,6 +1,7 @@
 """Rows of a step to trees, trees to packs of a token budget, packs to ranks. Layout only: no result changes."""
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tropism.data.mismatch import partners
@@ -95,17 +96,18 @@ def share(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def fill(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit-decreasing packs: indices per pack, in original order. A larger item gets a pack of its own."""
-    room: list[int] = []
+    """Best-fit-decreasing packs: indices per pack, in original order. A larger item gets a pack of its own."""
+    rooms: list[tuple[int, int]] = []  # (room left, pack), ascending
     packs: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        pack = next((p for p, left in enumerate(room) if sizes[index] <= left), None)
-        if pack is None:
-            room.append(budget)
+        place = bisect_left(rooms, (sizes[index], -1))
+        if place < len(rooms):
+            room, pack = rooms.pop(place)
+        else:
+            room, pack = budget, len(packs)
             packs.append([])
-            pack = len(packs) - 1
-        room[pack] -= sizes[index]
         packs[pack].append(index)
+        insort(rooms, (room - sizes[index], pack))
     return [sorted(pack) for pack in packs]
 
 
@@ -114,3 +116,34 @@ def size(tree: PromptTree, layout: str) -> int:
     if layout == "tree":
         return tree.tokens
     return sum(len(tree.prompt_ids) + len(completion.ids) - 1 for completion in tree.completions)
+
+
+def forest(trees: Iterable[PromptTree]) -> list[PromptTree]:
+    """The distinct (prompt, completion) pairs of many trees, one tree per prompt, in an order of their own.
+
+    The order follows from the content alone, so packs made of it are a function of the whole set.
+    """
+    prompts: dict[bytes, tuple[PromptTree, dict[bytes, Completion]]] = {}
+    for tree in trees:
+        _, completions = prompts.setdefault(tree.prompt_ids.tobytes(), (tree, {}))
+        for completion in tree.completions:
+            completions.setdefault(completion.key, completion)
+    return [PromptTree(tree.prompt_ids, tuple(completions[key] for key in sorted(completions)))
+            for _, (tree, completions) in sorted(prompts.items())]
+
+
+def scoring_packs(trees: Iterable[PromptTree], budget: int, layout: str) -> list[list[PromptTree]]:
+    """Packs that score each distinct (prompt, completion) of some trees once.
+
+    Nothing learns here, so a tree too big for a pack may be several with the same prompt: that is only layout.
+    """
+    parts = [part for tree in forest(trees) for part in _split(tree, budget, layout)]
+    return [[parts[i] for i in pack] for pack in fill([size(part, layout) for part in parts], budget)]
+
+
+def _split(tree: PromptTree, budget: int, layout: str) -> list[PromptTree]:
+    if size(tree, layout) <= budget or len(tree.completions) == 1:
+        return [tree]
+    half = len(tree.completions) // 2
+    return [part for some in (tree.completions[:half], tree.completions[half:])
+            for part in _split(PromptTree(tree.prompt_ids, some), budget, layout)]

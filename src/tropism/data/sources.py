@@ -30,7 +30,10 @@ def read(source: str | Path | Iterable[dict[str, Any]]) -> Iterator[RawRow]:
     kind = SUFFIXES.get(path.suffix.lower())
     if kind is None:
         raise DataError(f"{path}: unknown kind of file '{path.suffix}'; known are {', '.join(SUFFIXES)}")
-    yield from {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "csv": _csv}[kind](path)
+    try:
+        yield from {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "csv": _csv}[kind](path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _mapping(record: Any, place: str) -> dict[str, Any]:

@@ -95,13 +95,14 @@ class PromptTree:
         return len(self.prompt_ids) + sum(len(completion.ids) - 1 for completion in self.completions)
 
     @property
-    def longest(self) -> int:
-        """Length of the longest path from root to leaf, in tokens."""
-        return len(self.prompt_ids) + max(len(completion.ids) for completion in self.completions)
+    def score_keys(self) -> list[bytes]:
+        """`score_key` of each completion."""
+        return [score_key(self.prompt_ids, completion) for completion in self.completions]
 
-    def score_key(self, completion: Completion) -> bytes:
-        """What a stored log-prob is filed under: the prompt's ids and the completion's."""
-        digest = hashlib.blake2b(self.prompt_ids.tobytes(), digest_size=16)
-        digest.update(b"|")
-        digest.update(completion.key)
-        return digest.digest()
+
+def score_key(prompt_ids: TokenIds, completion: Completion) -> bytes:
+    """What a log-prob is filed under: the prompt's ids and the completion's."""
+    digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16)
+    digest.update(b"|")
+    digest.update(completion.key)
+    return digest.digest()

@@ -56,9 +56,8 @@ class World:
         return box[0]
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Replace each gradient by its sum over ranks. A missing gradient counts as zero."""
-        if self.size == 1:
-            return
+        """Replace each gradient by its sum over ranks. A missing gradient counts as zero, on any number of ranks:
+        an optimiser treats the two differently."""
         bucket: list[Tensor] = []
         held = 0
         for parameter in parameters:
@@ -67,6 +66,8 @@ class World:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
+            if self.size == 1:
+                continue
             if bucket and (held + gradient.nbytes > _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
                 _sum_bucket(bucket)
                 bucket, held = [], 0

@@ -92,6 +92,8 @@ def tree_attention(
     if tree is None:
         raise ModelError("tree attention was called without a tree; use `attention(...)` around what generates")
     segments = tree.segments
+    # Under autocast rotary embeddings and norms leave queries and keys in float32 beside bfloat16 values.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     key, value = tree.with_earlier(module, key, value)
     key, value = key.index_select(2, segments.key_index), value.index_select(2, segments.key_index)
     if sliding_window is not None and sliding_window >= max(segments.key_lengths):

@@ -1,17 +1,19 @@
 """Models and tokenizers from a directory, a hub id or a GGUF file; and the result written back."""
 
 import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from tropism.errors import ModelError
+from tropism.errors import ModelError, OutputError
 from tropism.model.logps import Precision
 
 disable_progress_bar()  # a bar of their own for every load and save would drown ours
@@ -102,7 +104,7 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source.name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **extra)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{source.name}: the model could not be loaded: {_first_line(error)}") from error
     missing = sorted(report.get("missing_keys") or [])
     if missing:
@@ -176,8 +178,33 @@ def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
 
     Args:
         stop_ids: the terminators that were trained; generation stops at them, and at those it had before.
+
+    Raises:
+        OutputError: if the disk refuses; `path` is then as it was.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write(model, tokenizer, partial, dtype, stop_ids)
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"{path}: the model could not be written: {_first_line(error)}") from error
+
+
+def check_space(model: Any, path: Path, dtype: torch.dtype) -> None:
+    """Find out before training whether the result fits on the disk.
+
+    Raises:
+        OutputError: saying how much is needed and how much is free.
+    """
+    needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    free = shutil.disk_usage(path).free
+    if free < needed * 1.05:
+        raise OutputError(f"{path}: the model will take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
+
+
+def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int]) -> None:
     before = model.generation_config.eos_token_id
     known = before if isinstance(before, list) else [] if before is None else [before]
     stops = [*known, *sorted(set(stop_ids) - set(known))]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tropism.data.collate import Batch, Layout
+from tropism.errors import ModelError
 from tropism.model.attention import NAME, TreePass, plain_implementation
 from tropism.model.head import head_of
 from tropism.shapes import PerCompletion, PerToken
@@ -33,7 +34,10 @@ class LanguageModel:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.module.set_attn_implementation(NAME if self.layout == "tree" else plain_implementation(self.module))
+        wanted = NAME if self.layout == "tree" else plain_implementation(self.module)
+        self.module.set_attn_implementation(wanted)
+        if self.module.config._attn_implementation != wanted:  # some families only log that they cannot
+            raise ModelError(f"{type(self.module).__name__} does not let its attention be replaced")
 
     @property
     def compute(self) -> torch.dtype:

@@ -63,7 +63,9 @@ class Tally:
         """Add (sum, count) pairs."""
         for key, (total, count) in pairs.items():
             total = total.detach().double()
-            pair = torch.stack((total, torch.as_tensor(count, dtype=torch.float64, device=total.device)))
+            # Filled on the device: a copy of a host number would wait for everything queued before it.
+            counted = count.double() if isinstance(count, Tensor) else torch.full_like(total, count)
+            pair = torch.stack((total, counted))
             self._sums[key] = self._sums[key] + pair if key in self._sums else pair
 
     def stacked(self, keys: Iterable[str], device: torch.device) -> Tensor:

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tropism.data.pack import cost, fill, mismatch, plant, share, size
+from tropism.data.collate import collate
+from tropism.data.pack import cost, mismatch, scoring_packs, share
 from tropism.data.rows import EncodedRow
+from tropism.data.tree import score_key
 from tropism.losses.scored import Scored
 from tropism.methods import Units
 from tropism.train.statistics import Array, accuracy, auc, resamples, with_interval
 from tropism.train.step import Engine, ReferencePoint, pool, reference_moments
-from tropism.train.work import MismatchedPack, Pack, make_mismatched_pack, make_pack
+from tropism.train.work import all_trees
 
 
 @dataclass(frozen=True)
@@ -39,51 +41,42 @@ class Evaluator:
         self.rows = rows
         self.budget = budget
         self.max_length = max_length
-        self._packs: tuple[list[Pack], list[MismatchedPack]] | None = None
         self.baselines: dict[str, float] = {}
 
     def __call__(self, engine: Engine, report: Callable[[int, int], None] = lambda done, total: None,
                  ) -> dict[str, float]:
         """The evaluation record of the policy as it is; every rank gets the same."""
-        packs, lone = self._prepare(engine)
-        done, total = 0, len(packs) + len(lone)
-        values: list[tuple[int, list[float], list[float], list[int]]] = []
-        with torch.no_grad():
-            for pack in packs:
-                batch = pack.batch.to(engine.model.device)
-                logps, reference = engine.model.logps(batch).cpu(), engine.reference.score(pack.trees, batch).cpu()
-                for row, members in zip(pack.rows, pack.units.members, strict=True):
-                    values.append((row, logps[members].tolist(), reference[members].tolist(),
-                                   pack.batch.lengths[members].tolist()))
-                report(done := done + 1, total)
-            moments = torch.zeros(5, dtype=torch.float64)
-            for other in lone:
-                batch = other.batch.to(engine.model.device)
-                logratios = (engine.model.logps(batch) - engine.reference.score(other.trees, batch)).cpu()
-                moments += reference_moments(logratios, other.counts)
-                report(done := done + 1, total)
-        gathered = sorted(value for part in engine.world.gather(values) for value in part)
-        scores = Scores(torch.tensor([logps for _, logps, _, _ in gathered], dtype=torch.float64),
-                        torch.tensor([reference for _, _, reference, _ in gathered], dtype=torch.float64),
-                        torch.tensor([lengths for _, _, _, lengths in gathered]))
-        pooled = torch.stack(engine.world.gather(moments)).sum(0)
-        return self.summarise(engine, scores, pool(pooled) if pooled[1] else None)
+        found = self._score(engine, report)
+        return engine.world.broadcast(self._record(engine, found) if engine.world.is_main else {})
 
-    def _prepare(self, engine: Engine) -> tuple[list[Pack], list[MismatchedPack]]:
-        """This rank's share of the set, laid out once."""
-        if self._packs is None:
-            layout, world = engine.model.layout, engine.world
-            planted = plant(self.rows, range(len(self.rows)))
-            own = share([cost(entry.tree) for entry in planted], world.size)[world.rank]
-            packs = [make_pack([planted[own[i]] for i in pack], self.rows, layout)
-                     for pack in fill([size(planted[i].tree, layout) for i in own], self.budget)]
-            lone = []
-            if engine.method.row.needs_reference_point and len(planted) > 1:
-                entries = mismatch(self.rows, range(len(self.rows)), self.max_length)
-                lone = [make_mismatched_pack([entries[own[i]] for i in pack], layout)
-                        for pack in fill([size(entries[i].tree, layout) for i in own], self.budget)]
-            self._packs = packs, lone
-        return self._packs
+    @torch.no_grad()
+    def _score(self, engine: Engine, report: Callable[[int, int], None]) -> dict[bytes, tuple[float, float]]:
+        """Policy and reference log-prob of every (prompt, completion), mismatched ones included, by all ranks."""
+        model = engine.model
+        trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length)
+        packs = scoring_packs(trees, self.budget, model.layout)
+        own = share([sum(map(cost, pack)) for pack in packs], engine.world.size)[engine.world.rank]
+        found: dict[bytes, tuple[float, float]] = {}
+        for done, index in enumerate(own, start=1):
+            batch = collate(packs[index], model.layout).to(model.device)
+            values = zip(model.logps(batch).tolist(), engine.reference.score(packs[index], batch).tolist(), strict=True)
+            found |= zip((key for tree in packs[index] for key in tree.score_keys), values, strict=True)
+            report(done, len(own))
+        return {key: value for part in engine.world.gather(found) for key, value in part.items()}
+
+    def _record(self, engine: Engine, found: dict[bytes, tuple[float, float]]) -> dict[str, float]:
+        values = [[found[score_key(row.prompt_ids, completion)] for completion in row.completions] for row in self.rows]
+        both = torch.tensor(values, dtype=torch.float64)
+        lengths = torch.tensor([[completion.length for completion in row.completions] for row in self.rows])
+        scores = Scores(both[..., 0], both[..., 1], lengths)
+        point = None
+        if engine.method.row.needs_reference_point and len({row.prompt_key for row in self.rows}) > 1:
+            entries = mismatch(self.rows, range(len(self.rows)), self.max_length)
+            pairs = torch.tensor([found[key] for entry in entries for key in entry.tree.score_keys],
+                                 dtype=torch.float64)
+            counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
+            point = pool(reference_moments(pairs[:, 0] - pairs[:, 1], counts))
+        return self.summarise(engine, scores, point)
 
     def summarise(self, engine: Engine, scores: Scores, point: ReferencePoint | None) -> dict[str, float]:
         """Figures of the set from its per-row scores."""
@@ -97,7 +90,7 @@ class Evaluator:
             record["loss"] = float(losses.mean())
         else:
             losses = torch.zeros(len(members))
-        noise = engine.noise(flat.logps)
+        noise = engine.noise(flat)
         sums = engine.method.metrics(flat, units, losses, noise)
         record |= {key: float(total) / int(count) for key, (total, count) in sums.items()
                    if key != "loss" and int(count)}
@@ -113,21 +106,15 @@ class Evaluator:
                 self.baselines |= {f"baselines/{name}": value for value in ranking.values()}
         return record | self.baselines
 
-    @cached_property
-    def _resamples(self) -> Array:
-        return resamples([row.prompt_key for row in self.rows])
-
     def _ranking(self, scores: Array, with_ends: bool = True) -> dict[str, float]:
         """AUC of single completions, or accuracy of pairs, with its interval."""
-        weights = self._resamples if with_ends else np.ones((1, len(scores)))
         if scores.shape[1] == 2:
-            margins = scores[:, 0] - scores[:, 1]
-            return with_interval("rewards/accuracies", accuracy(margins)[0], accuracy(margins, weights)
-                                 if with_ends else np.zeros(0))
-        desirable = np.array([bool(row.desirable) for row in self.rows])
-        flat = scores[:, 0]
-        return with_interval("rewards/auc", auc(flat, desirable)[0], auc(flat, desirable, weights)
-                             if with_ends else np.zeros(0))
+            key, statistic = "rewards/accuracies", partial(accuracy, scores[:, 0] - scores[:, 1])
+        else:
+            desirable = np.array([bool(row.desirable) for row in self.rows])
+            key, statistic = "rewards/auc", partial(auc, scores[:, 0], desirable)
+        drawn = resamples([row.prompt_key for row in self.rows]) if with_ends else ()
+        return with_interval(key, statistic()[0], np.concatenate([np.zeros(0), *map(statistic, drawn)]))
 
 
 def add_margins(record: dict[str, float]) -> None:

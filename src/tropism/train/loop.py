@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tropism.errors import NonFiniteError
+from tropism.losses.scored import Scored
 from tropism.observe.metrics import means
 from tropism.train.evaluate import add_margins, point_record
 from tropism.train.memory import peak_gib
@@ -156,9 +157,9 @@ def check_first_step(engine: Engine, planner: Planner) -> tuple[bool, str]:
     with torch.no_grad():
         for pack in planner.work(1).packs:
             batch = pack.batch.to(model.device)
-            logps = model.logps(batch)
-            gaps = (logps - engine.reference.score(pack.trees, batch)).abs()
-            differs = bool((beta * gaps > engine.noise(logps)).any())
+            scored = Scored(model.logps(batch), engine.reference.score(pack.trees, batch), batch.lengths)
+            gaps = scored.logratios.abs()
+            differs = not bool((beta * gaps <= engine.noise(scored)).all())  # NaN differs too
             found = (found[0] or differs, found[1] + float(gaps.sum()), found[2] + len(gaps))
     everywhere = engine.world.gather(found)
     if any(differs for differs, _, _ in everywhere):

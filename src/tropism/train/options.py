@@ -44,7 +44,7 @@ class RunOptions(Options):
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW (0.9, 0.999, 1e-8), or plain SGD."""
     weight_decay: float = Field(0.0, ge=0.0)
-    """Decoupled weight decay, on matrices only."""
+    """Weight decay, on matrices only; decoupled in AdamW."""
     max_grad_norm: float = Field(1.0, ge=0.0)
     """Clip the gradient to this global norm; 0 does not clip."""
     eval_every: int | None = Field(None, ge=0)

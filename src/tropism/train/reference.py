@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tropism.data.collate import Batch, collate
-from tropism.data.pack import cost, fill, share, size
-from tropism.data.tree import Completion, PromptTree
+from tropism.data.pack import cost, scoring_packs, share
+from tropism.data.tree import PromptTree
 from tropism.dist.world import World
 from tropism.errors import ModelError, ReferenceMismatchError
 from tropism.model.logps import LanguageModel
@@ -66,31 +66,18 @@ def weight_hashes(module: Any) -> list[str]:
         return list(pool.map(one, module.state_dict().items()))
 
 
-def forest(trees: Iterable[PromptTree]) -> list[PromptTree]:
-    """The distinct (prompt, completion) pairs of many trees, one tree per prompt, in an order of their own.
-
-    The order follows from the content alone, so the packs of a pass are a function of the whole set.
-    """
-    prompts: dict[bytes, tuple[PromptTree, dict[bytes, Completion]]] = {}
-    for tree in trees:
-        _, completions = prompts.setdefault(tree.prompt_ids.tobytes(), (tree, {}))
-        for completion in tree.completions:
-            completions.setdefault(completion.key, completion)
-    return [PromptTree(tree.prompt_ids, tuple(completions[key] for key in sorted(completions)))
-            for _, (tree, completions) in sorted(prompts.items())]
-
-
 class StoredReference:
     """Scores from the store. No second model is in memory.
 
     Args:
         scores: log-prob by the key of (prompt, completion).
-        fingerprint: of the frozen weights.
+        store: where they are kept.
     """
 
-    def __init__(self, scores: dict[bytes, float], fingerprint: str) -> None:
+    def __init__(self, scores: dict[bytes, float], store: ScoreStore) -> None:
         self.scores = scores
-        self.fingerprint = fingerprint
+        self.fingerprint = store.path.name
+        self.damaged = store.damaged
 
     def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
         """As `Reference` says.
@@ -98,7 +85,7 @@ class StoredReference:
         Raises:
             ReferenceMismatchError: if a score is missing.
         """
-        values = [self.scores.get(tree.score_key(completion)) for tree in trees for completion in tree.completions]
+        values = [self.scores.get(key) for tree in trees for key in tree.score_keys]
         if None in values:
             raise ReferenceMismatchError("a completion has no reference score; this is a bug in the schedule")
         return torch.tensor(values, dtype=torch.float64, device=batch.lengths.device)
@@ -133,13 +120,11 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
     Raises:
         ReferenceMismatchError: if a score is not finite, naming what it belongs to.
     """
-    whole = forest(trees)
+    packs = scoring_packs(trees, budget, model.layout)
     store = ScoreStore(root, fingerprint(model), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
     known = world.broadcast(store.load() if world.is_main else {})
-    parts = [part for tree in whole for part in _split(tree, budget, model.layout)]
-    packs = [[parts[i] for i in pack] for pack in fill([size(part, model.layout) for part in parts], budget)]
-    missing = [pack for pack in packs if any(key not in known for key in _keys(pack))]
+    missing = [pack for pack in packs if any(key not in known for tree in pack for key in tree.score_keys)]
     rounds = _rounds(missing, world.size)
     fresh: dict[bytes, float] = {}
     written = time.monotonic()
@@ -157,7 +142,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
         store.add(fresh)
     known.update(fresh)
     known = world.broadcast(known) if missing else known
-    return StoredReference({key: known[key] for key in _keys(whole)}, store.path.name)
+    return StoredReference({key: known[key] for pack in packs for tree in pack for key in tree.score_keys}, store)
 
 
 def check_vocabulary(reference: Any, policy: Any) -> None:
@@ -172,21 +157,6 @@ def check_vocabulary(reference: Any, policy: Any) -> None:
         if ours.get(index) != theirs.get(index):
             raise ModelError(f"reference: id {index} is {theirs.get(index)!r} there and {ours.get(index)!r} in the "
                              "policy; log-probs of such models cannot be compared")
-
-
-def _keys(trees: Sequence[PromptTree]) -> Iterator[bytes]:
-    for tree in trees:
-        for completion in tree.completions:
-            yield tree.score_key(completion)
-
-
-def _split(tree: PromptTree, budget: int, layout: str) -> list[PromptTree]:
-    """A tree too big for a pack, as several with the same prompt. Nothing learns here, so that is only layout."""
-    if size(tree, layout) <= budget or len(tree.completions) == 1:
-        return [tree]
-    half = len(tree.completions) // 2
-    return [part for some in (tree.completions[:half], tree.completions[half:])
-            for part in _split(PromptTree(tree.prompt_ids, some), budget, layout)]
 
 
 def _rounds(packs: Sequence[list[PromptTree]], ranks: int) -> list[list[list[PromptTree]]]:
@@ -204,4 +174,4 @@ def _score_pack(model: LanguageModel, pack: Sequence[PromptTree]) -> dict[bytes,
         if not math.isfinite(value) or value >= 0:
             raise ReferenceMismatchError(f"the reference gives a completion the log-prob {value} (its prompt begins "
                                          f"with ids {ids[:8].tolist()}); nothing was trained")
-    return dict(zip(_keys(pack), values, strict=True))
+    return dict(zip((key for tree in pack for key in tree.score_keys), values, strict=True))

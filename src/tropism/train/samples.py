@@ -58,13 +58,15 @@ class Sampler:
     Args:
         rows: held-out rows, or training rows where nothing is held out.
         held_out: which of the two they are.
-        count: prompts to ask.
+        count: prompts to ask; one that leaves no room for an answer is not asked.
         tokenizer, stop_ids: as in `answer`.
+        max_positions: the longest sequence of the model, in tokens.
     """
 
     def __init__(self, rows: Sequence[EncodedRow], *, held_out: bool, count: int, tokenizer: Any,
-                 stop_ids: Sequence[int]) -> None:
-        self.rows = sample_prompts(rows, count)
+                 stop_ids: Sequence[int], max_positions: int | None) -> None:
+        room = [row for row in rows if max_positions is None or len(row.prompt_ids) + NEW_TOKENS <= max_positions]
+        self.rows = sample_prompts(room, count)
         self.held_out = held_out
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids

@@ -1,6 +1,6 @@
 """AUC and accuracy with bootstrap intervals over prompts."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 RESAMPLES = 1000
+_CHUNK = 20  # resamples at once: memory stays a few numbers per row
 _SEED = 20260101  # fixed: an interval is a function of the scores alone
 
 
@@ -43,15 +44,16 @@ def accuracy(margins: Array, weights: Array | None = None) -> Array:
     return np.asarray((weights * right).sum(axis=1) / weights.sum(axis=1))
 
 
-def resamples(prompts: Sequence[Hashable]) -> Array:
-    """`[1000, n]` how often each entry counts when its prompts are drawn with replacement."""
+def resamples(prompts: Sequence[Hashable]) -> Iterator[Array]:
+    """How often each entry counts when its prompts are drawn with replacement: `[chunk, n]`, 1000 rows in all."""
     numbers: dict[Hashable, int] = {}
     of_entry = np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])
     generator = np.random.Generator(np.random.Philox(_SEED))
-    drawn = generator.integers(0, len(numbers), size=(RESAMPLES, len(numbers)))
-    counts = np.zeros((RESAMPLES, len(numbers)))
-    np.add.at(counts, (np.arange(RESAMPLES)[:, None], drawn), 1.0)
-    return counts[:, of_entry]
+    for _ in range(RESAMPLES // _CHUNK):
+        drawn = generator.integers(0, len(numbers), size=(_CHUNK, len(numbers)))
+        counts = np.zeros((_CHUNK, len(numbers)))
+        np.add.at(counts, (np.arange(_CHUNK)[:, None], drawn), 1.0)
+        yield counts[:, of_entry]
 
 
 def interval(values: Array) -> tuple[float, float] | None:

@@ -28,15 +28,16 @@ class Engine:
     optimizer: torch.optim.Optimizer
     world: World
     max_grad_norm: float
-    layout_error: float = 0.0
-    """Largest difference, in nats, between our log-prob of a completion and the model's own, measured at start."""
+    rounding: float = 0.0
+    """Largest difference between our log-prob of a completion and the model's own, measured at start, in nats per
+    root of its tokens; what bfloat16 explains."""
 
-    def noise(self, logps: Tensor) -> Tensor:
-        """How large a reward can be through rounding alone, for completions of these log-probs."""
+    def noise(self, scored: Scored) -> Tensor:
+        """`[C]` how large a reward can be through rounding alone."""
         beta = self.method.beta
         if self.model.precision == "bf16":
-            return torch.full_like(logps, beta * max(2 * self.layout_error, 1e-3))
-        return {"fp32": 1e-6, "fp64": 1e-12}[self.model.precision] * (1 + beta * logps.detach().abs())
+            return beta * max(2 * self.rounding, 1e-3) * scored.lengths.double().sqrt()
+        return {"fp32": 1e-6, "fp64": 1e-12}[self.model.precision] * (1 + beta * scored.logps.detach().abs())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def train_step(engine: Engine, work: StepWork, learning_rate: float) -> StepOutc
         losses = engine.method.losses(scored, units, point.value if point else None)
         (losses.sum() / work.units).backward()
         if pack.rows:
-            tally.add(engine.method.metrics(scored, units, losses, engine.noise(scored.logps)))
+            tally.add(engine.method.metrics(scored, units, losses, engine.noise(scored)))
             # A saturated loss can hide an infinite log-ratio; times 0 it is NaN, and 0 otherwise.
             values = losses.detach() + 0.0 * scored.logratios.detach()[units.members].sum(dim=1)
             spoilt += (~torch.isfinite(values)).sum()

@@ -8,10 +8,12 @@ ids and a stale hit is impossible. Files are written whole under another name an
 complete files only, and two runs may write side by side.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +85,14 @@ class ScoreStore:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not (self.path / "meta.json").exists():
-                (self.path / "meta.json").write_text(json.dumps(self.meta, indent=2) + "\n", encoding="utf-8")
+                temporary.write_text(json.dumps(self.meta, indent=2) + "\n", encoding="utf-8")
+                temporary.replace(self.path / "meta.json")
             with temporary.open("wb") as file:
                 np.savez(file, keys=keys, logps=logps)
             temporary.replace(target)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise OutputError(f"{self.path}: the reference store cannot be written: {error.strerror}") from error
 
 
@@ -120,8 +125,11 @@ class Entry:
 def entries(root: Path) -> list[Entry]:
     """What a store holds, one entry per frozen model."""
     found = []
-    for path in sorted(path.parent for path in root.glob("*/meta.json")):
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    for path in _models(root):
+        try:
+            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            meta = {}
         files = list(path.glob("*.npz"))
         scores = sum(len(read) for file in files if (read := _read(file)) is not None)
         found.append(Entry(path, meta, scores, sum(file.stat().st_size for file in files)))
@@ -131,8 +139,33 @@ def entries(root: Path) -> list[Entry]:
 def clean(root: Path, fingerprint: str | None = None) -> int:
     """Remove the scores of one fingerprint (or its beginning), or all; returns how many models were removed."""
     removed = 0
-    for path in [path.parent for path in root.glob("*/meta.json")]:
+    for path in _models(root):
         if fingerprint is None or path.name.startswith(fingerprint):
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                raise OutputError(f"{path}: cannot be removed: {error.strerror}") from error
             removed += 1
     return removed
+
+
+def _models(root: Path) -> list[Path]:
+    """Directories of the store that hold scores; whatever else lies there is not ours."""
+    return sorted({file.parent for pattern in ("*/meta.json", "*/*.npz") for file in root.glob(pattern)
+                   if re.fullmatch("[0-9a-f]{32}", file.parent.name)})
+
+
+def check_writable(root: Path) -> None:
+    """Find out before the reference pass whether its scores can be kept.
+
+    Raises:
+        OutputError: if not.
+    """
+    probe = root / f".writable.{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(f"{root}: the reference store cannot be written: {error.strerror}; name another place with "
+                          "--store") from error

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -83,12 +82,12 @@ class Planner:
     """Let mismatched completions continue the main pass's prompts where they can (not with a live reference,
     which would need its own)."""
 
-    def trees(self) -> "list[PromptTree]":
-        """Every tree that the schedule will score, mismatched ones included; for the reference pass."""
+    def survey(self) -> tuple[list[PromptTree], int]:
+        """Every tree that the schedule will score, mismatched ones included; and how many prompts exceed a pack."""
         found: list[PromptTree] = []
         for step in range(1, self.schedule.total_steps + 1):
             found += all_trees(self.rows, self.schedule.step(step), self.method, self.max_length)
-        return found
+        return found, len({tree.prompt_ids.tobytes() for tree in found if size(tree, self.layout) > self.budget})
 
     def work(self, step: int) -> StepWork:
         """Everything of a step that does not need the model."""
@@ -127,12 +126,6 @@ class Planner:
 
     def _fill(self, trees: Sequence[PromptTree]) -> list[list[int]]:
         return fill([size(tree, self.layout) for tree in trees], self.budget)
-
-    @cached_property
-    def oversized(self) -> int:
-        """Trees of the data that exceed the pack budget, and so get a pack of their own."""
-        return sum(size(entry.tree, self.layout) > self.budget
-                   for entry in plant(self.rows, range(len(self.rows))))
 
 
 def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method, max_length: int) -> list[PromptTree]:
