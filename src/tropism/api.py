@@ -200,8 +200,7 @@ class _Run:
         options, world = self.options, self.world
         if world.device.type == "cpu":
             keep_freed_memory()
-        if self.world.is_main:
-            check_writable(self.store)
+        self._on_main(lambda: check_writable(self.store))
         module = load.load_model(self.source, self.precision, world.device, trust_remote_code=options.trust_remote_code)
         probes = probe_trees(data.train, self.budget)
         model, probe = choose_layout(module, self.precision, world.device, probes, options.layout)
