@@ -150,6 +150,10 @@ def _with_control_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
     return merges
 
 
+EXACT_KINDS = ["byte level", "metaspace", "prepend", "unigram", "control merges", "ignore merges", "space runs"]
+"""Kinds that read back any text exactly; word tokenizers do not."""
+
+
 def tokenizer_kinds() -> dict[str, Tokenizer]:
     """A backend of each kind, by name."""
     byte_level = Tokenizer(models.BPE())

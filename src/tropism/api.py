@@ -200,7 +200,8 @@ class _Run:
         options, world = self.options, self.world
         if world.device.type == "cpu":
             keep_freed_memory()
-        self._on_main(lambda: check_writable(self.store))
+        if options.reference != "live":
+            self._on_main(lambda: check_writable(self.store))
         module = load.load_model(self.source, self.precision, world.device, trust_remote_code=options.trust_remote_code)
         probes = probe_trees(data.train, self.budget)
         model, probe = choose_layout(module, self.precision, world.device, probes, options.layout)

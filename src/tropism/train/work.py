@@ -107,16 +107,14 @@ class Planner:
             leaves = make_leaves([partners[i] for i in own], [planted[i] for i in own])
         elif partners:
             lone = self._packs([entry.tree for entry in partners], shares)
-        again = 0 if leaves else sum(len(entry.tree.prompt_ids) for entry in partners)
-        leaf_tokens = sum(size(entry.tree, "tree") - len(entry.tree.prompt_ids) for entry in partners)
-        mismatched_tokens = again + leaf_tokens if self.layout == "tree" else sum(
-            size(entry.tree, self.layout) for entry in partners)
+        trees = [entry.tree for entry in planted] + [entry.tree for entry in partners]
+        saved = sum(len(entry.tree.prompt_ids) for entry in partners) if leaves else 0
         return StepWork(
             step, len(indices),
             tuple(make_pack([planted[i] for i in pack], self.rows, self.layout) for pack in packs),
             tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone), leaves,
             sum(self.rows[index].flat_tokens for index in indices),
-            sum(size(entry.tree, self.layout) for entry in planted) + mismatched_tokens)
+            sum(size(tree, self.layout) for tree in trees) - saved)
 
     def _packs(self, trees: Sequence[PromptTree], shares: Sequence[Sequence[int]]) -> list[list[int]]:
         """This rank's packs as indices of trees, with empty ones up to the largest number that any rank has."""
