@@ -5,15 +5,15 @@ from typing import Any
 
 __version__ = version("tropism")
 
-__all__ = ["DPOOptions", "KTOOptions", "RunResult", "run"]
+__all__ = ["DPOOptions", "DPOTrainer", "EvalResult", "KDOptions", "KDTrainer", "KTOOptions", "KTOTrainer", "RunResult",
+           "SFTOptions", "SFTTrainer", "run"]
 
 
 def __getattr__(name: str) -> Any:
     """Names are looked up when they are used, so that `tropism --help` need not import torch."""
     import importlib
 
-    homes = {"run": "tropism.api", "RunResult": "tropism.api",
-             "KTOOptions": "tropism.config", "DPOOptions": "tropism.config"}
-    if name in homes:
-        return getattr(importlib.import_module(homes[name]), name)
+    if name in __all__:
+        home = "api" if name in ("run", "RunResult") else "config" if name.endswith("Options") else "trainers"
+        return getattr(importlib.import_module(f"tropism.{home}"), name)
     raise AttributeError(f"module 'tropism' has no attribute {name!r}")

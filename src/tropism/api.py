@@ -11,28 +11,40 @@ import torch
 
 from tropism.config import MethodOptions
 from tropism.data.load import check_embedding
-from tropism.data.schedule import Schedule
-from tropism.data.tree import PromptTree
+from tropism.data.rows import EncodedRow
+from tropism.data.schedule import GivenSchedule, Steps
 from tropism.dist import World, connect
-from tropism.errors import ReferenceMismatchError, TropismError
-from tropism.methods import LOSSES, Method
+from tropism.errors import ReferenceMismatchError, TropismError, UsageError
+from tropism.methods import Method
+from tropism.methods.build import build_method, effective
 from tropism.model import load
-from tropism.model.logps import LanguageModel
-from tropism.model.probe import choose_layout
+from tropism.model.attention import plain_implementation
+from tropism.model.probe import Probe, choose_layout
 from tropism.observe.console import Voice
 from tropism.observe.manifest import Manifest, text_fingerprints
 from tropism.observe.metrics import BOOKKEEPING
 from tropism.observe.rundir import RunDirectory
+from tropism.observe.track import Trackers
+from tropism.observe.track import check as check_trackers
+from tropism.train import models
 from tropism.train import reference as references
 from tropism.train.evaluate import Evaluator
 from tropism.train.loop import Plan, Record, check_first_step, train
 from tropism.train.memory import keep_freed_memory
-from tropism.train.optim import build_optimizer
-from tropism.train.prepare import Prepared, build_method, describe_weights, make_schedule, prepare_data, probe_trees
+from tropism.train.optim import Given, Scheduled, Updater, build_optimizer, check_given, learning_rates
+from tropism.train.prepare import (
+    Prepared,
+    Source,
+    introduce,
+    make_schedule,
+    prepare_data,
+    prepare_rows,
+    probe_trees,
+)
 from tropism.train.samples import Sampler
 from tropism.train.step import Engine
 from tropism.train.store import check_writable, default_root
-from tropism.train.work import Planner, all_trees
+from tropism.train.work import Planner, all_trees, has_partners, own_trees
 
 T = TypeVar("T")
 
@@ -60,6 +72,32 @@ class RunResult:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Objects:
+    """What comes from Python as an object, in place of a name among the options.
+
+    Args:
+        model, reference, teacher: transformers modules.
+        tokenizer: of the policy.
+        optimizer, scheduler: over weights of `model`.
+        train, evaluation: rows as dicts, or a file.
+        rows, eval_rows: rows as token ids.
+        steps: which of `rows` each step takes.
+    """
+
+    model: Any = None
+    reference: Any = None
+    teacher: Any = None
+    tokenizer: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    train: Source | None = None
+    evaluation: Source | None = None
+    rows: list[EncodedRow] | None = None
+    eval_rows: list[EncodedRow] = field(default_factory=list)
+    steps: GivenSchedule | None = None
+
+
 def run(options: MethodOptions, voice: Voice | None = None) -> RunResult:
     """Train as the options say.
 
@@ -67,78 +105,118 @@ def run(options: MethodOptions, voice: Voice | None = None) -> RunResult:
         TropismError: a subclass that says what is wrong and what to do; before the first step wherever it can be.
     """
     with connect() as world:
-        this = _Run(options, world, voice or Voice(loud=world.is_main))
-        try:
-            return this.go()
-        except torch.OutOfMemoryError as error:
-            raise TropismError(f"the GPU ran out of memory; --microbatch-tokens below {this.budget} takes less, and "
-                               f"changes no result ({str(error).splitlines()[0]})") from error
+        return Run(options, world, voice).fit()
 
 
-class _Run:
-    """One run from checks to export. Each method is a stage; `go` is their order."""
+class Run:
+    """One run from checks to export. Each method is a stage.
 
-    def __init__(self, options: MethodOptions, world: World, voice: Voice) -> None:
+    Args:
+        options: all of them.
+        world: this process among the others.
+        voice: speaks to the user.
+        objects: what comes as an object.
+    """
+
+    def __init__(self, options: MethodOptions, world: World, voice: Voice | None = None,
+                 objects: Objects | None = None) -> None:
         self.options = options
+        self.objects = objects or Objects()
         self.world = world
-        self.voice = voice
-        self.began = time.monotonic()
-        self.source = load.Source.of(options.model)
+        self.voice = voice or Voice(loud=world.is_main)
+        self.values = options.values
         cuda = world.device.type == "cuda"
-        self.precision = options.precision if options.precision != "auto" else "bf16" if cuda else "fp32"
-        self.budget = options.microbatch_tokens or (16384 if cuda else 2048)
-        self.store = Path(options.store).expanduser() if options.store else default_root()
-        self.other = load.Source.of(options.reference) if options.reference not in (None, "live") else None
+        precision = options.precision if options.precision != "auto" else "bf16" if cuda else "fp32"
+        self.numerics = models.Numerics(precision, world.device, options.microbatch_tokens or (16384 if cuda else 2048),
+                                        options.trust_remote_code)
+        store = self.values.get("store")
+        self.store = Path(store).expanduser() if store else default_root()
+        self.named = load.Source.of(options.model) if self.objects.model is None else self.objects.model
+        self.reference = self._other("reference")
+        self.teacher = self._other("teacher")
+        self.live = self.values.get("reference") == "live"
+        self.trackers = options.track.split(",") if options.track else []
+        self._open()
 
-    def go(self) -> RunResult:
-        options, remote = self.options, self.options.trust_remote_code
-        directory = RunDirectory(Path(options.output).expanduser())
-        self._on_main(directory.refuse_if_used)
-        self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
-        config = load.load_config(self.source, trust_remote_code=remote)
-        if self.other is not None:
-            references.check_vocabulary(load.load_tokenizer(self.other, trust_remote_code=remote), self.tokenizer)
-        row = LOSSES[options.loss]  # type: ignore[attr-defined]
-        data = prepare_data(options, self.tokenizer, config, row.view)
+    def _other(self, name: str) -> Any:
+        """Another model of the run, as a module or by its name; None if there is none."""
+        given, value = getattr(self.objects, name), self.values.get(name)
+        return given if given is not None else load.Source.of(value) if value not in (None, "live") else None
+
+    def _open(self) -> None:
+        """Tokenizer, data and method: all that can be checked before a model is loaded."""
+        options, objects, remote = self.options, self.objects, self.options.trust_remote_code
+        check_trackers(self.trackers)
+        named = self.named
+        if isinstance(named, load.Source):
+            config = load.load_config(named, trust_remote_code=remote)
+        else:
+            config = named.config
+            check_given(objects.optimizer, objects.scheduler, named)
+        self.tokenizer = objects.tokenizer or load.load_tokenizer(
+            named if isinstance(named, load.Source) else load.Source.of(config.name_or_path), trust_remote_code=remote)
+        models.tokenizer_of(self.reference, "reference", self.tokenizer, remote)
+        models.tokenizer_of(self.teacher, "teacher", self.tokenizer, remote)
+        if objects.rows is not None:
+            data = prepare_rows(options, self.tokenizer, config, options.view, objects.rows, objects.eval_rows)
+        else:
+            data = prepare_data(options, self.tokenizer, config, options.view, objects.train, objects.evaluation)
         load.check_rope(config, data.max_length)
         check_embedding([*data.train, *data.evaluation], config.get_text_config().vocab_size,
                         self.tokenizer.convert_ids_to_tokens)
-        method = build_method(row, options.model_dump(), data.train)
-        schedule = make_schedule(options, options, data.train, row.needs_reference_point)
-        self._introduce(data, method, schedule, config)
-        manifest = self._on_main(lambda: self._open(directory, data))
+        self.method: Method = build_method(options.view, self.values, [row.desirable for row in data.train])
+        if self.method.ld_alpha is not None:
+            data = replace(data, train=[row.with_shared_lengths() for row in data.train],
+                           evaluation=[row.with_shared_lengths() for row in data.evaluation])
+        self.data: Prepared = data
+        self.schedule: Steps = self._check_partners(objects.steps) if objects.steps else make_schedule(
+            options, options, data.train, self.method.needs_reference_point)
+        self.config = config
+        self.engine: Engine | None = None
+
+    def _check_partners(self, steps: GivenSchedule) -> GivenSchedule:
+        """Each given step has a partner for each of its rows, where the method needs them."""
+        for number, rows in enumerate(steps.steps, start=1):
+            if self.method.needs_reference_point and not has_partners(self.data.train, rows):
+                raise UsageError(f"batch {number}: all of its {len(rows)} rows have one prompt, and KTO needs "
+                                 "completions of another prompt in the same step; mix the batches, set "
+                                 "accumulation_steps, or take kl_source='batch'")
+        return steps
+
+    def fit(self) -> RunResult:
+        """Train, and leave a run directory."""
+        began = time.monotonic()
+        directory = RunDirectory(Path(self.options.output).expanduser())
+        self._on_main(directory.refuse_if_used)
+        self._introduce()
+        manifest = self._on_main(lambda: self._begin(directory))
         try:
-            return self._train(directory, manifest, data, method, schedule)
+            return self._train(directory, manifest, began)
         except BaseException as error:
             if manifest is not None:
                 status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
                 manifest.end(status, error=str(error) or type(error).__name__)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise TropismError(
+                    f"the GPU ran out of memory; --microbatch-tokens below {self.numerics.budget} takes less, and "
+                    f"changes no result ({str(error).splitlines()[0]})") from error
             raise
 
-    def _introduce(self, data: Prepared, method: Method, schedule: Schedule, config: Any) -> None:
+    def _introduce(self) -> None:
         """What was read, and what is about to be done."""
-        say, warn = self.voice.say, self.voice.warn
-        for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
-            if audit is not None:
-                say(f"{name}: {audit.source}: {audit.summary()}")
-                for drop in audit.dropped[:3]:
-                    say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
-                for notice in audit.notices():
-                    warn(notice)
-        say(f"method: {method.row.name} ({method.row.reading}); "
-            + ", ".join(f"{name} {value:g}" for name, value in method.options.items()))
-        if seen := data.prompts_on_both_sides():
-            warn(f"{seen} evaluation prompts are also trained on: figures on them are not held out")
-        if method.row.view == "unpaired":
-            say(f"labels: {describe_weights(method, data.train)}")
-        held_out = f", {len(data.evaluation)} rows held out" if data.evaluation else ""
-        say(f"plan: {len(data.train)} rows{held_out}; {schedule.total_steps} steps of {self.options.batch_size}, "
-            f"learning rate {self.options.learning_rate:g}, max_length {data.max_length}, {self.precision}, "
-            f"{self.world.size} x {self.world.device.type}")
-        if dropout := load.dropout_of(config):
-            say(f"dropout is off (the config asks for {', '.join(f'{k} {v}' for k, v in dropout.items())})")
-        if self.options.learning_rate == 0:
-            warn("learning_rate is 0: nothing will change")
+        options, own = self.options, self.objects.optimizer is None
+        introduce(self.data, self.method, self.voice)
+        held_out = f", {len(self.data.evaluation)} rows held out" if self.data.evaluation else ""
+        size = "a dataloader's batches" if self.objects.steps is not None else str(options.batch_size)
+        rate = f"{options.learning_rate:g}" if own else "the optimizer's own"
+        self.voice.say(f"plan: {len(self.data.train)} rows{held_out}; {self.schedule.total_steps} steps of {size}, "
+                       f"learning rate {rate}, max_length {self.data.max_length}, {self.numerics.precision}, "
+                       f"{self.world.size} x {self.world.device.type}")
+        if dropout := load.dropout_of(self.config):
+            listed = ", ".join(f"{name} {rate}" for name, rate in dropout.items())
+            self.voice.say(f"dropout is off (the config asks for {listed})")
+        if options.learning_rate == 0 and own:
+            self.voice.warn("learning_rate is 0: nothing will change")
 
     def _on_main(self, action: Callable[[], T]) -> T | None:
         """What the main rank alone does; an error of it is raised on every rank, so that none waits for it."""
@@ -153,132 +231,169 @@ class _Run:
             raise failure
         return result
 
-    def _open(self, directory: RunDirectory, data: Prepared) -> Manifest:
+    def _begin(self, directory: RunDirectory) -> Manifest:
         """Make the run directory and write what is known before the model is loaded."""
         options = self.options
         directory.create()
-        directory.write_config(options.dump() | {"precision": self.precision})
-        directory.write_json("audit.json", data.to_json())
+        directory.write_config(options.dump() | effective(self.method, self.values)
+                               | {"precision": self.numerics.precision})
+        directory.write_json("audit.json", self.data.to_json())
+        model = self.named.absolute if isinstance(self.named, load.Source) else options.model
         return Manifest(directory, {
-            "method": options.method, "model": self.source.absolute, "seed": options.seed,
-            "world_size": self.world.size, "device": str(self.world.device), "precision": self.precision,
-            "fingerprints": data.fingerprints() | text_fingerprints(self.tokenizer)})
+            "method": options.method, "model": model, "seed": options.seed,
+            "world_size": self.world.size, "device": str(self.world.device), "precision": self.numerics.precision,
+            "fingerprints": self.data.fingerprints() | text_fingerprints(self.tokenizer)})
 
-    def _train(self, directory: RunDirectory, manifest: Manifest | None, data: Prepared, method: Method,
-               schedule: Schedule) -> RunResult:
-        engine, planner = self._build(data, method, schedule, manifest)
-        evaluator = Evaluator(data.evaluation, self.budget, data.max_length) if data.evaluation else None
-        sampler = Sampler(data.evaluation or data.train, held_out=bool(data.evaluation), count=self.options.samples,
+    def build(self, manifest: Manifest | None = None) -> Engine:
+        """Model, layout, reference, teacher and optimiser, each checked as soon as it can be; built once."""
+        if self.engine is not None:
+            return self.engine
+        options, world, method = self.options, self.world, self.method
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        if (method.needs_reference and not self.live) or self.values.get("top_k"):
+            self._on_main(lambda: check_writable(self.store))
+        module = self.numerics.module(self.named)
+        probes = probe_trees(self.data.train, self.numerics.budget)
+        model, probe = choose_layout(module, self.numerics.precision, world.device, probes, options.layout)
+        self.voice.say(f"layout: {probe.layout}; differs from the model's own forward by at most "
+                       f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
+        self.planner = Planner(self.data.train, self.schedule, method, model.layout, self.numerics.budget,
+                               self.data.max_length, world, reuse_prompts=not self.live)
+        trees, oversized = self.planner.survey()
+        if oversized:
+            self.voice.warn(f"{oversized} prompts with their completions exceed microbatch_tokens "
+                            f"{self.numerics.budget} and get a pass of their own")
+        held_out = all_trees(self.data.evaluation, range(len(self.data.evaluation)), method, self.data.max_length)
+        reference = teacher = None
+        if method.needs_reference:
+            reference = models.build_reference(model, self.reference, self.live, trees + held_out, probes,
+                                               self.numerics, self.store, world, self.voice)
+        if self.teacher is not None:
+            teacher = models.build_teacher(
+                model, self.teacher, options, self.tokenizer,  # type: ignore[arg-type]
+                own_trees(self.data.train, self.schedule) + held_out, probes, self.numerics, self.store, world,
+                self.voice)
+        self.engine = Engine(model, reference, method, self._updater(module), world, options.max_grad_norm, teacher,
+                             rounding=probe.per_root_token)
+        self._check(self.engine, probe, manifest)
+        return self.engine
+
+    def _updater(self, module: Any) -> Updater:
+        options, objects = self.options, self.objects
+        if objects.optimizer is not None:
+            return Given(objects.optimizer, objects.scheduler)
+        rate = learning_rates(options.schedule, options.learning_rate, self.schedule.total_steps, options.warmup_ratio)
+        return Scheduled(build_optimizer(options.optimizer, module, options.weight_decay), rate)
+
+    def _check(self, engine: Engine, probe: Probe, manifest: Manifest | None) -> None:
+        """Policy and reference agree before step 1, where they must."""
+        own = engine.reference is not None and self.reference is None
+        if own:
+            agree, sentence = check_first_step(engine, self.planner)
+            if not agree and self.options.strict:
+                raise ReferenceMismatchError(sentence)
+            (self.voice.say if agree else self.voice.warn)(sentence)
+        if manifest is not None:
+            facts = {"policy": engine.reference.fingerprint if own and engine.reference
+                     else references.fingerprint(engine.model)}
+            facts |= {"reference": engine.reference.fingerprint} if engine.reference else {}
+            facts |= {"teacher": engine.teacher.fingerprint} if engine.teacher else {}
+            manifest.add(layout=probe.layout, layout_error_nats_per_token=probe.per_token, **facts)
+
+    def _train(self, directory: RunDirectory, manifest: Manifest | None, began: float) -> RunResult:
+        engine, data, options = self.build(manifest), self.data, self.options
+        sampler = Sampler(data.evaluation or data.train, held_out=bool(data.evaluation), count=options.samples,
                           tokenizer=self.tokenizer, stop_ids=sorted(data.renderer.stop_ids),
                           max_positions=load.max_positions(engine.model.module.config))
-        dtype = getattr(torch, self.options.export_dtype)
+        dtype = getattr(torch, options.export_dtype)
         self._on_main(lambda: load.check_space(engine.model.module, directory.path, dtype))
         answers = sampler.ask(engine.model) if self.world.is_main else []
-        keep = self.world.is_main and self.options.export_dtype != "float32"
+        keep = self.world.is_main and options.export_dtype != "float32"
         initial = engine.model.snapshot() if keep else None
-        evaluate = partial(self._evaluate, evaluator) if evaluator else None
-        records = self._follow(directory, train(engine, planner, evaluate, self._plan(schedule)), schedule)
+        records = self._follow(directory, train(
+            engine, self.planner, partial(self._evaluate, self.evaluator()) if data.evaluation else None, self._plan(),
+            lambda step: self._on_main(lambda: self._keep(engine, directory, step))))
         samples: list[dict[str, Any]] = []
         if self.world.is_main:
             samples = sampler.compare(answers, sampler.ask(engine.model))
             for sample in samples:
                 directory.append_sample(sample)
-            self._export(engine, directory, data, initial)
+            self._export(engine, directory.model)
+            if initial is not None:
+                share = load.survived_rounding(engine.model.module, initial, dtype)
+                self.voice.say(f"export in {options.export_dtype}: {share:.1%} of the changed weights survive it")
         shown = [record for record in records if record.split == "eval"] or records
         before, after = shown[0].metrics, shown[-1].metrics
-        seconds = time.monotonic() - self.began
+        seconds = time.monotonic() - began
         if manifest is not None:
-            manifest.end("done", steps=schedule.total_steps, seconds=round(seconds, 3))
-        what = f"{len(data.evaluation)} held-out rows" if evaluator else "training steps, first and last"
+            manifest.end("done", steps=self.schedule.total_steps, seconds=round(seconds, 3))
+        what = f"{len(data.evaluation)} held-out rows" if data.evaluation else "training steps, first and last"
         self.voice.before_after(f"{what}: before and after", before, after, leave_out=BOOKKEEPING)
-        self.voice.say(f"model: {directory.model}  ({schedule.total_steps} steps, {seconds:.0f} s)")
-        return RunResult(directory.path, directory.model, schedule.total_steps, seconds, before, after, samples)
+        self.voice.say(f"model: {directory.model}  ({self.schedule.total_steps} steps, {seconds:.0f} s)")
+        return RunResult(directory.path, directory.model, self.schedule.total_steps, seconds, before, after, samples)
 
-    def _build(self, data: Prepared, method: Method, schedule: Schedule,
-               manifest: Manifest | None) -> tuple[Engine, Planner]:
-        """Model, layout, reference and optimiser, each checked as soon as it can be."""
-        options, world = self.options, self.world
-        if world.device.type == "cpu":
-            keep_freed_memory()
-        if options.reference != "live":
-            self._on_main(lambda: check_writable(self.store))
-        module = load.load_model(self.source, self.precision, world.device, trust_remote_code=options.trust_remote_code)
-        probes = probe_trees(data.train, self.budget)
-        model, probe = choose_layout(module, self.precision, world.device, probes, options.layout)
-        self.voice.say(f"layout: {probe.layout}; differs from the model's own forward by at most "
-                       f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
-        planner = Planner(data.train, schedule, method, model.layout, self.budget, data.max_length, world)
-        trees, oversized = planner.survey()
-        if oversized:
-            self.voice.warn(f"{oversized} prompts with their completions exceed microbatch_tokens {self.budget} and "
-                            "get a pass of their own")
-        reference = self._reference(model, data, trees, method, probes)
-        planner = replace(planner, reuse_prompts=options.reference != "live")
-        optimizer = build_optimizer(options.optimizer, module, options.weight_decay)
-        engine = Engine(model, reference, method, optimizer, world, options.max_grad_norm, probe.per_root_token)
-        frozen_policy = options.reference in (None, "live")
-        if frozen_policy:
-            agree, sentence = check_first_step(engine, planner)
-            if not agree and options.strict:
-                raise ReferenceMismatchError(sentence)
-            (self.voice.say if agree else self.voice.warn)(sentence)
-        if manifest is not None:
-            policy = reference.fingerprint if frozen_policy else references.fingerprint(model)
-            manifest.add(layout=probe.layout, layout_error_nats_per_token=probe.per_token,
-                         policy=policy, reference=reference.fingerprint)
-        return engine, planner
+    def evaluator(self) -> Evaluator:
+        """Evaluates the held-out rows."""
+        return Evaluator(self.data.evaluation, self.numerics.budget, self.data.max_length)
 
-    def _reference(self, model: LanguageModel, data: Prepared, trees: list[PromptTree], method: Method,
-                   probes: list[PromptTree]) -> references.Reference:
-        """The frozen scorer: stored scores by default, of the policy as it is now or of another model."""
+    def evaluate(self) -> dict[str, float]:
+        """The evaluation record of the policy as it is now.
+
+        Raises:
+            UsageError: if no rows are held out.
+        """
+        if not self.data.evaluation:
+            raise UsageError("there is nothing to evaluate on: give eval_dataset, or eval_fraction")
+        engine = self.build()
+        return self._evaluate(self.evaluator(), engine)
+
+    def release(self) -> None:
+        """Give the module its own attention back, so that it can generate."""
+        if self.engine is not None:
+            module = self.engine.model.module
+            module.set_attn_implementation(plain_implementation(module))
+
+    def _plan(self) -> Plan:
         options = self.options
-        if options.reference == "live":
-            return references.LiveReference(references.freeze(model))
-        frozen = model
-        if self.other is not None:
-            other = load.load_model(self.other, self.precision, self.world.device,
-                                    trust_remote_code=options.trust_remote_code)
-            frozen, _ = choose_layout(other, self.precision, self.world.device, probes, model.layout)
-        if data.evaluation:
-            trees = trees + all_trees(data.evaluation, range(len(data.evaluation)), method, data.max_length)
-        with self.voice.bar("reference") as report:
-            built = references.build(frozen, trees, self.budget, self.store, self.world, report)
-        if built.damaged:
-            self.voice.warn(f"{len(built.damaged)} damaged files of the reference store were left out and their scores "
-                            f"computed again (first {built.damaged[0]})")
-        return built
-
-    def _plan(self, schedule: Schedule) -> Plan:
-        options = self.options
-        every = options.eval_every if options.eval_every is not None else max(1, schedule.total_steps // 10)
-        return Plan(options.learning_rate, options.schedule, options.warmup_ratio, options.log_every, every,
-                    options.workers)
+        every = options.eval_every if options.eval_every is not None else max(1, self.schedule.total_steps // 10)
+        return Plan(options.log_every, every, options.save_every or 0, options.workers)
 
     def _evaluate(self, evaluator: Evaluator, engine: Engine) -> dict[str, float]:
         with self.voice.bar("evaluate") as report:
             return evaluator(engine, report)
 
-    def _follow(self, directory: RunDirectory, records: Any, schedule: Schedule) -> list[Record]:
+    def _follow(self, directory: RunDirectory, records: Any) -> list[Record]:
         """Write each record as it comes, and show it."""
         kept: list[Record] = []
-        with self.voice.bar("train") as report:
-            for record in records:
-                kept.append(record)
-                if self.world.is_main:
-                    directory.append_record(record.to_json())
-                if record.split == "train":
-                    metrics = record.metrics
-                    shown = {"loss": f"{metrics['loss']:.4f}"}
-                    if "rewards/margins" in metrics:
-                        shown["margin"] = f"{metrics['rewards/margins']:+.4f}"
-                    shown["tokens/s"] = f"{metrics['tokens_per_second']:.0f}"
-                    report(record.step, schedule.total_steps, **shown)
+        trackers = None
+        if self.world.is_main and self.trackers:
+            logs = Path(self.options.log_dir).expanduser() if self.options.log_dir else directory.path / "logs"
+            trackers = Trackers(self.trackers, directory.path.name, logs, self.options.dump(), self.voice.warn)
+        try:
+            with self.voice.bar("train") as report:
+                for record in records:
+                    kept.append(record)
+                    if self.world.is_main:
+                        directory.append_record(record.to_json())
+                    if trackers is not None:
+                        trackers.log(record.metrics, record.step, record.split)
+                    if record.split == "train":
+                        metrics = record.metrics
+                        shown = {"loss": f"{metrics['loss']:.4f}"}
+                        if "rewards/margins" in metrics:
+                            shown["margin"] = f"{metrics['rewards/margins']:+.4f}"
+                        shown["tokens/s"] = f"{metrics['tokens_per_second']:.0f}"
+                        report(record.step, self.schedule.total_steps, **shown)
+        finally:
+            if trackers is not None:
+                trackers.finish()
         return kept
 
-    def _export(self, engine: Engine, directory: RunDirectory, data: Prepared,
-                initial: dict[str, torch.Tensor] | None) -> None:
+    def _keep(self, engine: Engine, directory: RunDirectory, step: int) -> None:
+        with directory.checkpoint(step) as path:
+            self._export(engine, path / "model")
+
+    def _export(self, engine: Engine, path: Path) -> None:
         dtype = getattr(torch, self.options.export_dtype)
-        load.export(engine.model.module, self.tokenizer, directory.model, dtype, data.renderer.stop_ids)
-        if initial is not None:
-            share = load.survived_rounding(engine.model.module, initial, dtype)
-            self.voice.say(f"export in {self.options.export_dtype}: {share:.1%} of the changed weights survive it")
+        load.export(engine.model.module, self.tokenizer, path, dtype, self.data.renderer.stop_ids)

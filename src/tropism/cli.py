@@ -9,7 +9,18 @@ import cyclopts
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from tropism.config import METHODS, DPOOptions, KTOOptions, MethodOptions, nearest, read_yaml
+from tropism.config import (
+    METHODS,
+    DPOOptions,
+    KDOptions,
+    KTOOptions,
+    MethodOptions,
+    SFTOptions,
+    explain,
+    nearest,
+    read_yaml,
+    takes_bool,
+)
 from tropism.errors import TropismError, UsageError
 
 app = App(name="tropism", help="Align and distil language models offline: exact, fast, kind.",
@@ -36,6 +47,18 @@ def kto(*, options: Annotated[KTOOptions, _Flat]) -> int:
 @app.command
 def dpo(*, options: Annotated[DPOOptions, _Flat]) -> int:
     """Train on pairs of a chosen and a rejected completion. --config FILE reads options from YAML."""
+    return _run(options)
+
+
+@app.command
+def sft(*, options: Annotated[SFTOptions, _Flat]) -> int:
+    """Train to imitate completions. --config FILE reads options from YAML."""
+    return _run(options)
+
+
+@app.command
+def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
+    """Train a student to say what a teacher says. --config FILE reads options from YAML."""
     return _run(options)
 
 
@@ -83,7 +106,8 @@ def store_list(*, store: Path | None = None) -> int:
     print(f"{root}: scores of {len(found)} frozen models")
     for entry in found:
         print(f"  {entry.path.name}  {entry.scores} scores, {entry.size_bytes / 1024:.0f} KiB  "
-              f"{entry.meta.get('model', '?')} ({entry.meta.get('precision')}, {entry.meta.get('layout')})")
+              f"{entry.meta.get('model', '?')} ({entry.meta.get('precision')}, {entry.meta.get('layout')}"
+              + (f", {entry.meta['holds']})" if "holds" in entry.meta else ")"))
     return 0
 
 
@@ -153,14 +177,20 @@ def _spelt_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:
     flags = [token.partition("=")[0] for token in given if token.startswith("--")]
     names = {flag.removeprefix("--no-").removeprefix("--").replace("_", "-") for flag in flags}
     options = {name.replace("_", "-"): value for name, value in values.items() if value is not None}
-    return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
-            for name, value in options.items() if name not in names]
+    return [f"--{name}={_spell(value)}" for name, value in options.items() if name not in names]
+
+
+def _spell(value: Any) -> str:
+    """A value of YAML as the command line writes it."""
+    if isinstance(value, list):
+        return ",".join(map(_spell, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _join_booleans(tokens: list[str]) -> list[str]:
     """`--shuffle false` as `--shuffle=false`: YAML and command line take the same words."""
     flags = {f"--{name.replace('_', '-')}" for options in METHODS.values()
-             for name, info in options.model_fields.items() if info.annotation is bool}
+             for name, info in options.model_fields.items() if takes_bool(info.annotation)}
     joined: list[str] = []
     for token in tokens:
         if joined and joined[-1] in flags and token.lower() in ("true", "false"):
@@ -177,7 +207,7 @@ def _explain(error: CycloptsError) -> str:
         if problems:
             problem = problems[0]
             option = "--" + "-".join(str(part).replace("_", "-") for part in problem["loc"][:1])
-            return f"{option}: {problem['msg']} (got {problem['input']!r})"
+            return f"{option}: {explain(problem)}"
     if isinstance(error, cyclopts.UnknownOptionError) and error.token is not None:
         options = METHODS.get((error.command_chain or ("",))[0])
         name = str(error.token.keyword or error.token.value).split("=")[0].lstrip("-")

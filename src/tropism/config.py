@@ -3,65 +3,157 @@
 import difflib
 import os
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from tropism.data.formats import View
 from tropism.data.options import DataOptions
 from tropism.errors import UsageError
-from tropism.train.options import RunOptions
+from tropism.train.options import ReferenceOptions, RunOptions, TeacherOptions
 
 Weight = Annotated[float, Field(gt=0.0)] | Literal["auto"]
+_PATHS = ("data", "eval_data", "output", "store", "model", "reference", "teacher", "log_dir")
+_MADE_BY_US = ("output", "store", "log_dir")
 
 
 class MethodOptions(DataOptions, RunOptions):
     """What all methods share."""
 
     method: ClassVar[str]
+    view: ClassVar[View]
+
+    @model_validator(mode="after")
+    def _effective(self) -> "MethodOptions":
+        """Every option that was given has an effect."""
+        from tropism.methods.build import check_options  # imports torch: not for --help
+
+        check_options(self.view, self.values)
+        return self
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Every option by its name, the method's loss included."""
+        return {"loss": "sft", **self.model_dump()}
 
     def dump(self) -> dict[str, Any]:
         """Content of `config.yaml`: the method, every option, files by absolute path."""
         values = {"method": self.method, **super().dump()}
-        for name in ("data", "eval_data", "output", "store", "model", "reference"):
+        for name in _PATHS:
             value = values.get(name)
-            if value and (name, value) != ("reference", "live") and (name in ("output", "store")
+            if value and (name, value) != ("reference", "live") and (name in _MADE_BY_US
                                                                      or Path(value).expanduser().exists()):
                 values[name] = os.path.abspath(Path(value).expanduser())
         return values
 
 
-class KTOOptions(MethodOptions):
+class LossOptions(ReferenceOptions, TeacherOptions):
+    """Options of methods that learn from preferences."""
+
+    view: ClassVar[View]
+    loss: str
+    loss_weights: str | None = None
+    """Weights of the losses, in their order, comma-separated; by default 1 each."""
+    beta: float | None = Field(None, gt=0.0)
+
+    @field_validator("loss", "loss_weights", mode="before")
+    @classmethod
+    def _joined(cls, value: Any) -> Any:
+        """A list from Python or YAML is what the command line writes with commas."""
+        if isinstance(value, list | tuple):
+            return ",".join(str(entry).strip() for entry in value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+        return value.replace(" ", "") if isinstance(value, str) else value
+
+
+    @field_validator("loss")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        from tropism.methods.build import chosen_rows  # imports torch: not for --help
+
+        try:
+            chosen_rows(cls.view, value)
+        except UsageError as error:
+            raise ValueError(str(error).removeprefix("loss: ")) from None
+        return value
+
+
+class KTOOptions(LossOptions, MethodOptions):
     """KTO: single completions, each labelled desirable or undesirable."""
 
     method: ClassVar[str] = "kto"
+    view: ClassVar[View] = "unpaired"
 
-    loss: Literal["kto"] = "kto"
-    """The loss, by its published name."""
-    beta: float = Field(0.1, gt=0.0)
-    """How fast the utility saturates as policy and reference part, per nat."""
-    desirable_weight: Weight = 1.0
-    """Weight of desirable completions; `auto` balances the classes."""
-    undesirable_weight: Weight = 1.0
-    """Weight of undesirable completions; `auto` balances the classes."""
+    loss: str = "kto"
+    """One or more losses, comma-separated: kto, apo_zero_unpaired, kto_no_reference_point, bco; and sft, the
+    likelihood of desirable completions."""
+    beta: float | None = Field(None, gt=0.0)
+    """How fast the utility saturates as policy and reference part, per nat; by default 0.1."""
+    desirable_weight: Weight | None = None
+    """Weight of desirable completions, by default 1; `auto` balances the classes."""
+    undesirable_weight: Weight | None = None
+    """Weight of undesirable completions, by default 1; `auto` balances the classes."""
     learning_rate: float = Field(5e-6, ge=0.0)
     """Peak learning rate."""
 
 
-class DPOOptions(MethodOptions):
-    """DPO: pairs of a chosen and a rejected completion."""
+class DPOOptions(LossOptions, MethodOptions):
+    """DPO and its family: pairs of a chosen and a rejected completion."""
 
     method: ClassVar[str] = "dpo"
+    view: ClassVar[View] = "paired"
 
-    loss: Literal["sigmoid"] = "sigmoid"
-    """The loss, by its published name."""
-    beta: float = Field(0.1, gt=0.0)
-    """Strength of the tie to the reference, per nat."""
-    label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
-    """Assumed share of flipped labels (conservative DPO)."""
+    loss: str = "sigmoid"
+    """One or more losses, comma-separated: sigmoid (DPO), robust, ipo, ipo_mean, hinge, exo_pair, nca_pair, bco_pair,
+    sppo_hard, apo_zero, apo_down, aot, aot_unpaired, discopop, sigmoid_norm; without a reference simpo, cpo, orpo;
+    and sft, the likelihood of the chosen side."""
+    beta: float | None = Field(None, gt=0.0)
+    """Strength of the tie to the reference, per nat, by default 0.1; simpo: scale of the margin, by default 2; orpo:
+    weight of the odds term, by default 0.1."""
+    label_smoothing: float | None = Field(None, ge=0.0, lt=0.5)
+    """Assumed share of flipped labels; by default 0, for robust 0.1, for exo_pair 0.001."""
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None = None
+    """Divergence that ties the policy to the reference (f-DPO); by default reverse_kl."""
+    f_alpha: float | None = None
+    """Order of the alpha divergence; by default 0.5."""
+    ld_alpha: float | None = Field(None, ge=0.0, le=1.0)
+    """Weight of the tokens by which one side is longer than the other (LD-DPO); by default they count in full."""
+    wpo: bool = False
+    """Weigh each pair by how likely the policy is to write it (WPO)."""
+    discopop_tau: float | None = Field(None, gt=0.0)
+    """Temperature of discopop's modulation; by default 0.05."""
+    simpo_gamma: float | None = Field(None, ge=0.0)
+    """Margin that simpo asks for; by default 0.5."""
+    cpo_alpha: float | None = Field(None, ge=0.0)
+    """Weight of cpo's likelihood term; by default 1."""
 
 
-METHODS: dict[str, type[MethodOptions]] = {options.method: options for options in (KTOOptions, DPOOptions)}
+class SFTOptions(MethodOptions):
+    """SFT: completions to imitate."""
+
+    method: ClassVar[str] = "sft"
+    view: ClassVar[View] = "single"
+
+    learning_rate: float = Field(2e-5, ge=0.0)
+    """Peak learning rate."""
+
+
+class KDOptions(TeacherOptions, MethodOptions):
+    """KD: completions on which the student shall say what the teacher says."""
+
+    method: ClassVar[str] = "kd"
+    view: ClassVar[View] = "single"
+
+    teacher: str
+    """Teacher model, with the same tokenizer: a Hugging Face directory, a hub id, or a GGUF file."""
+    learning_rate: float = Field(2e-5, ge=0.0)
+    """Peak learning rate."""
+
+
+METHODS: dict[str, type[MethodOptions]] = {
+    options.method: options for options in (KTOOptions, DPOOptions, SFTOptions, KDOptions)}
 
 
 def read_yaml(path: str | Path) -> tuple[str | None, dict[str, Any]]:
@@ -106,7 +198,7 @@ def check_values(values: dict[str, Any], options: type[MethodOptions] | None, pl
     for key, value in values.items():
         if key not in known:
             raise UsageError(f"{place(key)}{key}: unknown{nearest(str(key), known)}")
-        if isinstance(value, bool) and known[key].model_fields[key].annotation is not bool:
+        if isinstance(value, bool) and not takes_bool(known[key].model_fields[key].annotation):
             raise UsageError(f"{place(key)}{key}: {value} is not a value for this option")
     for cls in classes:
         try:
@@ -115,7 +207,20 @@ def check_values(values: dict[str, Any], options: type[MethodOptions] | None, pl
             for problem in error.errors():
                 if problem["type"] != "missing":
                     name = str(problem["loc"][0])
-                    raise UsageError(f"{place(name)}{name}: {problem['msg']} (got {problem['input']!r})") from None
+                    raise UsageError(f"{place(name)}{name}: {explain(problem)}") from None
+
+
+def explain(problem: Any) -> str:
+    """A validation problem as a sentence with the value."""
+    message = str(problem["msg"])
+    if message.startswith("Value error, "):  # a check of ours, which names the value itself
+        return message.removeprefix("Value error, ")
+    return f"{message} (got {problem['input']!r})"
+
+
+def takes_bool(annotation: Any) -> bool:
+    """Whether an option is an on/off option."""
+    return annotation is bool or bool in get_args(annotation)
 
 
 def nearest(key: str, known: Any) -> str:

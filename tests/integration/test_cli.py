@@ -81,7 +81,7 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], 
 
 @pytest.mark.parametrize(("text", "sentence"), [
     ("method: dpo\nloss_typ: sigmoid\n", ":2: loss_typ: unknown, did you mean loss?"),
-    ("method: dpo\n\nloss: sigmiod\n", ":3: loss: Input should be 'sigmoid' (got 'sigmiod')"),
+    ("method: dpo\n\nloss: sigmiod\n", ":3: loss: 'sigmiod' is not one of sigmoid"),
     ("method: kto\ndesirable_wieght: 2.0\n", ":2: desirable_wieght: unknown, did you mean desirable_weight?"),
     ("method: dpo\nbeta: 0,1\n", ":2: beta: Input should be a valid number"),
     ("method: dpo\nbeta: -0.1\n", ":2: beta: Input should be greater than 0 (got -0.1)"),

@@ -85,15 +85,15 @@ def test_tree_layout(forest: list[PromptTree]) -> None:
 
 @given(trees())
 def test_segments_add_up(forest: list[PromptTree]) -> None:
-    """DESIGN 4: one segment per prompt and per completion with an input; sums are T and K."""
+    """DESIGN 4: one segment per prompt and per completion with an input of its own; sums are T and K."""
     segments = collate(forest, "tree").segments
     assert segments is not None
     wanted_queries, wanted_keys = [], []
     for t in forest:
         wanted_queries.append(len(t.prompt_ids))
         wanted_keys.append(len(t.prompt_ids))
-        for c in t.completions:
-            if len(c.ids) > 1:
+        for number, c in enumerate(t.completions):
+            if len(c.ids) > 1 and t.carriers[number] == number:
                 wanted_queries.append(len(c.ids) - 1)
                 wanted_keys.append(len(t.prompt_ids) + len(c.ids) - 1)
     assert list(segments.query_lengths) == wanted_queries
@@ -113,7 +113,7 @@ def test_leaves_continue_the_prompts_of_another_batch(roots: list[PromptTree], d
               for number, root in enumerate(roots)]
     whole, batch = collate(roots, "tree"), collate_leaves(leaves, roots)
     check_labels(batch, leaves)
-    assert batch.tokens == sum(len(c.ids) - 1 for leaf in leaves for c in leaf.completions)
+    assert batch.tokens == sum(leaf.tokens - len(leaf.prompt_ids) for leaf in leaves)
     assert batch.segments is not None
     ids = torch.cat((whole.input_ids[0], batch.input_ids[0]))
     positions = torch.cat((whole.position_ids[0], batch.position_ids[0]))

@@ -149,12 +149,16 @@ class _Layout:
         """All completions of a tree whose prompt stands at `root`, from token `at` on; where the next one goes."""
         depth = len(tree.prompt_ids)
         prompt_keys = root + np.arange(depth)
+        starts: dict[int, int] = {}
         for number, completion in enumerate(tree.completions):
-            labels.add(tree, number, root + depth - 1, at)
-            length = len(completion.ids) - 1  # the last token predicts nothing
-            if length:
-                self.add(completion.ids[:-1], depth, np.concatenate((prompt_keys, at + np.arange(length))))
-                at += length
+            if tree.carriers[number] == number:
+                starts[number] = at
+                length = len(completion.ids) - 1  # the last token predicts nothing
+                if length:
+                    self.add(completion.ids[:-1], depth, np.concatenate((prompt_keys, at + np.arange(length))))
+                    at += length
+        for number, carrier in enumerate(tree.carriers):
+            labels.add(tree, number, root + depth - 1, starts[carrier])
         return at
 
     def batch(self, labels: _Labels, tokens: int) -> Batch:

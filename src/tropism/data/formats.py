@@ -2,6 +2,7 @@
 
     unpaired   prompt, completion, label          messages, label (the last message is the completion)
     paired     prompt, chosen, rejected           chosen, rejected (two conversations that share their start)
+    single     prompt, completion                 messages; a row with a label must be a desirable one
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,12 @@ from typing import Any, Literal
 from tropism.data.rows import Dropped, Message, RawRow, Reason, Row
 from tropism.errors import DataError
 
-View = Literal["unpaired", "paired"]
+View = Literal["unpaired", "paired", "single"]
 
 FIELDS: dict[View, tuple[tuple[str, ...], ...]] = {
     "unpaired": (("prompt", "completion", "label"), ("messages", "label")),
     "paired": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "single": (("prompt", "completion"), ("messages",)),
 }
 
 
@@ -36,6 +38,8 @@ def check_columns(rows: Sequence[RawRow], view: View, source: str) -> None:
         hint = " These are pairs: use `tropism dpo`."
     elif view == "paired" and {"completion", "label"} <= found.keys():
         hint = " These are single labelled completions: use `tropism kto`."
+    elif view == "single" and {"chosen", "rejected"} <= found.keys():
+        hint = " These are pairs: use `tropism dpo`, or keep `chosen` as `completion` to imitate it."
     raise DataError(f"{source}: no row has the fields {needed}; found: {', '.join(found) or 'none'}.{hint}")
 
 
@@ -52,7 +56,9 @@ def understand(raw: RawRow, view: View) -> Row | Dropped:
         raise DataError(f"{raw.place}: 'tools' must be a list of schemas, not {type(tools).__name__}")
     # Before anything can drop the row: a label that is no label means that the file is not what it seems.
     desirable = _label(record["label"], raw.place) if view == "unpaired" and "label" in record else None
-    parts = _unpaired(raw) if view == "unpaired" else _paired(raw)
+    if view == "single" and record.get("label") in (False, 0):
+        return Dropped(raw.place, Reason.UNDESIRABLE, "its label is false, and this method imitates what it is given")
+    parts = _paired(raw) if view == "paired" else _single(raw, labelled=view == "unpaired")
     if isinstance(parts, Dropped):
         return parts
     prompt, completions = parts
@@ -77,9 +83,9 @@ Part = str | tuple[Message, ...]
 Parts = tuple[Part, dict[str, Part]]
 
 
-def _unpaired(raw: RawRow) -> Parts | Dropped:
+def _single(raw: RawRow, *, labelled: bool) -> Parts | Dropped:
     record = raw.record
-    if "label" not in record:
+    if labelled and "label" not in record:
         return Dropped(raw.place, Reason.MISSING_FIELD, "no 'label'")
     if "prompt" not in record and "completion" not in record and "messages" in record:
         conversation = _part(record["messages"], "messages", raw.place)

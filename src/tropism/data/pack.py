@@ -60,13 +60,16 @@ def plant(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[Planted]:
 def mismatch(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int) -> list[Mismatched]:
     """The mismatched trees of a step, in the order of `plant`.
 
-    A mismatched completion is cut on the right to what the prompt leaves of `max_length`.
+    The partner is the row's own where every row came with one, else another row's completion. It is cut on the right
+    to what the prompt leaves of `max_length`.
     """
-    partner_of = partners([rows[index].prompt_key for index in indices])
+    given = all(rows[index].partner is not None for index in indices)
+    partner_of = [] if given else partners([rows[index].prompt_key for index in indices])
     groups: dict[bytes, tuple[EncodedRow, dict[bytes, Completion], dict[bytes, int]]] = {}
     for position, index in enumerate(indices):
         row = rows[index]
-        partner = rows[indices[partner_of[position]]].completions[0]
+        partner = row.partner if given else rows[indices[partner_of[position]]].completions[0]
+        assert partner is not None
         completion = partner.cut(max_length - len(row.prompt_ids))
         if completion is None:  # nothing supervised fits (a conversation's first answer starts too late)
             completion = Completion.supervised(partner.ids[: max_length - len(row.prompt_ids)])

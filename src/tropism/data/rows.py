@@ -1,6 +1,6 @@
 """One line of data: as it was read, as it was understood, and as token ids."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -19,6 +19,7 @@ class Reason(StrEnum):
     IDENTICAL_PAIR = "identical_pair"
     NO_COMPLETION = "no_completion"
     NO_SUPERVISED_TOKEN = "no_supervised_token"
+    UNDESIRABLE = "undesirable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Row:
         place: FILE:LINE.
         prompt: plain text, or messages.
         completions: one (unpaired) or two (chosen, rejected), each plain text or messages; of the prompt's kind.
-        desirable: the label of an unpaired row; None for pairs.
+        desirable: the label of an unpaired row; None without one.
         tools: tool schemas exactly as the user gave them.
     """
 
@@ -66,10 +67,13 @@ class EncodedRow:
     Args:
         id, place: as in `Row`.
         prompt_ids: `[p]` what generation would be given.
-        completions: as in `Row`; one or (chosen, rejected), all continuing the same prompt ids.
+        completions: as in `Row`; one or (chosen, rejected), all continuing the same prompt ids. A pair may carry
+            two more: see `with_shared_lengths`.
         desirable: label of an unpaired row.
         split_key: decides the side of a train/evaluation split; rows of one conversation share it.
         notes: what happened to the row on the way (`prompt_cut`, `completion_cut`, `text_changed`, ...).
+        partner: a mismatched completion that came with the row, to be taken for KTO's reference point in place of
+            another row's completion.
     """
 
     id: str
@@ -79,6 +83,7 @@ class EncodedRow:
     desirable: bool | None
     split_key: bytes
     notes: frozenset[str] = field(default_factory=frozenset)
+    partner: Completion | None = None
 
     @property
     def prompt_key(self) -> bytes:
@@ -88,4 +93,9 @@ class EncodedRow:
     @property
     def flat_tokens(self) -> int:
         """Prompt + completion tokens as if each completion were computed on its own."""
-        return sum(len(self.prompt_ids) + len(completion.ids) for completion in self.completions)
+        return sum(len(self.prompt_ids) + len(completion.ids) for completion in self.completions[:2])
+
+    def with_shared_lengths(self) -> "EncodedRow":
+        """A pair followed by the beginnings of both sides, of as many supervised tokens as the shorter side has."""
+        shared = min(completion.length for completion in self.completions)
+        return replace(self, completions=(*self.completions, *(side.first(shared) for side in self.completions)))

@@ -3,10 +3,54 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 from tropism.errors import UsageError
+
+
+class Steps(Protocol):
+    """Which rows each step takes."""
+
+    @property
+    def total_steps(self) -> int:
+        """Planned optimiser steps."""
+        ...
+
+    def step(self, number: int) -> list[int]:
+        """Rows of step `number` (from 1), in step order."""
+        ...
+
+    def epochs_after(self, number: int) -> float:
+        """Epochs gone through after step `number`, as a fraction of rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class GivenSchedule:
+    """Steps that someone else has put together: the batches of a dataloader, in its order.
+
+    Args:
+        steps: rows of each step.
+        rows_per_epoch: rows of one pass over the dataloader.
+    """
+
+    steps: tuple[tuple[int, ...], ...]
+    rows_per_epoch: int
+
+    @property
+    def total_steps(self) -> int:
+        """As `Steps` says."""
+        return len(self.steps)
+
+    def step(self, number: int) -> list[int]:
+        """As `Steps` says."""
+        return list(self.steps[number - 1])
+
+    def epochs_after(self, number: int) -> float:
+        """As `Steps` says."""
+        return sum(map(len, self.steps[:number])) / self.rows_per_epoch
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,13 @@ class Completion:
             return None
         return Completion(self.ids[:limit], self.loss_mask[:limit])
 
+    def first(self, supervised: int) -> "Completion":
+        """The beginning that holds the first `supervised` supervised tokens; itself if it has no more."""
+        if supervised >= self.length:
+            return self
+        end = int(np.flatnonzero(self.loss_mask)[supervised - 1]) + 1
+        return Completion(self.ids[:end], self.loss_mask[:end])
+
 
 @dataclass(frozen=True, eq=False)
 class PromptTree:
@@ -89,10 +96,29 @@ class PromptTree:
         if len({completion.key for completion in self.completions}) != len(self.completions):
             raise ValueError("the completions of a tree must be distinct")
 
-    @property
+    @cached_property
+    def carriers(self) -> tuple[int, ...]:
+        """For each completion, the one in whose input its own stands: itself, unless it is the beginning of another.
+
+        What follows changes nothing before it, so the beginning of a completion need not be computed again.
+        """
+        inputs = [completion.ids[:-1] for completion in self.completions]
+        carriers = list(range(len(inputs)))
+        whole: list[int] = []
+        for i in sorted(carriers, key=lambda i: (-len(inputs[i]), i)):
+            for other in whole:
+                if np.array_equal(inputs[other][: len(inputs[i])], inputs[i]):
+                    carriers[i] = other
+                    break
+            else:
+                whole.append(i)
+        return tuple(carriers)
+
+    @cached_property
     def tokens(self) -> int:
         """Tokens that the tree layout computes. The last token of a completion predicts nothing."""
-        return len(self.prompt_ids) + sum(len(completion.ids) - 1 for completion in self.completions)
+        return len(self.prompt_ids) + sum(len(completion.ids) - 1 for i, completion in enumerate(self.completions)
+                                          if self.carriers[i] == i)
 
     @property
     def score_keys(self) -> list[bytes]:

@@ -14,13 +14,18 @@ class Scored:
 
     Args:
         logps: `[C]` summed log-prob of the supervised tokens under the policy, in nats.
-        reference_logps: `[C]` the same under the reference.
+        reference_logps: `[C]` the same under the reference; zeros for a method without one.
         lengths: `[C]` number of supervised tokens, terminator included.
+        divergence: `[C]` summed divergence from the teacher over the supervised tokens, in nats; None without one.
+        confidence: `[C]` mean over the supervised tokens of log p(token) minus log sum p^2 under the policy, no
+            gradient; only there for WPO.
     """
 
     logps: PerCompletion
     reference_logps: PerCompletion
     lengths: Lengths
+    divergence: PerCompletion | None = None
+    confidence: PerCompletion | None = None
 
     @property
     def logratios(self) -> PerCompletion:
@@ -29,4 +34,6 @@ class Scored:
 
     def take(self, index: Int[Tensor, " U"]) -> "Scored":
         """The completions at `index`, in that order; an index may repeat."""
-        return Scored(self.logps[index], self.reference_logps[index], self.lengths[index])
+        return Scored(self.logps[index], self.reference_logps[index], self.lengths[index],
+                      None if self.divergence is None else self.divergence[index],
+                      None if self.confidence is None else self.confidence[index])

@@ -47,7 +47,7 @@ class Head:
 
     def logits(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """`[chunk, V]` logits in at least float32, and the derivative of the soft-cap where there is one."""
-        logits = _product(hidden, weight.t())
+        logits = product(hidden, weight.t())
         if self.bias is not None:
             logits += self.bias.to(logits.dtype)
         if self.scale != 1.0:
@@ -57,8 +57,30 @@ class Head:
         bent = torch.tanh_(logits.div_(self.softcap))
         return bent * self.softcap, 1 - bent * bent
 
+    def to_raw(self, change: Tensor, bend: Tensor | None) -> Tensor:
+        """A derivative by the logits as one by `hidden @ weight.T + bias`. Overwrites `change`."""
+        if bend is not None:
+            change *= bend
+        if self.scale != 1.0:
+            change *= self.scale
+        return change
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+    @torch.no_grad()
+    def log_collisions(self, hidden: Hidden, chunk: int | None = None) -> PerToken:
+        """`[S]` log sum over the vocabulary of p^2, in float32 or more: how peaked each prediction is."""
+        compute = self.compute or self.weight.dtype
+        weight = self.weight.to(compute)
+        chunk = chunk or max(1, _CHUNK_ELEMENTS // len(weight))
+        out = hidden.new_empty(len(hidden), dtype=torch.promote_types(compute, torch.float32))
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits, _ = self.logits(hidden[rows].to(compute), weight)
+            log_z = torch.logsumexp(logits, dim=-1)
+            out[rows] = torch.logsumexp(logits.mul_(2), dim=-1) - 2 * log_z
+        return out
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
     """A matrix product with a result of at least float32, accumulated in float32 where the device can."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
@@ -83,8 +105,8 @@ class _LinearLogProb(torch.autograd.Function):
             log_z = torch.logsumexp(logits, dim=-1)
             out[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_z
             if slope is not None:
-                change = _score(logits, log_z, targets[rows], head, bend)
-                slope[rows] = _product(change.to(compute), weight_c)
+                change = head.to_raw(score(logits, log_z, targets[rows]), bend)
+                slope[rows] = product(change.to(compute), weight_c)
         ctx.head, ctx.chunk = head, chunk
         ctx.save_for_backward(hidden, weight, bias, targets, slope)
         return out
@@ -105,36 +127,31 @@ class _LinearLogProb(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk)
             inputs = hidden[rows].to(compute)
             logits, bend = head.logits(inputs, weight_c)
-            change = _score(logits, torch.logsumexp(logits, dim=-1), targets[rows], head, bend)
+            change = head.to_raw(score(logits, torch.logsumexp(logits, dim=-1), targets[rows]), bend)
             change *= upstream[rows, None]
             narrow = change.to(compute)
             if grad_hidden is not None:
-                grad_hidden[rows] = _product(narrow, weight_c).to(hidden.dtype)
+                grad_hidden[rows] = product(narrow, weight_c).to(hidden.dtype)
             if grad_weight is not None:
-                _accumulate(grad_weight, narrow.t(), inputs)
+                accumulate(grad_weight, narrow.t(), inputs)
             if grad_bias is not None:
                 grad_bias += change.sum(0)
         return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
                 None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None)
 
 
-def _score(logits: Tensor, log_z: Tensor, targets: Tensor, head: Head, bend: Tensor | None) -> Tensor:
-    """`[chunk, V]` derivative of the log-prob by the raw logits. Overwrites `logits`."""
+def score(logits: Tensor, log_z: Tensor, targets: Tensor) -> Tensor:
+    """`[chunk, V]` derivative of the log-prob by the logits. Overwrites `logits`."""
     change = logits.sub_(log_z[:, None]).exp_().neg_()
-    change.scatter_add_(1, targets[:, None], torch.ones_like(log_z)[:, None])
-    if bend is not None:
-        change *= bend
-    if head.scale != 1.0:
-        change *= head.scale
-    return change
+    return change.scatter_add_(1, targets[:, None], torch.ones_like(log_z)[:, None])
 
 
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, never rounded to less than float32 on the way where the device can."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
-        total += _product(left, right)
+        total += product(left, right)
 
 
 def head_of(model: Any, compute: torch.dtype | None = None) -> Head:

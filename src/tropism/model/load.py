@@ -95,7 +95,7 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
         ModelError: where loading fails, or leaves a weight out.
     """
     _need_gguf(source)
-    dtype = torch.float64 if precision == "fp64" else torch.float32
+    dtype = weights_dtype(precision)
     extra = dict(source.kwargs)
     if source.gguf_file:
         from transformers import GgufConfig
@@ -115,6 +115,11 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     return model.to(device=device, dtype=dtype).eval()
+
+
+def weights_dtype(precision: Precision) -> torch.dtype:
+    """Dtype of the weights: float32 also where the computation is in bfloat16."""
+    return torch.float64 if precision == "fp64" else torch.float32
 
 
 def _need_gguf(source: Source) -> None:

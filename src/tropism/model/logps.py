@@ -11,10 +11,26 @@ from torch import Tensor
 from tropism.data.collate import Batch, Layout
 from tropism.errors import ModelError
 from tropism.model.attention import NAME, TreePass, plain_implementation
+from tropism.model.divergence import Comparison, Targets
 from tropism.model.head import head_of
 from tropism.shapes import PerCompletion, PerToken
 
 Precision = Literal["fp32", "bf16", "fp64"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a pass says about each completion.
+
+    Args:
+        logps: `[C]` summed log-prob, in nats.
+        divergence: `[C]` summed divergence from the teacher; None without one.
+        confidence: `[C]` mean of log p(token) - log sum p^2, no gradient; None unless asked for.
+    """
+
+    logps: PerCompletion
+    divergence: PerCompletion | None = None
+    confidence: PerCompletion | None = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,13 @@ class LanguageModel:
     device: torch.device
 
     def __post_init__(self) -> None:
+        self._attend()
+
+    def _attend(self) -> None:
+        """Put the layout's attention in place; someone may have used the module otherwise in the meantime."""
         wanted = NAME if self.layout == "tree" else plain_implementation(self.module)
+        if self.module.config._attn_implementation == wanted:
+            return
         self.module.set_attn_implementation(wanted)
         if self.module.config._attn_implementation != wanted:  # some families only log that they cannot
             raise ModelError(f"{type(self.module).__name__} does not let its attention be replaced")
@@ -55,6 +77,7 @@ class LanguageModel:
 
     def hidden(self, batch: Batch, tree: TreePass | None) -> Tensor:
         """`[S, D]` the hidden state that predicts each supervised token."""
+        self._attend()
         kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
         with self._autocast():
             states = self.module.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
@@ -75,10 +98,35 @@ class LanguageModel:
 
     def logps(self, batch: Batch, tree: TreePass | None = None) -> PerCompletion:
         """`[C]` summed log-prob of each completion, in nats. The sum is taken in float64."""
-        per_token = self.per_token_logps(batch, tree).double()
-        total = torch.zeros(len(batch.lengths), dtype=torch.float64, device=per_token.device)
-        return total.index_add(0, batch.completion_index, per_token)
+        return _sum(self.per_token_logps(batch, tree), batch)
+
+    def outcome(self, batch: Batch, tree: TreePass | None = None, *, comparison: Comparison | None = None,
+                targets: Targets | None = None, confidence: bool = False) -> Outcome:
+        """What losses need of a batch, from one pass.
+
+        Args:
+            comparison, targets: compare with a teacher; both or none.
+            confidence: find how sure the policy is of each completion, for WPO.
+        """
+        hidden = self.hidden(batch, tree or self.tree_pass(batch))
+        head = head_of(self.module, self.compute)
+        divergence = None
+        if comparison is not None and targets is not None:
+            per_token, away = comparison.per_token(hidden, head, batch.target_ids, targets)
+            divergence = _sum(away, batch)
+        else:
+            per_token = head.per_token_logps(hidden, batch.target_ids)
+        sure = None
+        if confidence:
+            sure = _sum(per_token.detach() - head.log_collisions(hidden), batch) / batch.lengths
+        return Outcome(_sum(per_token, batch), divergence, sure)
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the weights on the host."""
         return {name: weight.detach().to("cpu", copy=True) for name, weight in self.module.named_parameters()}
+
+
+def _sum(per_token: PerToken, batch: Batch) -> PerCompletion:
+    """`[C]` sums over the supervised tokens of each completion, in float64."""
+    total = torch.zeros(len(batch.lengths), dtype=torch.float64, device=per_token.device)
+    return total.index_add(0, batch.completion_index, per_token.double())

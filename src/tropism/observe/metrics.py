@@ -18,7 +18,11 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in (
-    Metric("loss", "nats", "unit", "mean loss of a unit: a completion (KTO) or a pair (DPO)"),
+    Metric("loss", "nats", "unit", "what is minimised: mean loss of a completion (KTO), a pair (DPO) or a token (SFT)"),
+    Metric("loss/*", "nats", "unit or token", "each loss by its name, before its weight, where there are several"),
+    Metric("kd/ce", "nats", "token", "cross-entropy of the completions under the student"),
+    Metric("kd/divergence", "nats", "token", "divergence of the student from the teacher"),
+    Metric("perplexity", "", "token", "exp of the cross-entropy per supervised token (SFT, KD)"),
     Metric("rewards/chosen", "nats", "completion", "mean beta x log-ratio of chosen or desirable completions"),
     Metric("rewards/rejected", "nats", "completion", "the same of rejected or undesirable ones"),
     Metric("rewards/margins", "nats", "pair or class", "chosen minus rejected reward; KTO: of the class means"),

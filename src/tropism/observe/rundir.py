@@ -3,6 +3,8 @@
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,21 @@ class RunDirectory:
     def model(self) -> Path:
         """Where the result goes."""
         return self.path / "model"
+
+    @contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        """A directory for what is kept after a step; it counts only with its COMPLETE file, written last.
+
+        Raises:
+            OutputError: if the disk refuses.
+        """
+        path = self.path / "checkpoints" / f"step-{step:08d}"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            yield path
+            (path / "COMPLETE").touch()
+        except OSError as error:
+            raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
 
     def write_config(self, options: dict[str, Any]) -> None:
         """`config.yaml`: every option with its value."""

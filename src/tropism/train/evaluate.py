@@ -1,7 +1,6 @@
 """Evaluation: a few scalars per row, pooled over the whole set; the same figures whatever the layout or ranks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,21 +10,16 @@ from torch import Tensor
 from tropism.data.collate import collate
 from tropism.data.pack import cost, mismatch, scoring_packs, share
 from tropism.data.rows import EncodedRow
-from tropism.data.tree import score_key
+from tropism.data.tree import PromptTree, score_key
 from tropism.losses.scored import Scored
-from tropism.methods import Units
+from tropism.methods import Units, Wide
 from tropism.train.statistics import Array, accuracy, auc, resamples, with_interval
 from tropism.train.step import Engine, ReferencePoint, pool, reference_moments
-from tropism.train.work import all_trees
+from tropism.train.wide import side_values, sorted_partners
+from tropism.train.work import all_trees, has_partners
 
-
-@dataclass(frozen=True)
-class Scores:
-    """Per row of the evaluation set, in file order; `[n, m]` with m completions per row."""
-
-    logps: Tensor
-    reference_logps: Tensor
-    lengths: Tensor
+Values = tuple[float, float, float, float]
+"""Policy log-prob, reference log-prob, divergence and confidence of a completion; 0 where there is none."""
 
 
 class Evaluator:
@@ -46,65 +40,75 @@ class Evaluator:
     def __call__(self, engine: Engine, report: Callable[[int, int], None] = lambda done, total: None,
                  ) -> dict[str, float]:
         """The evaluation record of the policy as it is; every rank gets the same."""
-        found = self._score(engine, report)
+        found = self.score(engine, report)
         return engine.world.broadcast(self._record(engine, found) if engine.world.is_main else {})
 
     @torch.no_grad()
-    def _score(self, engine: Engine, report: Callable[[int, int], None]) -> dict[bytes, tuple[float, float]]:
-        """Policy and reference log-prob of every (prompt, completion), mismatched ones included, by all ranks."""
+    def score(self, engine: Engine, report: Callable[[int, int], None]) -> dict[bytes, Values]:
+        """What is known of every (prompt, completion), mismatched ones included, by all ranks."""
         model = engine.model
         trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length)
         packs = scoring_packs(trees, self.budget, model.layout)
         own = share([sum(map(cost, pack)) for pack in packs], engine.world.size)[engine.world.rank]
-        found: dict[bytes, tuple[float, float]] = {}
+        found: dict[bytes, Values] = {}
         for done, index in enumerate(own, start=1):
-            batch = collate(packs[index], model.layout).to(model.device)
-            values = zip(model.logps(batch).tolist(), engine.reference.score(packs[index], batch).tolist(), strict=True)
-            found |= zip((key for tree in packs[index] for key in tree.score_keys), values, strict=True)
+            keys = [key for tree in packs[index] for key in tree.score_keys]
+            found |= dict(zip(keys, _values(engine, packs[index]), strict=True))
             report(done, len(own))
         return {key: value for part in engine.world.gather(found) for key, value in part.items()}
 
-    def _record(self, engine: Engine, found: dict[bytes, tuple[float, float]]) -> dict[str, float]:
+    def _record(self, engine: Engine, found: dict[bytes, Values]) -> dict[str, float]:
         values = [[found[score_key(row.prompt_ids, completion)] for completion in row.completions] for row in self.rows]
-        both = torch.tensor(values, dtype=torch.float64)
-        lengths = torch.tensor([[completion.length for completion in row.completions] for row in self.rows])
-        scores = Scores(both[..., 0], both[..., 1], lengths)
+        flat = torch.tensor(values, dtype=torch.float64).flatten(0, 1)
+        lengths = torch.tensor([completion.length for row in self.rows for completion in row.completions])
+        scored = Scored(flat[:, 0], flat[:, 1], lengths, flat[:, 2], flat[:, 3])
         point = None
-        if engine.method.row.needs_reference_point and len({row.prompt_key for row in self.rows}) > 1:
+        if engine.method.needs_reference_point and has_partners(self.rows, range(len(self.rows))):
             entries = mismatch(self.rows, range(len(self.rows)), self.max_length)
             pairs = torch.tensor([found[key] for entry in entries for key in entry.tree.score_keys],
                                  dtype=torch.float64)
             counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
             point = pool(reference_moments(pairs[:, 0] - pairs[:, 1], counts))
-        return self.summarise(engine, scores, point)
+        return self.summarise(engine, scored, point)
 
-    def summarise(self, engine: Engine, scores: Scores, point: ReferencePoint | None) -> dict[str, float]:
-        """Figures of the set from its per-row scores."""
-        record: dict[str, float] = {}
-        flat = Scored(scores.logps.flatten(), scores.reference_logps.flatten(), scores.lengths.flatten())
-        members = torch.arange(len(flat.logps)).reshape(scores.logps.shape)
+    def summarise(self, engine: Engine, scored: Scored, point: ReferencePoint | None) -> dict[str, float]:
+        """Figures of the set.
+
+        Args:
+            scored: completions of all rows, row after row.
+            point: the reference point over the whole set, where there is one.
+        """
+        method = engine.method
+        members = torch.arange(len(scored.logps)).reshape(len(self.rows), -1)
         labels = [row.desirable for row in self.rows]
         units = Units(members, None if None in labels else torch.tensor(labels))
-        if point is not None or not engine.method.row.needs_reference_point:
-            losses = engine.method.losses(flat, units, point.value if point else None)
-            record["loss"] = float(losses.mean())
-        else:
-            losses = torch.zeros(len(members))
-        noise = engine.noise(flat)
-        sums = engine.method.metrics(flat, units, losses, noise)
-        record |= {key: float(total) / int(count) for key, (total, count) in sums.items()
-                   if key != "loss" and int(count)}
-        add_margins(record)
+        noise = engine.noise(scored)
+        losses = [torch.zeros(len(members), dtype=torch.float64)] * len(method.terms)
+        known = point is not None or not method.needs_reference_point
+        if known:
+            wide = Wide(point.value if point else None, engine.shift.value.cpu())
+            if method.needs_sorting:
+                wide = Wide(wide.reference_point, wide.shift, *sorted_partners(side_values(method, scored, units)))
+            losses = method.losses(scored, units, wide)
+        sums = method.metrics(scored, units, losses, method.counts(self.rows), noise)
+        terms = {term.key for term in method.terms}
+        record = method.combine({key: float(total) / int(count) for key, (total, count) in sums.items()
+                                 if int(count) and (known or key not in terms)})
         if point is not None:
             record |= point_record(point)
-        record |= self._ranking(engine.method.rewards(flat, noise).reshape(scores.logps.shape).numpy())
+        if method.view != "single":
+            record |= self._ranking(method.clear_rewards(scored, units, noise).numpy())
+            record |= self._baselines(scored, members[:, :2] if method.view == "paired" else members)
+        return record
+
+    def _baselines(self, scored: Scored, members: Tensor) -> dict[str, float]:
+        """How well the initial policy's own log-prob, and length, rank the completions; found once."""
         if not self.baselines:  # the first evaluation is that of the initial policy
-            per_token = scores.logps / scores.lengths
-            for name, score in (("logps", scores.logps), ("logps_per_token", per_token),
-                                ("length", scores.lengths.double())):
-                ranking = self._ranking(score.numpy(), with_ends=False)
-                self.baselines |= {f"baselines/{name}": value for value in ranking.values()}
-        return record | self.baselines
+            for name, value in (("logps", scored.logps), ("logps_per_token", scored.logps / scored.lengths),
+                                ("length", scored.lengths.double())):
+                ranking = self._ranking(value[members].numpy(), with_ends=False)
+                self.baselines |= {f"baselines/{name}": share for share in ranking.values()}
+        return self.baselines
 
     def _ranking(self, scores: Array, with_ends: bool = True) -> dict[str, float]:
         """AUC of single completions, or accuracy of pairs, with its interval."""
@@ -117,10 +121,13 @@ class Evaluator:
         return with_interval(key, statistic()[0], np.concatenate([np.zeros(0), *map(statistic, drawn)]))
 
 
-def add_margins(record: dict[str, float]) -> None:
-    """The margin of unpaired data: difference of the class means, where both classes are there."""
-    if "rewards/margins" not in record and {"rewards/chosen", "rewards/rejected"} <= record.keys():
-        record["rewards/margins"] = record["rewards/chosen"] - record["rewards/rejected"]
+def _values(engine: Engine, pack: Sequence[PromptTree]) -> list[Values]:
+    """What is known of each completion of a pack."""
+    scored = engine.score(pack, collate(pack, engine.model.layout).to(engine.model.device))
+    zeros = torch.zeros_like(scored.logps)
+    columns = [zeros if column is None else column for column in (
+        scored.logps, scored.reference_logps, scored.divergence, scored.confidence)]
+    return [(a, b, c, d) for a, b, c, d in torch.stack(columns, dim=1).tolist()]
 
 
 def point_record(point: ReferencePoint) -> dict[str, float]:

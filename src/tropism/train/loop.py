@@ -12,9 +12,8 @@ import torch
 from tropism.errors import NonFiniteError
 from tropism.losses.scored import Scored
 from tropism.observe.metrics import means
-from tropism.train.evaluate import add_margins, point_record
+from tropism.train.evaluate import point_record
 from tropism.train.memory import peak_gib
-from tropism.train.optim import learning_rates
 from tropism.train.step import Engine, StepOutcome, train_step
 from tropism.train.work import Planner, StepWork
 
@@ -37,17 +36,15 @@ class Plan:
     """When to do what.
 
     Args:
-        learning_rate, schedule, warmup_ratio: of the optimiser.
         log_every: steps per train record.
         eval_every: steps between evaluations; 0 for start and end only.
+        save_every: steps between saved models; 0 saves none on the way.
         workers: threads that prepare steps ahead.
     """
 
-    learning_rate: float
-    schedule: str
-    warmup_ratio: float
     log_every: int
     eval_every: int
+    save_every: int = 0
     workers: int = 0
 
 
@@ -61,24 +58,24 @@ class _Window:
 
 
 def train(engine: Engine, planner: Planner, evaluate: Callable[[Engine], dict[str, float]] | None,
-          plan: Plan) -> Iterator[Record]:
+          plan: Plan, save: Callable[[int], None] = lambda step: None) -> Iterator[Record]:
     """Run the whole schedule.
 
     Args:
         evaluate: gives the metrics of the policy as it is (an `Evaluator`); None if nothing is held out.
+        save: keeps the policy as it is after a step.
 
     Raises:
         NonFiniteError: at the first record after a step whose loss or gradient was not finite; that step changed
             nothing. The rows are named.
     """
     schedule = planner.schedule
-    rate = learning_rates(plan.schedule, plan.learning_rate, schedule.total_steps, plan.warmup_ratio)
     totals = {"examples": 0, "tokens": 0, "tokens/computed": 0}
     if evaluate is not None:
         yield Record(0, "eval", evaluate(engine))
     window = _Window()
     for work in _prepared(planner, plan.workers):
-        window.outcomes.append(train_step(engine, work, rate(work.step)))
+        window.outcomes.append(train_step(engine, work))
         window.tokens += work.flat_tokens
         totals["examples"] += work.units
         totals["tokens"] += work.flat_tokens
@@ -86,13 +83,18 @@ def train(engine: Engine, planner: Planner, evaluate: Callable[[Engine], dict[st
         last = work.step == schedule.total_steps
         if last or work.step % plan.log_every == 0:
             metrics = _read(engine, window, planner.rows)
-            metrics |= {"learning_rate": rate(work.step), "epoch": schedule.epochs_after(work.step), **totals}
+            metrics |= {"learning_rate": window.outcomes[-1].learning_rate,
+                        "epoch": schedule.epochs_after(work.step), **totals}
             yield Record(work.step, "train", metrics)
             window = _Window()
         if evaluate is not None and (last or (plan.eval_every and work.step % plan.eval_every == 0)):
             paused = time.monotonic()
             yield Record(work.step, "eval", evaluate(engine))
             window.began += time.monotonic() - paused  # an evaluation is no part of a step's time
+        if plan.save_every and work.step % plan.save_every == 0 and not last:
+            paused = time.monotonic()
+            save(work.step)
+            window.began += time.monotonic() - paused
 
 
 def _prepared(planner: Planner, workers: int) -> Iterator[StepWork]:
@@ -118,8 +120,7 @@ def _read(engine: Engine, window: _Window, rows: Any) -> dict[str, float]:
     finite = torch.stack([outcome.finite for outcome in window.outcomes])
     if not bool(finite.all()):
         raise _non_finite(engine, window, rows)
-    metrics = means(keys, totals.cpu())
-    add_margins(metrics)
+    metrics = engine.method.combine(means(keys, totals.cpu()))
     outcome = window.outcomes[-1]
     if outcome.point is not None:
         metrics |= point_record(outcome.point)
@@ -152,12 +153,13 @@ def check_first_step(engine: Engine, planner: Planner) -> tuple[bool, str]:
     Returns:
         Whether they agree within rounding, and the sentence that says what was found.
     """
-    model, beta = engine.model, engine.method.beta
+    model, beta, reference = engine.model, engine.method.beta, engine.reference
+    assert reference is not None
     found = (False, 0.0, 0)
     with torch.no_grad():
         for pack in planner.work(1).packs:
             batch = pack.batch.to(model.device)
-            scored = Scored(model.logps(batch), engine.reference.score(pack.trees, batch), batch.lengths)
+            scored = Scored(model.logps(batch), reference.score(pack.trees, batch), batch.lengths)
             gaps = scored.logratios.abs()
             differs = not bool((beta * gaps <= engine.noise(scored)).all())  # NaN differs too
             found = (found[0] or differs, found[1] + float(gaps.sum()), found[2] + len(gaps))
@@ -166,8 +168,7 @@ def check_first_step(engine: Engine, planner: Planner) -> tuple[bool, str]:
         mean = sum(total for _, total, _ in everywhere) / sum(count for _, _, count in everywhere)
         return False, (f"policy and reference differ before training: mean |log-ratio| {mean:.3g}. Is the reference "
                        "another model, is dropout on, or do the two passes differ in mask, dtype or layout?")
-    labels = [planner.rows[index].desirable for index in planner.schedule.step(1)]
-    desirable = None if None in labels else torch.tensor(labels)
-    known = engine.method.row.at_start(engine.method.options, desirable)
-    return True, f"policy and reference agree before training; the first loss will be {known:.6f}"
+    known = engine.method.at_start([planner.rows[index].desirable for index in planner.schedule.step(1)])
+    return True, "policy and reference agree before training" + (
+        f"; the first loss will be {known:.6f}" if known is not None else "")
 

@@ -1,7 +1,7 @@
 """Optimiser and learning rate. The rate is a function of the step number, so it needs no state."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import get_scheduler
@@ -45,6 +45,81 @@ def learning_rates(schedule: str, peak: float, steps: int, warmup_ratio: float) 
         return peak * (step / warmup if step <= warmup else float(factor(step - 1)))
 
     return rate
+
+
+class Updater(Protocol):
+    """Changes the weights once per step."""
+
+    parameters: list[torch.nn.Parameter]
+
+    def apply(self, step: int, finite: torch.Tensor) -> float:
+        """Apply the gradients of step `step` (from 1), or nothing where `finite` is False; its learning rate."""
+        ...
+
+
+class Scheduled:
+    """Our optimiser with a learning rate that is a function of the step.
+
+    Args:
+        optimizer: of `build_optimizer`.
+        rate: the learning rate of step k, from 1.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rate: Callable[[int], float]) -> None:
+        self.optimizer = optimizer
+        self.rate = rate
+        self.parameters = parameters_of(optimizer)
+
+    def apply(self, step: int, finite: torch.Tensor) -> float:
+        """As `Updater` says; the device decides, and the host does not wait for it."""
+        rate = self.rate(step)
+        step_if_finite(self.optimizer, rate, finite)
+        return rate
+
+
+class Given:
+    """An optimiser, and perhaps a scheduler, that the user brought. They keep their own learning rate.
+
+    Args:
+        optimizer: over weights of the model.
+        scheduler: has `step()`, called after each update.
+    """
+
+    def __init__(self, optimizer: Any, scheduler: Any | None) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.parameters = parameters_of(optimizer)
+
+    def apply(self, step: int, finite: torch.Tensor) -> float:
+        """As `Updater` says. Not every optimiser can leave a step out on the device, so the host asks."""
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        if bool(finite):
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return rate
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """What it changes."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def check_given(optimizer: Any, scheduler: Any, module: Any) -> None:
+    """An optimiser that the user brought must change this model's weights.
+
+    Raises:
+        UsageError: if it holds others, or there is a scheduler without an optimiser.
+    """
+    if optimizer is None:
+        if scheduler is not None:
+            raise UsageError("scheduler needs its optimizer: pass both, or neither and set schedule and learning_rate")
+        return
+    own = {id(parameter) for parameter in module.parameters()}
+    if not all(id(parameter) in own for parameter in parameters_of(optimizer)):
+        raise UsageError("optimizer holds weights that are not the model's: build it from model.parameters() of the "
+                         "module that is passed as model")
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finite: torch.Tensor) -> None:

@@ -1,11 +1,11 @@
 """Everything that can be checked before the first step, checked before the model is even loaded."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tropism.data.audit import Audit, class_weights
+from tropism.data.audit import Audit
 from tropism.data.formats import View
 from tropism.data.load import load_rows
 from tropism.data.options import DataOptions
@@ -17,8 +17,10 @@ from tropism.data.split import split_by_prompt
 from tropism.data.tree import PromptTree
 from tropism.data.truncate import Limits
 from tropism.errors import DataError, UsageError
-from tropism.methods import LossRow, Method
+from tropism.methods import Method
+from tropism.methods.build import describe
 from tropism.model.load import max_positions
+from tropism.observe.console import Voice
 from tropism.train.options import RunOptions
 
 _DEFAULT_MAX_LENGTH = 2048
@@ -66,14 +68,22 @@ def data_fingerprint(rows: Sequence[EncodedRow]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(row.prompt_key)
-        for completion in row.completions:
+        for completion in row.completions[:2]:
             digest.update(completion.key)
         digest.update(str(row.desirable).encode())
     return digest.hexdigest()
 
 
-def prepare_data(options: DataOptions, tokenizer: Any, config: Any, view: View) -> Prepared:
+Source = str | Iterable[dict[str, Any]]
+"""A file, or rows as dicts."""
+
+
+def prepare_data(options: DataOptions, tokenizer: Any, config: Any, view: View, train: Source | None = None,
+                 evaluation: Source | None = None) -> Prepared:
     """Read, render and split the data.
+
+    Args:
+        train, evaluation: in place of the files that the options name.
 
     Raises:
         UsageError: for options that cannot go together.
@@ -82,18 +92,45 @@ def prepare_data(options: DataOptions, tokenizer: Any, config: Any, view: View) 
     if options.eval_data and options.eval_fraction:
         raise UsageError("eval_data and eval_fraction exclude each other: hold out rows of --data, or bring your own")
     renderer = Renderer(tokenizer, limits(options, config))
-    audit = load_rows(options.data, renderer, view, strict=options.strict, workers=options.workers)
-    train = audit.rows
-    evaluation: list[EncodedRow] = []
-    eval_audit = None
+    def load(source: Source) -> Audit:
+        return load_rows(source, renderer, view, strict=options.strict, workers=options.workers)
+
+    audit = load(options.data if train is None else train)
+    rows, held_out, eval_audit = audit.rows, list[EncodedRow](), None
+    other = options.eval_data if evaluation is None else evaluation
     if options.eval_fraction:
-        train, evaluation = split_by_prompt(audit.rows, options.eval_fraction)
-    elif options.eval_data:
-        eval_audit = load_rows(options.eval_data, renderer, view, strict=options.strict, workers=options.workers)
-        evaluation = eval_audit.rows
+        rows, held_out = split_by_prompt(audit.rows, options.eval_fraction)
+    elif other is not None:
+        eval_audit = load(other)
+        held_out = eval_audit.rows
     if view == "unpaired":
-        check_classes(train)
-    return Prepared(train, evaluation, audit, eval_audit, renderer, renderer.limits.max_length)
+        check_classes(rows)
+    return Prepared(rows, held_out, audit, eval_audit, renderer, renderer.limits.max_length)
+
+
+def prepare_rows(options: DataOptions, tokenizer: Any, config: Any, view: View, rows: Sequence[EncodedRow],
+                 evaluation: Sequence[EncodedRow]) -> Prepared:
+    """The same for rows that came as token ids, which are neither rendered nor cut.
+
+    Raises:
+        DataError: for rows that cannot be trained on.
+    """
+    renderer = Renderer(tokenizer, limits(options, config))
+    eos = renderer.text.eos_id
+    renderer.stop_ids |= set() if eos is None else {eos}
+    longest = max_positions(config)
+    for row in (*rows, *evaluation):
+        tokens = len(row.prompt_ids) + max(len(completion.ids) for completion in row.completions)
+        if longest is not None and tokens > longest:
+            raise DataError(f"{row.place}: {tokens} tokens, and the model was made for at most {longest}; cut the rows "
+                            "where they are made")
+    audits = [Audit(source="token ids given in Python", read=len(part), rows=list(part)) for part in (rows, evaluation)]
+    if not rows:
+        raise DataError("no rows were given")
+    if view == "unpaired":
+        check_classes(rows)
+    return Prepared(list(rows), list(evaluation), audits[0], audits[1] if evaluation else None, renderer,
+                    renderer.limits.max_length)
 
 
 def limits(options: DataOptions, config: Any) -> Limits:
@@ -148,22 +185,32 @@ def probe_trees(rows: Sequence[EncodedRow], budget: int) -> list[PromptTree]:
     return [planted.tree for planted in plant(rows, list(chosen.values()))]
 
 
-def build_method(row: LossRow, options: Mapping[str, Any], rows: Sequence[EncodedRow]) -> Method:
-    """A row of the method table with the numbers of its options; `auto` weights come from the training rows."""
-    values = {name: options[name] for name in row.options}
-    if "desirable_weight" in values:
-        desirable = sum(bool(entry.desirable) for entry in rows)
-        values["desirable_weight"], values["undesirable_weight"] = class_weights(
-            desirable, len(rows) - desirable, values["desirable_weight"], values["undesirable_weight"])
-    return Method(row, values)
+def introduce(data: Prepared, method: Method, voice: Voice) -> None:
+    """Say what was read, and what is minimised."""
+    for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
+        if audit is not None:
+            voice.say(f"{name}: {audit.source}: {audit.summary()}")
+            for drop in audit.dropped[:3]:
+                voice.say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
+            for notice in audit.notices():
+                voice.warn(notice)
+    voice.say(f"method: {describe(method)}")
+    if seen := data.prompts_on_both_sides():
+        voice.warn(f"{seen} evaluation prompts are also trained on: figures on them are not held out")
+    if method.view == "unpaired":
+        voice.say(f"labels: {describe_weights(method, data.train)}")
 
 
 def describe_weights(method: Method, rows: Sequence[EncodedRow]) -> str:
     """Class counts, weights, and how their ratio stands to what the KTO paper advises."""
     desirable = sum(bool(row.desirable) for row in rows)
-    weights = method.options["desirable_weight"], method.options["undesirable_weight"]
+    counts = f"{desirable} desirable, {len(rows) - desirable} undesirable"
+    options = next((term.options for term in method.terms if "desirable_weight" in term.options), None)
+    if options is None:
+        return counts
+    weights = options["desirable_weight"], options["undesirable_weight"]
     ratio = weights[0] * desirable / (weights[1] * (len(rows) - desirable))
-    text = (f"{desirable} desirable, {len(rows) - desirable} undesirable; weights {weights[0]:g} and {weights[1]:g}: "
+    text = (f"{counts}; weights {weights[0]:g} and {weights[1]:g}: "
             f"weighted ratio {ratio:.2f} (the KTO paper advises 1 to 1.5)")
     if not 1 - 1e-9 <= ratio <= 1.5 + 1e-9:
         text += ". `--desirable-weight auto --undesirable-weight auto` balances the classes"

@@ -125,10 +125,10 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
     known = world.broadcast(store.load() if world.is_main else {})
     missing = [pack for pack in packs if any(key not in known for tree in pack for key in tree.score_keys)]
-    rounds = _rounds(missing, world.size)
+    planned = rounds(missing, world.size)
     fresh: dict[bytes, float] = {}
     written = time.monotonic()
-    for number, packs_of_ranks in enumerate(rounds, start=1):
+    for number, packs_of_ranks in enumerate(planned, start=1):
         own = _score_pack(model, packs_of_ranks[world.rank]) if packs_of_ranks[world.rank] else {}
         for scores in world.gather(own):
             fresh.update((key, value) for key, value in scores.items() if key not in known)
@@ -145,21 +145,21 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
     return StoredReference({key: known[key] for pack in packs for tree in pack for key in tree.score_keys}, store)
 
 
-def check_vocabulary(reference: Any, policy: Any) -> None:
-    """Policy and reference must give every id the same token.
+def check_vocabulary(other: Any, policy: Any, name: str = "reference") -> None:
+    """Policy and reference, or student and teacher, must give every id the same token.
 
     Raises:
         ModelError: naming the first id that differs.
     """
     ours, theirs = ({index: token for token, index in tokenizer.get_vocab().items()}
-                    for tokenizer in (policy, reference))
+                    for tokenizer in (policy, other))
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
-            raise ModelError(f"reference: id {index} is {theirs.get(index)!r} there and {ours.get(index)!r} in the "
-                             "policy; log-probs of such models cannot be compared")
+            raise ModelError(f"{name}: id {index} is {theirs.get(index)!r} there and {ours.get(index)!r} in the "
+                             "model; what two such models say of a token cannot be compared")
 
 
-def _rounds(packs: Sequence[list[PromptTree]], ranks: int) -> list[list[list[PromptTree]]]:
+def rounds(packs: Sequence[list[PromptTree]], ranks: int) -> list[list[list[PromptTree]]]:
     """Packs for each rank, round by round, with empty ones at the end."""
     shares = share([sum(cost(tree) for tree in pack) for pack in packs], ranks)
     longest = max((len(own) for own in shares), default=0)

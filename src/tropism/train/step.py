@@ -2,20 +2,24 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from tropism.data.collate import Batch
+from tropism.data.tree import PromptTree
 from tropism.dist.world import World
 from tropism.losses.scored import Scored
-from tropism.methods import Method, Units
+from tropism.methods import Method, Units, Wide
 from tropism.model.attention import TreePass
 from tropism.model.logps import LanguageModel
 from tropism.observe.metrics import Tally
-from tropism.train.optim import step_if_finite
+from tropism.train.optim import Updater
 from tropism.train.reference import Reference
-from tropism.train.work import MismatchedPack, StepWork
+from tropism.train.teacher import Teacher
+from tropism.train.wide import RunningMean, ranks_of_step, rewards_of_step
+from tropism.train.work import MismatchedPack, Pack, StepWork
 
 
 @dataclass(frozen=True)
@@ -23,18 +27,33 @@ class Engine:
     """What a step works with."""
 
     model: LanguageModel
-    reference: Reference
+    reference: Reference | None
     method: Method
-    optimizer: torch.optim.Optimizer
+    updater: Updater
     world: World
     max_grad_norm: float
+    teacher: Teacher | None = None
+    shift: RunningMean = field(default_factory=RunningMean)
+    """Running mean of the rewards, for BCO."""
     rounding: float = 0.0
     """Largest difference between our log-prob of a completion and the model's own, measured at start, in nats per
     root of its tokens; what bfloat16 explains."""
 
+    def score(self, trees: Sequence[PromptTree], batch: Batch, tree: TreePass | None = None) -> Scored:
+        """What the losses are a function of, for the completions of a batch on the model's device."""
+        comparison = targets = None
+        if self.teacher is not None:
+            comparison, targets = self.teacher.comparison, self.teacher.targets(trees, batch)
+        out = self.model.outcome(batch, tree, comparison=comparison, targets=targets, confidence=self.method.wpo)
+        reference = (torch.zeros_like(out.logps.detach()) if self.reference is None
+                     else self.reference.score(trees, batch))
+        return Scored(out.logps, reference, batch.lengths, out.divergence, out.confidence)
+
     def noise(self, scored: Scored) -> Tensor:
-        """`[C]` how large a reward can be through rounding alone."""
+        """`[C]` how large a reward can be through rounding alone; 0 for one that is no difference."""
         beta = self.method.beta
+        if not self.method.needs_reference:
+            return torch.zeros_like(scored.logps.detach())
         if self.model.precision == "bf16":
             return beta * max(2 * self.rounding, 1e-3) * scored.lengths.double().sqrt()
         return {"fp32": 1e-6, "fp64": 1e-12}[self.model.precision] * (1 + beta * scored.logps.detach().abs())
@@ -66,36 +85,67 @@ class StepOutcome:
     point: ReferencePoint | None
     losses: list[tuple[Tensor, tuple[int, ...]]] = field(default_factory=list)
     """`[U]` loss of each unit of this rank's packs, NaN where a log-prob was not finite, with its rows."""
+    learning_rate: float = 0.0
 
 
-def train_step(engine: Engine, work: StepWork, learning_rate: float) -> StepOutcome:
+def train_step(engine: Engine, work: StepWork) -> StepOutcome:
     """Sum the losses of all units over packs and ranks, divide once, clip, and update if all is finite."""
     device = engine.model.device
     tally = Tally()
     seen: list[tuple[Tensor, tuple[int, ...]]] = []
     spoilt = torch.zeros((), dtype=torch.float64, device=device)
+    method = engine.method
     point = pooled_reference_point(engine, work.mismatched) if work.mismatched else None
-    for pack in work.packs:
+    wide = look_ahead(engine, work.packs)
+    for number, pack in enumerate(work.packs):
         batch = pack.batch.to(device)
         units = to_device(pack.units, device)
         main = engine.model.tree_pass(batch, record=work.leaves is not None)
-        scored = Scored(engine.model.logps(batch, main), engine.reference.score(pack.trees, batch), batch.lengths)
+        scored = engine.score(pack.trees, batch, main)
         if work.leaves is not None:
             point = pooled_reference_point(engine, [work.leaves], main)
-        losses = engine.method.losses(scored, units, point.value if point else None)
-        (losses.sum() / work.units).backward()
+        losses = method.losses(scored, units, replace(wide[number], reference_point=point.value if point else None))
+        method.total(losses, work.counts).backward()
         if pack.rows:
-            tally.add(engine.method.metrics(scored, units, losses, engine.noise(scored)))
+            tally.add(method.metrics(scored, units, losses, pack.counts, engine.noise(scored)))
             # A saturated loss can hide an infinite log-ratio; times 0 it is NaN, and 0 otherwise.
-            values = losses.detach() + 0.0 * scored.logratios.detach()[units.members].sum(dim=1)
+            values = (torch.stack(losses).detach().sum(0)
+                      + 0.0 * scored.logratios.detach()[units.members].sum(dim=1))
             spoilt += (~torch.isfinite(values)).sum()
             seen.append((values, pack.rows))
-    parameters = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    parameters = engine.updater.parameters
     engine.world.sum_gradients(parameters)
     norm = clip(parameters, engine.max_grad_norm)
     finite = torch.isfinite(norm) & (engine.world.sum(spoilt) == 0)
-    step_if_finite(engine.optimizer, learning_rate, finite)
-    return StepOutcome(work.step, tally, norm.detach(), finite, point, seen)
+    engine.shift.settle(finite)
+    rate = engine.updater.apply(work.step, finite)
+    return StepOutcome(work.step, tally, norm.detach(), finite, point, seen, rate)
+
+
+@torch.no_grad()
+def look_ahead(engine: Engine, packs: Sequence[Pack]) -> list[Wide]:
+    """What the losses of each pack take from the whole step besides the reference point, by a forward pass of it.
+
+    BCO's running mean is moved on, and stays so once the step is known to be finite.
+    """
+    method, device = engine.method, engine.model.device
+    if not (method.needs_sorting or method.needs("shift")):
+        return [Wide()] * len(packs)
+    found = []
+    for pack in packs:
+        batch = pack.batch.to(device)
+        scored = None
+        if pack.rows:
+            assert engine.reference is not None
+            scored = Scored(engine.model.logps(batch), engine.reference.score(pack.trees, batch), batch.lengths)
+        found.append((scored, to_device(pack.units, device)))
+    shift = None
+    if method.needs("shift"):
+        shift = engine.shift.propose(engine.world.sum(rewards_of_step(method, found, device)))
+    if not method.needs_sorting:
+        return [Wide(shift=shift)] * len(packs)
+    wide = ranks_of_step(method, found, [pack.rows for pack in packs], engine.world, device)
+    return [replace(of_pack, shift=shift) for of_pack in wide]
 
 
 def clip(parameters: list[torch.nn.Parameter], max_norm: float) -> Tensor:
@@ -120,6 +170,7 @@ def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack],
     for pack in packs:
         batch = pack.batch.to(engine.model.device)
         leaf_pass = engine.model.tree_pass(batch, earlier=earlier)
+        assert engine.reference is not None
         logratios = engine.model.logps(batch, leaf_pass) - engine.reference.score(pack.trees, batch)
         moments += reference_moments(logratios, pack.counts.to(batch.lengths.device))
     return pool(engine.world.sum(moments))

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from tropism.errors import OutputError, ReferenceMismatchError
+from tropism.train.topk import TopKStore
 
 VERSION = 1
 """Part of every fingerprint: raised when the way log-probs are computed, or filed, changes."""
@@ -114,7 +115,14 @@ def _read(file: Path) -> dict[bytes, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of `tropism store list`."""
+    """One line of `tropism store list`.
+
+    Args:
+        path: where it lies.
+        meta: what is known of the model.
+        scores: completions that it scores.
+        size_bytes: of its files.
+    """
 
     path: Path
     meta: dict[str, Any]
@@ -130,9 +138,11 @@ def entries(root: Path) -> list[Entry]:
             meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             meta = {}
-        files = list(path.glob("*.npz"))
-        scores = sum(len(read) for file in files if (read := _read(file)) is not None)
-        found.append(Entry(path, meta, scores, sum(file.stat().st_size for file in files)))
+        files = [*path.glob("*.npz"), *path.glob("*.safetensors")]
+        scores = sum(len(read) for file in files if file.suffix == ".npz" and (read := _read(file)) is not None)
+        best = TopKStore(root, path.name, {})
+        best.open()
+        found.append(Entry(path, meta, scores + len(best), sum(file.stat().st_size for file in files)))
     return found
 
 
@@ -151,8 +161,8 @@ def clean(root: Path, fingerprint: str | None = None) -> int:
 
 def _models(root: Path) -> list[Path]:
     """Directories of the store that hold scores; whatever else lies there is not ours."""
-    return sorted({file.parent for pattern in ("*/meta.json", "*/*.npz") for file in root.glob(pattern)
-                   if re.fullmatch("[0-9a-f]{32}", file.parent.name)})
+    files = (file for pattern in ("*/meta.json", "*/*.npz", "*/*.safetensors") for file in root.glob(pattern))
+    return sorted({file.parent for file in files if re.fullmatch("[0-9a-f]{32}", file.parent.name)})
 
 
 def check_writable(root: Path) -> None:

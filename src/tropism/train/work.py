@@ -8,7 +8,7 @@ import torch
 from tropism.data.collate import Batch, Layout, collate, collate_leaves
 from tropism.data.pack import Mismatched, Planted, cost, fill, mismatch, plant, share, size
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import Schedule
+from tropism.data.schedule import Steps
 from tropism.data.tree import PromptTree
 from tropism.dist.world import World
 from tropism.methods import Method, Units
@@ -23,12 +23,14 @@ class Pack:
         batch: their tensors.
         units: the rows that look at them.
         rows: which rows those are.
+        counts: what each term of the method would divide by, over these rows.
     """
 
     trees: tuple[PromptTree, ...]
     batch: Batch
     units: Units
     rows: tuple[int, ...]
+    counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class StepWork:
 
     Args:
         step: its number, from 1.
-        units: units of the step over all ranks: the loss's one denominator.
+        units: units of the step over all ranks.
+        counts: what each term of the method divides by: units or tokens of the step, over all ranks.
         packs, mismatched: of this rank; every rank has equally many, empty ones included.
         leaves: in place of `mismatched`, where the whole step is one pack per rank.
         flat_tokens: prompt + completion tokens of all ranks' rows, as if flat.
@@ -60,6 +63,7 @@ class StepWork:
 
     step: int
     units: int
+    counts: tuple[int, ...]
     packs: tuple[Pack, ...]
     mismatched: tuple[MismatchedPack, ...]
     leaves: Leaves | None
@@ -72,7 +76,7 @@ class Planner:
     """Prepares steps for one rank."""
 
     rows: Sequence[EncodedRow]
-    schedule: Schedule
+    schedule: Steps
     method: Method
     layout: Layout
     budget: int
@@ -94,7 +98,7 @@ class Planner:
         indices = self.schedule.step(step)
         planted = plant(self.rows, indices)
         partners: list[Mismatched] = []
-        if self.method.row.needs_reference_point:
+        if self.method.needs_reference_point:
             partners = mismatch(self.rows, indices, self.max_length)
         # Trees and mismatched trees stand in the same order, one of each per prompt, and stay together.
         costs = [3 * cost(planted[i].tree) + (cost(partners[i].tree) if partners else 0) for i in range(len(planted))]
@@ -110,8 +114,8 @@ class Planner:
         trees = [entry.tree for entry in planted] + [entry.tree for entry in partners]
         saved = sum(len(entry.tree.prompt_ids) for entry in partners) if leaves else 0
         return StepWork(
-            step, len(indices),
-            tuple(make_pack([planted[i] for i in pack], self.rows, self.layout) for pack in packs),
+            step, len(indices), self.method.counts(self.rows[index] for index in indices),
+            tuple(make_pack([planted[i] for i in pack], self.rows, self.layout, self.method) for pack in packs),
             tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone), leaves,
             sum(self.rows[index].flat_tokens for index in indices),
             sum(size(tree, self.layout) for tree in trees) - saved)
@@ -126,15 +130,27 @@ class Planner:
         return fill([size(tree, self.layout) for tree in trees], self.budget)
 
 
+def own_trees(rows: Sequence[EncodedRow], schedule: Steps) -> list[PromptTree]:
+    """Trees of the rows that the schedule takes, without mismatched completions."""
+    taken = {index for step in range(1, schedule.total_steps + 1) for index in schedule.step(step)}
+    return [entry.tree for entry in plant(rows, sorted(taken))]
+
+
 def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method, max_length: int) -> list[PromptTree]:
     """Trees and, where the method needs them and they exist, mismatched trees of some rows taken together."""
     trees = [entry.tree for entry in plant(rows, indices)]
-    if method.row.needs_reference_point and len({rows[index].prompt_key for index in indices}) > 1:
+    if method.needs_reference_point and has_partners(rows, indices):
         trees += [entry.tree for entry in mismatch(rows, indices, max_length)]
     return trees
 
 
-def make_pack(planted: Sequence[Planted], rows: Sequence[EncodedRow], layout: Layout) -> Pack:
+def has_partners(rows: Sequence[EncodedRow], indices: Sequence[int]) -> bool:
+    """Whether each of some rows has a completion of another prompt to be compared with."""
+    return (all(rows[index].partner is not None for index in indices)
+            or len({rows[index].prompt_key for index in indices}) > 1)
+
+
+def make_pack(planted: Sequence[Planted], rows: Sequence[EncodedRow], layout: Layout, method: Method) -> Pack:
     """Trees with their rows as a pack."""
     members: list[tuple[int, ...]] = []
     indices: list[int] = []
@@ -145,10 +161,11 @@ def make_pack(planted: Sequence[Planted], rows: Sequence[EncodedRow], layout: La
         offset += len(entry.tree.completions)
     labels = [rows[index].desirable for index in indices]
     desirable = None if None in labels else torch.tensor(labels, dtype=torch.bool)
-    width = len(members[0]) if members else 2  # an empty pack has no units of either view
+    width = len(members[0]) if members else 4  # an empty pack has no units of any view
     trees = tuple(entry.tree for entry in planted)
     return Pack(trees, collate(trees, layout),
-                Units(torch.tensor(members, dtype=torch.int64).reshape(-1, width), desirable), tuple(indices))
+                Units(torch.tensor(members, dtype=torch.int64).reshape(-1, width), desirable), tuple(indices),
+                method.counts(rows[index] for index in indices))
 
 
 def make_mismatched_pack(entries: Sequence[Mismatched], layout: Layout) -> MismatchedPack:

@@ -1,0 +1,138 @@
+"""Divergences between a teacher's and a student's next-token distribution, with their gradients.
+
+A divergence over a vocabulary is too large to leave to autograd: it would keep several `[n, V]` tensors. Each function
+here returns its value and its slope, from which the caller has the gradient with respect to the student's logits:
+
+    slope = q * d value / d q,        d value / d logits = slope - q * slope.sum(-1)
+
+The second line projects out any multiple of q, so a slope may leave such a multiple out. That freedom is used to make
+slopes exactly 0 where p and q agree to the bit; so is the value. Nor is a value ever negative beyond rounding, because
+it is a sum of non-negative terms: `(q - p) + p (log p - log q)` is `p (exp(u) - 1 - u)` with u = log q - log p, and the
+terms `q - p` that were added sum to 0. Clamping would hide what this cannot get wrong: a sum over distributions that
+do not sum to 1.
+"""
+
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+LogProbs = Float[Tensor, "n V"]
+PerRow = Float[Tensor, " n"]
+
+# Log-probs below count as this, minus infinity included, so that no difference of two is a NaN. A divergence that is
+# infinite in theory is then finite, of this order.
+LOWEST = -1e5
+
+
+class Divergence(Protocol):
+    """How far the student is from the teacher, for each of n positions."""
+
+    def __call__(self, log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+        """Value and slope.
+
+        Args:
+            log_p: `[n, V]` log-probs of the teacher; each row sums to 1 in probability.
+            log_q: `[n, V]` log-probs of the student; the same.
+            mix: weight of the teacher in the mixture, 0 < mix < 1; ignored where there is none.
+
+        Returns:
+            `[n]` divergence in nats and `[n, V]` slope.
+        """
+        ...
+
+
+def forward_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+    """KL(p || q) (Hinton, Vinyals and Dean 2015, arXiv:1503.02531, less the teacher's entropy).
+
+    `sum p log(p / q)`: the student must cover all that the teacher says. Its slope is q - p.
+    """
+    p, q, u = _parts(log_p, log_q)
+    return _kl(p, q, u), q - p
+
+
+def reverse_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+    """KL(q || p) (Gu et al. 2024, MiniLLM, arXiv:2306.08543, for one position).
+
+    `sum q log(q / p)`: the student must not say what the teacher would not.
+    """
+    p, q, u = _parts(log_p, log_q)
+    return _kl(q, p, -u), q * u
+
+
+def js(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+    """Generalised Jensen-Shannon divergence (Agarwal et al. 2024, GKD, arXiv:2306.13649, equation 1).
+
+    With m = mix p + (1 - mix) q, `mix KL(p || m) + (1 - mix) KL(q || m)`. Bounded by log 2. Divided by mix it goes to
+    the forward KL as mix goes to 0, and divided by 1 - mix to the reverse KL as mix goes to 1.
+    """
+    p, q, u = _parts(log_p, log_q)
+    m, above_p, above_q = _mixture(p, q, u, mix)
+    value = mix * _kl(p, m, above_p) + (1 - mix) * _kl(q, m, above_q)
+    return value, -(1 - mix) * q * above_q
+
+
+def skew(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+    """Skew KL divergence (Ko et al. 2024, DistiLLM, arXiv:2402.03898).
+
+    `KL(p || mix p + (1 - mix) q)`: the forward KL, with a gradient that stays bounded where q goes to 0.
+    """
+    p, q, u = _parts(log_p, log_q)
+    m, above_p, _ = _mixture(p, q, u, mix)
+    return _kl(p, m, above_p), -(1 - mix) * q * torch.expm1(-above_p)
+
+
+def tvd(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+    """Total variation distance (Wen et al. 2023, arXiv:2307.15190, for one position): `0.5 sum |p - q|`, at most 1."""
+    p, q, u = _parts(log_p, log_q)
+    return 0.5 * (q - p).abs().sum(-1), 0.5 * q * u.sign()
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "js": js,
+    "skew": skew,
+    "tvd": tvd,
+}
+
+# Of the divergences that have a mixture: the symmetric one, and the value of the paper's experiments.
+DEFAULT_MIX: dict[str, float] = {"js": 0.5, "skew": 0.1}
+
+
+def tail_logp(logits: LogProbs, kept: Int[Tensor, "n k"], log_z: PerRow) -> PerRow:
+    """Log-prob of all tokens that are not kept, taken together.
+
+    As a sum over those tokens: one minus the kept mass would lose all its digits where that mass is near 1.
+
+    Args:
+        logits: `[n, V]` of one distribution per row; log-probs do as well.
+        kept: `[n, k]` ids of the kept tokens, distinct within a row, k < V.
+        log_z: `[n]` log of the normaliser, `logits.logsumexp(-1)`.
+
+    Returns:
+        `[n]` log-prob of the tail, in nats.
+    """
+    return logits.scatter(-1, kept, -torch.inf).logsumexp(-1) - log_z
+
+
+def _parts(log_p: LogProbs, log_q: LogProbs) -> tuple[LogProbs, LogProbs, LogProbs]:
+    """p, q and u = log q - log p, which is finite and exactly 0 where the two agree."""
+    log_p, log_q = log_p.clamp(min=LOWEST), log_q.clamp(min=LOWEST)
+    return log_p.exp(), log_q.exp(), log_q - log_p
+
+
+def _kl(p: LogProbs, q: LogProbs, u: LogProbs) -> PerRow:
+    """KL(p || q) with u = log q - log p, as a sum of terms >= 0."""
+    # Near u = 0 the differences of the plain form cancel; far from it exp(u) may overflow, and they do not.
+    terms = torch.where(u.abs() < 1, p * (torch.expm1(u) - u), (q - p) - p * u)
+    return terms.sum(-1)
+
+
+def _mixture(p: LogProbs, q: LogProbs, u: LogProbs, mix: float) -> tuple[LogProbs, LogProbs, LogProbs]:
+    """m = mix p + (1 - mix) q, log m - log p and log m - log q, all from u = log q - log p."""
+    # The larger of p and q is factored out: what is left is log1p of something in (-1, 0].
+    smaller = torch.expm1(-u.abs())
+    below = torch.log1p(torch.where(u > 0, mix * smaller, (1 - mix) * smaller))
+    return mix * p + (1 - mix) * q, u.clamp(min=0) + below, (-u).clamp(min=0) + below

@@ -1,0 +1,150 @@
+"""The table of losses: a view of the tree, a pure function, its options, and what it needs. A new loss is one row."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from tropism.data.formats import View
+from tropism.data.rows import EncodedRow
+from tropism.losses import pairwise, reference_free, transport, unpaired
+from tropism.losses.links import link_of
+from tropism.losses.scored import Scored
+from tropism.losses.sft import nll
+from tropism.shapes import Labels, PerUnit
+
+Reward = Literal["logratio", "logp", "mean_logp"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossRow:
+    """One published loss.
+
+    Args:
+        name: as `--loss` takes it.
+        view: unpaired completions, pairs, or single completions without a label.
+        function: the pure loss. It takes (chosen, rejected), (scored, desirable) or (scored), then keywords.
+        reading: what is said at start: which of the readings of the name this is.
+        options: its options with their defaults.
+        reward: what a completion's reward is, times beta: its log-ratio; for a loss without a reference its
+            log-prob, or the mean of it over its tokens.
+        wide: keywords that come from the whole step: fields of `Wide`.
+        covers: supervised tokens of a row that the loss looks at, for a loss that divides by tokens; None for one
+            that divides by units.
+        nll: for a loss that is published with a likelihood term: the option that weighs it, or a fixed weight.
+        weighted: WPO may weigh it.
+        needs_teacher: looks at the divergence from a teacher.
+    """
+
+    name: str
+    view: View
+    function: Callable[..., PerUnit]
+    reading: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    reward: Reward | None = "logratio"
+    wide: tuple[str, ...] = ()
+    covers: Callable[[EncodedRow], int] | None = None
+    nll: str | float | None = None
+    weighted: bool = True
+    needs_teacher: bool = False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss looks at the reference."""
+        return self.reward == "logratio"
+
+    def arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The function's keywords from the values of its options."""
+        values = {name: value for name, value in options.items() if name not in ("f_divergence", "f_alpha", self.nll)}
+        if "f_divergence" in options:
+            values["link"] = link_of(options["f_divergence"], options["f_alpha"])
+        return values
+
+
+def _nll_chosen(chosen: Scored, rejected: Scored) -> PerUnit:
+    return nll(chosen)
+
+
+def _nll_desirable(scored: Scored, desirable: Labels) -> PerUnit:
+    return torch.where(desirable, nll(scored), torch.zeros_like(scored.logps))
+
+
+def _divergence_of_pair(chosen: Scored, rejected: Scored) -> PerUnit:
+    assert chosen.divergence is not None
+    assert rejected.divergence is not None
+    return chosen.divergence + rejected.divergence
+
+
+def _divergence_of_one(scored: Scored, desirable: Labels | None = None) -> PerUnit:
+    assert scored.divergence is not None
+    return scored.divergence
+
+
+def _tokens(row: EncodedRow) -> int:
+    return sum(completion.length for completion in row.completions[:2])
+
+
+def _tokens_if_desirable(row: EncodedRow) -> int:
+    return row.completions[0].length if row.desirable else 0
+
+
+_BETA = {"beta": 0.1}
+_SMOOTH = {**_BETA, "label_smoothing": 0.0}
+_LINK = {"f_divergence": "reverse_kl", "f_alpha": 0.5}
+_WEIGHTS = {**_BETA, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+_KD = {"reward": None, "weighted": False, "needs_teacher": True}
+
+_ROWS = (
+    LossRow("sigmoid", "paired", pairwise.sigmoid, "DPO on summed log-probs", {**_SMOOTH, **_LINK}),
+    LossRow("robust", "paired", pairwise.robust, "DPO unbiased under flipped labels",
+            {**_BETA, "label_smoothing": 0.1, **_LINK}),
+    LossRow("ipo", "paired", pairwise.ipo, "IPO on summed log-probs, as DPO takes them", {**_BETA, **_LINK}),
+    LossRow("ipo_mean", "paired", pairwise.ipo_mean, "IPO on log-probs per token", {**_BETA, **_LINK}),
+    LossRow("hinge", "paired", pairwise.hinge, "hinge on summed log-probs (SLiC)", {**_BETA, **_LINK}),
+    LossRow("exo_pair", "paired", pairwise.exo_pair, "EXO on pairs, reverse KL to smoothed labels",
+            {**_BETA, "label_smoothing": 1e-3, **_LINK}),
+    LossRow("nca_pair", "paired", pairwise.nca_pair, "noise contrastive alignment on pairs", _BETA),
+    LossRow("bco_pair", "paired", pairwise.bco_pair, "binary classifier on both sides, no shift", _BETA),
+    LossRow("sppo_hard", "paired", pairwise.sppo_hard, "SPPO with win probabilities 1 and 0", _BETA),
+    LossRow("apo_zero", "paired", pairwise.apo_zero, "APO-zero: chosen up, rejected down", _BETA),
+    LossRow("apo_down", "paired", pairwise.apo_down, "APO-down: chosen down, rejected further", _BETA),
+    LossRow("discopop", "paired", pairwise.discopop, "DiscoPOP's log-ratio modulated loss",
+            {**_BETA, "discopop_tau": 0.05, **_LINK}),
+    LossRow("sigmoid_norm", "paired", pairwise.sigmoid_norm, "DPO on log-probs per token", {**_BETA, **_LINK}),
+    LossRow("aot", "paired", transport.aot, "AOT: margins of policy and reference, sorted over the whole step",
+            _SMOOTH, wide=("partner",), weighted=False),
+    LossRow("aot_unpaired", "paired", transport.aot_unpaired,
+            "AOT: chosen and rejected log-ratios, sorted over the whole step", _SMOOTH,
+            wide=("chosen_partner", "rejected_partner"), weighted=False),
+    LossRow("simpo", "paired", reference_free.simpo, "SimPO on log-probs per token, no reference",
+            {"beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0}, reward="mean_logp"),
+    LossRow("cpo", "paired", reference_free.cpo, "CPO on summed log-probs with its likelihood term, no reference",
+            {**_SMOOTH, "cpo_alpha": 1.0}, reward="logp", nll="cpo_alpha"),
+    LossRow("orpo", "paired", reference_free.odds_ratio, "ORPO: likelihood plus beta x odds term, no reference",
+            _BETA, reward="mean_logp", nll=1.0),
+    LossRow("sft", "paired", _nll_chosen, "likelihood of the chosen side, per token", reward=None,
+            covers=lambda row: row.completions[0].length, weighted=False),
+    LossRow("divergence", "paired", _divergence_of_pair, "divergence from the teacher on both sides, per token",
+            covers=_tokens, **_KD),  # type: ignore[arg-type]
+
+    LossRow("kto", "unpaired", unpaired.kto, "KTO with the reference point pooled over the whole step", _WEIGHTS,
+            wide=("reference_point",)),
+    LossRow("apo_zero_unpaired", "unpaired", unpaired.apo_zero_unpaired, "APO-zero: desirable up, undesirable down",
+            _WEIGHTS),
+    LossRow("kto_no_reference_point", "unpaired", unpaired.kto_no_reference_point, "KTO with reference point 0",
+            _WEIGHTS),
+    LossRow("bco", "unpaired", unpaired.bco, "BCO, shifted by the running mean of all rewards", _WEIGHTS,
+            wide=("shift",)),
+    LossRow("sft", "unpaired", _nll_desirable, "likelihood of desirable completions, per token", reward=None,
+            covers=_tokens_if_desirable, weighted=False),
+    LossRow("divergence", "unpaired", _divergence_of_one, "divergence from the teacher, per token",
+            covers=_tokens, **_KD),  # type: ignore[arg-type]
+
+    LossRow("sft", "single", nll, "cross-entropy per supervised token", reward=None, covers=_tokens, weighted=False),
+    LossRow("divergence", "single", _divergence_of_one, "divergence from the teacher, per token",
+            covers=_tokens, **_KD),  # type: ignore[arg-type]
+)
+
+LOSSES: dict[View, dict[str, LossRow]] = {
+    view: {row.name: row for row in _ROWS if row.view == view} for view in ("paired", "unpaired", "single")}

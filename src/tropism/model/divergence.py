@@ -1,0 +1,198 @@
+"""Chunked divergence from a teacher: hidden states of both to one value per token, without the logits of all positions.
+
+The student's log-probs of the target tokens come from the same chunks, so distillation costs one pass over the head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tropism.losses.divergence import tail_logp
+from tropism.model.head import Head, accumulate, product, score
+from tropism.shapes import Hidden, PerToken, TokenIndex
+
+_CHUNK_ELEMENTS = 2**22  # logits of one model at once: 16 MiB in float32; some ten arrays of that size live together
+
+Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(log p, log q) of teacher and student, `[n, V]`, to the value `[n]` and the slope `[n, V]` of `losses.divergence`."""
+
+
+class Targets(Protocol):
+    """What a teacher says about each supervised token of a batch."""
+
+    def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence) -> tuple[Tensor, Tensor]:
+        """`[n]` divergence of the tokens `rows`, and `[n, V]` its derivative by the student's logits.
+
+        Args:
+            rows: which tokens.
+            logits: `[n, V]` the student's, of the vocabulary that both share, divided by `temperature` already.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """A teacher in memory: the whole distribution, formed chunk by chunk.
+
+    Args:
+        hidden: `[S, D]` the teacher's hidden state for each supervised token.
+        head: its head.
+    """
+
+    hidden: Hidden
+    head: Head
+
+    def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence) -> tuple[Tensor, Tensor]:
+        """As `Targets` says."""
+        weight = self.head.weight.to(self.head.compute or self.head.weight.dtype)
+        teacher, _ = self.head.logits(self.hidden[rows].to(weight.dtype), weight)
+        log_p = torch.log_softmax(teacher[:, : logits.shape[1]].to(logits.dtype) / temperature, dim=-1)
+        log_q = torch.log_softmax(logits, dim=-1)
+        value, slope = divergence(log_p, log_q)
+        return value, slope - log_q.exp_() * slope.sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """Stored likeliest tokens of a teacher, and the mass of all others as one more outcome.
+
+    The divergence between these k + 1 outcomes is one of distributions, and so is never below 0.
+
+    Args:
+        ids: `[S, k]` token ids.
+        logps: `[S, k]` their log-probs under softmax(logits / temperature).
+        tail: `[S]` log-prob of all other tokens together.
+    """
+
+    ids: Tensor
+    logps: Tensor
+    tail: Tensor
+
+    def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence) -> tuple[Tensor, Tensor]:
+        """As `Targets` says."""
+        kept = self.ids[rows]
+        log_z = torch.logsumexp(logits, dim=-1)
+        rest = tail_logp(logits, kept, log_z)
+        log_p = torch.cat((self.logps[rows], self.tail[rows, None]), dim=-1).to(logits.dtype)
+        log_q = torch.cat((logits.gather(1, kept) - log_z[:, None], rest[:, None]), dim=-1)
+        value, slope = divergence(log_p, log_q)
+        # A token of the tail has its share of the tail's slope.
+        every = logits - log_z[:, None]
+        change = (every - rest[:, None]).exp_() * slope[:, -1:]
+        change.scatter_(1, kept, slope[:, :-1])
+        return value, change - every.exp_() * slope.sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a student is compared with its teacher.
+
+    Args:
+        divergence: of `losses.divergence`, its mixing weight bound.
+        temperature: T > 0 of both softmaxes.
+        scale: factor on the divergence: T^2 keeps its gradient's size (Hinton et al. 2015, arXiv:1503.02531,
+            section 2.1), 1 leaves it as it is.
+        vocabulary: ids that both models have; further columns of either head are padding, and left out.
+    """
+
+    divergence: Divergence
+    temperature: float
+    scale: float
+    vocabulary: int
+
+    def per_token(self, hidden: Hidden, head: Head, target_ids: TokenIndex, targets: Targets,
+                  chunk: int | None = None) -> tuple[PerToken, PerToken]:
+        """`[S]` log-prob of each target under the student, and its divergence from the teacher, in nats.
+
+        Args:
+            hidden: `[S, D]` the student's hidden state that predicts each target.
+            head: its head.
+            target_ids: `[S]` token ids.
+            targets: what the teacher says about them. No gradient reaches it.
+            chunk: positions per chunk.
+        """
+        chunk = chunk or max(1, _CHUNK_ELEMENTS // head.weight.shape[0])
+        found: tuple[PerToken, PerToken] = _LinearDivergence.apply(
+            hidden, head.weight, head.bias, target_ids, head, targets, self, chunk)
+        return found
+
+    def of(self, rows: slice, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """`[n]` value and `[n, V]` derivative by the student's logits, `V` being the shared vocabulary."""
+        narrow = logits[:, : self.vocabulary]
+        value, change = targets.compare(rows, narrow / self.temperature, self.temperature, self.divergence)
+        return self.scale * value, change.mul_(self.scale / self.temperature)
+
+
+class _LinearDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, head: Head,
+                targets: Targets, comparison: Comparison, chunk: int) -> tuple[Tensor, Tensor]:
+        compute = head.compute or weight.dtype
+        weight_c = weight.to(compute)
+        out = hidden.new_empty(2, len(hidden), dtype=torch.promote_types(compute, torch.float32))
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits, _ = head.logits(hidden[rows].to(compute), weight_c)
+            log_z = torch.logsumexp(logits, dim=-1)
+            out[0, rows] = logits.gather(1, target_ids[rows, None]).squeeze(1) - log_z
+            out[1, rows] = comparison.of(rows, logits, targets)[0]
+        ctx.head, ctx.targets, ctx.comparison, ctx.chunk = head, targets, comparison, chunk
+        ctx.save_for_backward(hidden, weight, bias, target_ids)
+        return out[0], out[1]
+
+    @staticmethod
+    def backward(ctx: Any, of_logps: Tensor, of_divergence: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target_ids = ctx.saved_tensors
+        head: Head = ctx.head
+        compute = head.compute or weight.dtype
+        weight_c = weight.to(compute)
+        wide = torch.promote_types(compute, torch.float32)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            inputs = hidden[rows].to(compute)
+            logits, bend = head.logits(inputs, weight_c)
+            away = ctx.comparison.of(rows, logits, ctx.targets)[1].mul_(of_divergence[rows, None])
+            change = score(logits, torch.logsumexp(logits, dim=-1), target_ids[rows]).mul_(of_logps[rows, None])
+            change[:, : away.shape[1]] += away
+            change = head.to_raw(change, bend)
+            narrow = change.to(compute)
+            if grad_hidden is not None:
+                grad_hidden[rows] = product(narrow, weight_c).to(hidden.dtype)
+            if grad_weight is not None:
+                accumulate(grad_weight, narrow.t(), inputs)
+            if grad_bias is not None:
+                grad_bias += change.sum(0)
+        return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
+                None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None)
+
+
+@torch.no_grad()
+def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: int) -> TopK:
+    """A teacher's k likeliest tokens for each position, with the log of what is left.
+
+    Args:
+        hidden: `[S, D]`.
+        head: the teacher's.
+        k: tokens to keep, below `vocabulary`.
+        temperature, vocabulary: as in `Comparison`.
+    """
+    weight = head.weight.to(head.compute or head.weight.dtype)
+    chunk = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    logps = torch.empty(len(hidden), k, dtype=wide, device=hidden.device)
+    tail = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        logits = head.logits(hidden[rows].to(weight.dtype), weight)[0][:, :vocabulary] / temperature
+        log_z = torch.logsumexp(logits, dim=-1)
+        best, ids[rows] = torch.topk(logits, k, dim=-1)
+        logps[rows] = best - log_z[:, None]
+        tail[rows] = tail_logp(logits, ids[rows], log_z)
+    return TopK(ids, logps, tail)

@@ -1,0 +1,116 @@
+"""The frozen models of a run: where they come from, and how the policy is held against them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tropism.data.tree import PromptTree
+from tropism.dist.world import World
+from tropism.errors import ModelError
+from tropism.model import load
+from tropism.model.logps import LanguageModel, Precision
+from tropism.model.probe import Layout, choose_layout
+from tropism.observe.console import Voice
+from tropism.train import reference as references
+from tropism.train import teacher as teachers
+from tropism.train.options import TeacherOptions
+
+Named = load.Source | Any
+"""A model by its name, or the module itself."""
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How every model of a run computes.
+
+    Args:
+        precision: of the run.
+        device: where the models live.
+        budget: tokens of a pack.
+        trust_remote_code: run code that comes with a model.
+    """
+
+    precision: Precision
+    device: torch.device
+    budget: int
+    trust_remote_code: bool = False
+
+    def module(self, named: Named) -> Any:
+        """The module in evaluation mode, with the weights' dtype of the precision, on the device.
+
+        A module that was given is changed in place, so that an optimiser that holds its weights goes on holding them.
+        """
+        if isinstance(named, load.Source):
+            return load.load_model(named, self.precision, self.device, trust_remote_code=self.trust_remote_code)
+        load.check_architecture(named.config)
+        return named.to(device=self.device, dtype=load.weights_dtype(self.precision)).eval()
+
+    def frozen(self, named: Named, probes: Sequence[PromptTree], layout: Layout | None) -> LanguageModel:
+        """A model that does not learn, in a layout that is exact for it."""
+        module = self.module(named).requires_grad_(False)
+        return choose_layout(module, self.precision, self.device, probes, layout or "auto")[0]
+
+
+def tokenizer_of(named: Named, name: str, own: Any, trust_remote_code: bool) -> None:
+    """Check that a model by name gives every id the policy's token; a module brings no tokenizer to check.
+
+    Raises:
+        ModelError: naming the first id that differs.
+    """
+    if isinstance(named, load.Source):
+        references.check_vocabulary(load.load_tokenizer(named, trust_remote_code=trust_remote_code), own, name)
+
+
+def build_reference(policy: LanguageModel, named: Named | None, live: bool, trees: list[PromptTree],
+                    probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
+                    voice: Voice) -> references.Reference:
+    """Stored scores by default, of the policy as it is now or of another model; or a copy in memory.
+
+    Args:
+        named: another model.
+        live: keep it, or a copy of the policy, in memory.
+        trees: every (prompt, completion) that will be asked for.
+        probes: as `choose_layout` takes them.
+    """
+    if live:
+        return references.LiveReference(references.freeze(policy))
+    frozen = policy if named is None else numerics.frozen(named, probes, policy.layout)
+    with voice.bar("reference") as report:
+        built = references.build(frozen, trees, numerics.budget, store, world, report)
+    _tell_damaged(built.damaged, "reference", voice)
+    return built
+
+
+def build_teacher(policy: LanguageModel, named: Named, options: TeacherOptions, tokenizer: Any,
+                  trees: list[PromptTree], probes: Sequence[PromptTree], numerics: Numerics, store: Path,
+                  world: World, voice: Voice) -> teachers.Teacher:
+    """A teacher in memory, or its likeliest tokens from the store.
+
+    Raises:
+        ModelError: if the two heads have no vocabulary in common.
+    """
+    model = numerics.frozen(named, probes, None)
+    rows = [len(module.get_output_embeddings().weight) for module in (policy.module, model.module)]
+    vocabulary = teachers.shared_vocabulary(tokenizer, *rows)
+    if vocabulary < len(tokenizer.get_vocab()):
+        raise ModelError(f"the tokenizer has {len(tokenizer.get_vocab())} tokens, and the smaller of the two heads "
+                         f"only {vocabulary}; student and teacher need one tokenizer")
+    comparison = teachers.compare_as(options, vocabulary)
+    voice.say(f"teacher: {teachers.describe(options)}"
+              + (f"; columns beyond the {vocabulary} tokens of the tokenizer are left out on both sides"
+                 if max(rows) > vocabulary else ""))
+    if options.top_k is None:
+        return teachers.LiveTeacher(model, comparison)
+    with voice.bar("teacher") as report:
+        built = teachers.build(model, trees, options, comparison, numerics.budget, store, world, voice.say, report)
+    _tell_damaged(built.store.damaged, "teacher", voice)
+    return built
+
+
+def _tell_damaged(files: Sequence[Path], what: str, voice: Voice) -> None:
+    if files:
+        voice.warn(f"{len(files)} damaged files of the {what} store were left out and their content computed again "
+                   f"(first {files[0]})")

@@ -1,0 +1,200 @@
+"""The teacher: a frozen model that says how likely every token was, live or from the store of its likeliest tokens."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tropism.data.collate import Batch, collate
+from tropism.data.pack import scoring_packs
+from tropism.data.tree import PromptTree
+from tropism.dist.world import World
+from tropism.errors import ReferenceMismatchError, UsageError
+from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
+from tropism.model.divergence import Comparison, Exact, Targets, TopK, top_k
+from tropism.model.head import head_of
+from tropism.model.logps import LanguageModel
+from tropism.train.options import TeacherOptions
+from tropism.train.reference import Report, fingerprint, rounds
+from tropism.train.topk import Entry, TopKStore, bytes_per_token
+
+_WRITE_EVERY_S = 10.0
+_WRITE_EVERY_BYTES = 2**26
+
+
+class Teacher(Protocol):
+    """Says what the supervised tokens of some trees are compared with."""
+
+    comparison: Comparison
+    fingerprint: str
+
+    def targets(self, trees: Sequence[PromptTree], batch: Batch) -> Targets:
+        """Targets of the batch's supervised tokens, in its order, on its device."""
+        ...
+
+
+def compare_as(options: TeacherOptions, vocabulary: int) -> Comparison:
+    """The comparison that the options ask for.
+
+    Args:
+        vocabulary: ids that student and teacher share.
+    """
+    name = options.divergence or "forward_kl"
+    temperature = options.temperature or 1.0
+    mix = options.divergence_mix if options.divergence_mix is not None else DEFAULT_MIX.get(name, 0.5)
+    scaled = options.temperature_scaling is not False
+    return Comparison(partial(DIVERGENCES[name], mix=mix), temperature, temperature**2 if scaled else 1.0, vocabulary)
+
+
+def describe(options: TeacherOptions) -> str:
+    """Which divergence this is, in words."""
+    name = options.divergence or "forward_kl"
+    reading = {"forward_kl": "KL(teacher || student)", "reverse_kl": "KL(student || teacher)",
+               "js": "Jensen-Shannon", "skew": "KL(teacher || mix of both)", "tvd": "total variation"}[name]
+    mix = "" if name not in DEFAULT_MIX else f", mixing weight {options.divergence_mix or DEFAULT_MIX[name]:g}"
+    temperature = options.temperature or 1.0
+    scaling = "times T^2" if options.temperature_scaling is not False else "not multiplied by T^2"
+    heat = "" if temperature == 1 else f", temperature {temperature:g}, {scaling}"
+    how = (f"stored top {options.top_k} and the tail as one more outcome" if options.top_k
+           else "live, over the whole vocabulary")
+    return f"{name}, {reading}{mix}{heat}; {how}"
+
+
+def shared_vocabulary(tokenizer: Any, *heads: int) -> int:
+    """Ids that both models have: those of the tokenizer; further columns of a head are padding."""
+    return min(max(tokenizer.get_vocab().values()) + 1, *heads)
+
+
+class LiveTeacher:
+    """A teacher in memory, exact over the whole vocabulary.
+
+    Args:
+        model: the frozen teacher.
+        comparison: how the student is compared with it.
+    """
+
+    def __init__(self, model: LanguageModel, comparison: Comparison) -> None:
+        self.model = model
+        self.comparison = comparison
+        self.fingerprint = fingerprint(model)
+        head = head_of(model.module, model.compute)
+        self._head = replace(head, weight=head.weight.detach().to(model.compute))
+
+    @torch.no_grad()
+    def targets(self, trees: Sequence[PromptTree], batch: Batch) -> Exact:
+        """As `Teacher` says."""
+        if (self.model.layout == "tree") != (batch.segments is not None):
+            batch = collate(trees, self.model.layout).to(self.model.device)
+        return Exact(self.model.hidden(batch, self.model.tree_pass(batch)), self._head)
+
+
+class StoredTeacher:
+    """A teacher's likeliest tokens from the store. The teacher itself is no longer in memory.
+
+    Args:
+        store: opened, and holding every completion that will be asked for.
+        comparison: how the student is compared with it.
+    """
+
+    def __init__(self, store: TopKStore, comparison: Comparison) -> None:
+        self.store = store
+        self.comparison = comparison
+        self.fingerprint = store.path.name
+
+    def targets(self, trees: Sequence[PromptTree], batch: Batch) -> TopK:
+        """As `Teacher` says."""
+        found = [self.store.read(key) for tree in trees for key in tree.score_keys]
+        device = batch.lengths.device
+
+        def joined(part: int, dtype: torch.dtype | None) -> Tensor:
+            arrays = [entry[part] for entry in found]
+            whole = np.concatenate(arrays) if arrays else np.zeros((0, 1) if part < 2 else (0,), np.float32)
+            whole = whole.astype(np.int64) if part == 0 else whole
+            return torch.from_numpy(whole).to(device, dtype)
+
+        ids, logps, tail = joined(0, torch.int64), joined(1, None), joined(2, None)
+        if len(tail) != len(batch.target_ids):
+            raise ReferenceMismatchError("the teacher's store has another number of tokens than the batch; this is a "
+                                         "bug in how it is filed")
+        return TopK(ids, logps, tail)
+
+
+def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOptions, comparison: Comparison,
+          budget: int, root: Path, world: World, say: Callable[[str], None],
+          report: Report = lambda done, total: None) -> StoredTeacher:
+    """Keep the teacher's likeliest tokens of every completion that the store does not have yet, with all ranks.
+
+    Args:
+        model: the teacher.
+        trees: every (prompt, completion) that the run will ask for.
+        budget: tokens of a pack.
+        root: the store's directory.
+        say: takes the estimate of what it will take on the disk.
+
+    Raises:
+        UsageError: if k is not below the vocabulary.
+        OutputError: if it does not fit, or cannot be written.
+    """
+    k, vocabulary = options.top_k or 0, comparison.vocabulary
+    if k >= vocabulary:
+        raise UsageError(f"top_k {k}: the vocabulary has {vocabulary} tokens; leave top_k out for the exact divergence")
+    of_model = fingerprint(model)
+    name = hashlib.blake2b(f"{of_model} top {k} of {vocabulary} at {comparison.temperature!r}".encode(),
+                           digest_size=16).hexdigest()
+    store = TopKStore(root, name, {
+        "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout,
+        "holds": f"top {k} at temperature {comparison.temperature:g}", "teacher": of_model})
+    store.open()
+    packs = scoring_packs(trees, budget, model.layout)
+    missing = [pack for pack in packs if any(key not in store for tree in pack for key in tree.score_keys)]
+    missing = world.broadcast(missing)  # ranks may see different disks
+    tokens = sum(completion.length for pack in missing for tree in pack for completion in tree.completions)
+    per_token = bytes_per_token(k, vocabulary, torch.promote_types(model.compute, torch.float32).itemsize)
+    if missing:
+        say(f"teacher: top {k} of {tokens} tokens, {per_token} bytes each: {tokens * per_token / 2**20:.1f} MiB in "
+            f"{store.path}")
+        store.check_space(tokens * per_token)
+    _fill(model, missing, store, comparison, k, world, report)
+    store.open()
+    return StoredTeacher(store, comparison)
+
+
+def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKStore, comparison: Comparison, k: int,
+          world: World, report: Report) -> None:
+    """Each rank computes its packs and writes its own files."""
+    fresh: dict[bytes, Entry] = {}
+    written, size = time.monotonic(), 0
+    planned = rounds(packs, world.size)
+    for number, of_ranks in enumerate(planned, start=1):
+        own = of_ranks[world.rank]
+        found = _top_k_of(model, own, comparison, k) if own else {}
+        fresh.update(found)
+        size += sum(ids.nbytes + logps.nbytes for ids, logps, _ in found.values())
+        report(min(number * world.size, len(packs)), len(packs))
+        if time.monotonic() - written > _WRITE_EVERY_S or size > _WRITE_EVERY_BYTES:
+            store.add(fresh, comparison.vocabulary)
+            fresh, written, size = {}, time.monotonic(), 0
+    store.add(fresh, comparison.vocabulary)
+    world.gather(None)  # nobody reads before everybody has written
+
+
+@torch.no_grad()
+def _top_k_of(model: LanguageModel, pack: Sequence[PromptTree], comparison: Comparison,
+              k: int) -> dict[bytes, Entry]:
+    batch = collate(pack, model.layout).to(model.device)
+    hidden = model.hidden(batch, model.tree_pass(batch))
+    best = top_k(hidden, head_of(model.module, model.compute), k, comparison.temperature, comparison.vocabulary)
+    if not (bool(torch.isfinite(best.logps).all()) and bool(torch.isfinite(best.tail).all())):
+        raise ReferenceMismatchError("the teacher gives some token a log-prob that is not finite; nothing was trained")
+    lengths = batch.lengths.tolist()
+    parts = [tensor.cpu().split(lengths) for tensor in (best.ids, best.logps, best.tail)]
+    keys = [key for tree in pack for key in tree.score_keys]
+    return {key: (ids.numpy(), logps.numpy(), tail.numpy())
+            for key, ids, logps, tail in zip(keys, *parts, strict=True)}
