@@ -125,10 +125,7 @@ class Run:
         self.world = world
         self.voice = voice or Voice(loud=world.is_main)
         self.values = options.values
-        cuda = world.device.type == "cuda"
-        precision = options.precision if options.precision != "auto" else "bf16" if cuda else "fp32"
-        self.numerics = models.Numerics(precision, world.device, options.microbatch_tokens or (16384 if cuda else 2048),
-                                        options.trust_remote_code)
+        self.numerics = models.numerics_of(options, world)
         store = self.values.get("store")
         self.store = Path(store).expanduser() if store else default_root()
         self.named = load.Source.of(options.model) if self.objects.model is None else self.objects.model

@@ -15,6 +15,7 @@ from tropism.config import (
     KDOptions,
     KTOOptions,
     MethodOptions,
+    ScoringOptions,
     SFTOptions,
     explain,
     nearest,
@@ -60,6 +61,52 @@ def sft(*, options: Annotated[SFTOptions, _Flat]) -> int:
 def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
     """Train a student to say what a teacher says. --config FILE reads options from YAML."""
     return _run(options)
+
+
+@app.command
+def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Path | None = None) -> int:
+    """Say what a model thinks of held-out rows: accuracies or AUC, margins, log-probs, perplexity, KL.
+
+    Parameters
+    ----------
+    model
+        A Hugging Face directory, a hub id, a GGUF file, or a run directory.
+    json
+        Also write the figures to this file.
+    """
+    from tropism.observe.console import Voice
+    from tropism.scoring import figures, score, write_figures
+
+    voice = Voice()
+    scores = score(model, options, voice)
+    found = figures(scores, options.beta)
+    voice.figures(f"{len(scores.rows)} rows", found)
+    if json is not None:
+        write_figures({"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found}, json)
+    return 0
+
+
+@app.command
+def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat], keep_columns: bool = False) -> int:
+    """Write the log-probs of every row under a model, and under a reference, as JSONL or Parquet.
+
+    Parameters
+    ----------
+    model
+        A Hugging Face directory, a hub id, a GGUF file, or a run directory.
+    output
+        A file that does not exist yet, .jsonl or .parquet.
+    keep_columns
+        Carry the fields of the rows along.
+    """
+    from tropism import scoring
+
+    scoring.check_target(output)
+    found = scoring.score(model, options)
+    columns = scoring.original_columns(options.data) if keep_columns else None
+    scoring.write(scoring.records(found, options.beta, columns), output)
+    print(f"{output}: {len(found.rows)} rows")
+    return 0
 
 
 @app.command

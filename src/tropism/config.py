@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from tropism.data.formats import View
 from tropism.data.options import DataOptions
 from tropism.errors import UsageError
+from tropism.options import Options
 from tropism.train.options import ReferenceOptions, RunOptions, TeacherOptions
 
 Weight = Annotated[float, Field(gt=0.0)] | Literal["auto"]
@@ -150,6 +151,33 @@ class KDOptions(TeacherOptions, MethodOptions):
     """Teacher model, with the same tokenizer: a Hugging Face directory, a hub id, or a GGUF file."""
     learning_rate: float = Field(2e-5, ge=0.0)
     """Peak learning rate."""
+
+
+class ScoringOptions(Options):
+    """Options of evaluating and scoring a model that is not trained."""
+
+    data: str
+    """Rows to score: pairs, labelled completions, or completions, as their fields say."""
+    reference: str | None = None
+    """Another model, to compare with: a Hugging Face directory, a hub id, a GGUF file, or a run directory."""
+    beta: float = Field(0.1, gt=0.0)
+    """What a log-ratio is multiplied with to be a reward."""
+    max_length: int | None = Field(None, ge=2)
+    """Tokens of a prompt with its completion; by default the model's limit, at most 2048."""
+    max_prompt_length: int | None = Field(None, ge=1)
+    """Tokens of a prompt; a longer one is cut from the left."""
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """Dtype of the computation: bf16 on GPUs, fp32 on CPUs."""
+    layout: Literal["auto", "tree", "padded"] = "auto"
+    """`tree` computes every prompt once; `padded` puts each completion beside its own copy of the prompt."""
+    microbatch_tokens: int | None = Field(None, ge=1)
+    """Tokens of one forward pass: memory and speed, never the result."""
+    strict: bool = False
+    """Stop where a row would be left out."""
+    workers: int = Field(0, ge=0)
+    """Threads that render rows."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model."""
 
 
 METHODS: dict[str, type[MethodOptions]] = {

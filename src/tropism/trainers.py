@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +16,7 @@ from tropism.data.schedule import GivenSchedule
 from tropism.data.tree import PromptTree
 from tropism.data.trees import rows_of_trees
 from tropism.dist import connect
-from tropism.errors import UsageError
+from tropism.errors import DataError, UsageError
 from tropism.observe.console import Voice
 from tropism.observe.rundir import free_name
 
@@ -85,7 +86,14 @@ class Trainer:
             "model": ("model", model), "ref_model": ("reference", ref_model),
             "teacher_model": ("teacher", teacher_model), "train_dataset": ("data", train_dataset),
             "eval_dataset": ("eval_data", eval_dataset)}
+        if isinstance(optimizer, str):  # the option of that name
+            values["optimizer"], optimizer = optimizer, None
         objects: dict[str, Any] = {"tokenizer": tokenizer, "optimizer": optimizer, "scheduler": scheduler}
+        if ref_model is not None and ref_model is model:
+            raise UsageError("ref_model is the model itself, which learns; leave it out: the reference is then the model "
+                             "as it is before step 1")
+        if teacher_model is not None and teacher_model is model:
+            raise UsageError("teacher_model is the model itself, which learns; pass a copy of it")
         for argument, (option, value) in named.items():
             if value is None:
                 continue
@@ -96,25 +104,23 @@ class Trainer:
             else:
                 objects[_OBJECT_OF[option]] = value
                 values[option] = _name_of(value)
-        if use_wandb:
-            values["track"] = ",".join(filter(None, (values.get("track"), "wandb")))
+        track = values.get("track") or []
+        if trackers := ([track] if isinstance(track, str) else [*track]) + ["wandb"] * use_wandb:
+            values["track"] = ",".join(trackers)
         if "model" not in values:
             raise UsageError("model is missing: name one, or pass a module")
-        if optimizer is not None:
-            _refuse_with(values, "optimizer", ("learning_rate", "schedule", "warmup_ratio", "weight_decay"))
-            if "model" not in objects:
-                raise UsageError("optimizer needs the module whose weights it holds: pass the module as model")
+        _check_objects(values, objects)
         values.setdefault("output", str(free_name(Path("tropism-run"))))
-        self._data(values, objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source)
-        self.options = make_options(self.options_class, values)
+        self._check_data(values, objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source)
+        self.options = make_options(self.options_class, values)  # before a dataloader is gone through
+        self._read(objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source == "batch")
         self.objects = Objects(**objects)
         self._run: Run | None = None
         self._fitted = False
 
-    def _data(self, values: dict[str, Any], objects: dict[str, Any], train: Iterable[Any] | None,
-              evaluation: Iterable[Any] | None, accumulation_steps: int, kl_source: str) -> None:
-        """Turn what was given into rows as dicts, or rows as token ids with their steps."""
-        view = self.options_class.view
+    def _check_data(self, values: dict[str, Any], objects: dict[str, Any], train: Iterable[Any] | None,
+                    evaluation: Iterable[Any] | None, accumulation_steps: int, kl_source: str) -> None:
+        """Where the data comes from, and that the options for it have an effect."""
         if kl_source not in ("step", "batch"):
             raise UsageError(f"kl_source: {kl_source!r} is not step or batch")
         if train is None:
@@ -124,27 +130,30 @@ class Trainer:
                     raise UsageError(f"{name} has no effect without train_dataloader")
             if "data" not in values:
                 raise UsageError("train_dataset is missing: a file, rows, or trees")
-            for source in ("train", "evaluation"):
-                if isinstance(objects.get(source), Iterator):
-                    objects[source] = list(objects[source])
-                if (trees := _trees(objects.get(source))) is not None:
-                    objects.pop(source)
-                    objects["rows" if source == "train" else "eval_rows"] = rows_of_trees(trees, view)
-            if "rows" in objects and "evaluation" in objects:
-                raise UsageError("train_dataset holds trees and eval_dataset does not; give both in one form")
+            _find_trees(values, objects)
             return
         if "data" in values:
             raise UsageError("train_dataset and train_dataloader are both given; give one of them")
+        if accumulation_steps < 1:
+            raise UsageError(f"accumulation_steps {accumulation_steps}: a step takes at least one batch")
         _refuse_with(values, "train_dataloader", ("batch_size", "shuffle", "group_prompts", "seed", "eval_fraction",
                                                   "eval_data", "max_prompt_length", "workers"))
-        epochs = int(values.get("epochs", 1))
-        own = kl_source == "batch"
-        rows, schedule = read_batches(train, view, epochs, accumulation_steps, values.get("max_steps"), own, self._say)
         values["data"] = "batches of a dataloader"
-        objects |= {"rows": rows, "steps": schedule}
         if evaluation is not None:
             values["eval_data"] = "batches of a dataloader"
-            objects["eval_rows"] = read_batches(evaluation, view, 1, 1, None, own, self._say)[0]
+
+    def _read(self, objects: dict[str, Any], train: Iterable[Any] | None, evaluation: Iterable[Any] | None,
+              accumulation_steps: int, own_partners: bool) -> None:
+        """Batches and trees as rows of token ids, batches with their steps."""
+        options, view = self.options, self.options_class.view
+        for source, name in (("train", "rows"), ("evaluation", "eval_rows")):
+            if (trees := objects.pop(f"{source}_trees", None)) is not None:
+                objects[name] = rows_of_trees(trees, view)
+        if train is not None:
+            objects["rows"], objects["steps"] = read_batches(
+                train, view, options.epochs, accumulation_steps, options.max_steps, own_partners, self._say)
+        if evaluation is not None:
+            objects["eval_rows"] = read_batches(evaluation, view, 1, 1, None, own_partners, self._say)[0]
 
     def _say(self, text: str) -> None:
         (self.voice or Voice()).warn(text)
@@ -162,6 +171,8 @@ class Trainer:
         """
         if self._fitted:
             raise UsageError("this trainer has trained already; make a new one from its model")
+        if self.objects.model is not None:  # what an earlier backward pass left there is no part of step 1
+            self.objects.model.zero_grad(set_to_none=True)
         with connect() as world:
             run = self._opened(world)
             try:
@@ -215,8 +226,12 @@ _OBJECT_OF = {"model": "model", "reference": "reference", "teacher": "teacher", 
 
 def _name_of(value: Any) -> str:
     """How an object is called where options are written down."""
-    config = getattr(value, "config", None)
-    return getattr(config, "name_or_path", "") or f"a {type(value).__name__} given in Python"
+    return _origin(value) or f"a {type(value).__name__} given in Python"
+
+
+def _origin(module: Any) -> str:
+    """Where a module was loaded from, if it says so."""
+    return str(getattr(getattr(module, "config", None), "name_or_path", "") or "")
 
 
 def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,9 +258,10 @@ def make_options(options: type[MethodOptions], values: Mapping[str, Any]) -> Met
     Raises:
         UsageError: for an unknown name, with the nearest known one, or an ill-typed value.
     """
+    known = {*options.model_fields, *ALIASES, *signature(Trainer).parameters} - {"options"}
     for name in values:
         if name not in options.model_fields:
-            raise UsageError(f"{name}: unknown{nearest(name, options.model_fields)}")
+            raise UsageError(f"{name}: unknown{nearest(name, known)}")
     try:
         return options.model_validate(dict(values))
     except ValidationError as error:
@@ -260,6 +276,43 @@ def _refuse_with(values: Mapping[str, Any], owner: str, names: Sequence[str]) ->
     for name in names:
         if name in values:
             raise UsageError(f"{name} has no effect with {owner}, which decides it; leave one of them out")
+
+
+def _check_objects(values: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    """Objects that need one another are there together.
+
+    Raises:
+        UsageError: naming what is missing, or has no effect.
+    """
+    if objects["optimizer"] is not None:
+        _refuse_with(values, "optimizer", ("learning_rate", "schedule", "warmup_ratio", "weight_decay"))
+        if "model" not in objects:
+            raise UsageError("optimizer needs the module whose weights it holds: pass the module as model")
+    elif objects["scheduler"] is not None:
+        raise UsageError("scheduler needs its optimizer: pass both, or neither and set schedule and learning_rate")
+    if "model" in objects and objects["tokenizer"] is None and not _origin(objects["model"]):
+        raise UsageError("tokenizer is missing: the module does not say where it comes from, so pass its tokenizer")
+
+
+def _find_trees(values: Mapping[str, Any], objects: dict[str, Any]) -> None:
+    """Tell trees from rows as dicts, in place.
+
+    Raises:
+        UsageError: if only one of the datasets holds trees, or an option has no effect on them.
+    """
+    for source in ("train", "evaluation"):
+        if isinstance(objects.get(source), Iterator):
+            objects[source] = list(objects[source])
+        if (trees := _trees(objects.get(source))) is not None:
+            objects.pop(source)
+            objects[f"{source}_trees"] = trees
+    if "eval_data" in values and ("train_trees" in objects) != ("evaluation_trees" in objects):
+        raise UsageError("one of train_dataset and eval_dataset holds trees and the other does not; give both in one "
+                         "form")
+    for name in ("eval_fraction", "max_prompt_length"):
+        if "train_trees" in objects and name in values:
+            raise UsageError(f"{name} has no effect on trees, which are taken as they are; leave it out"
+                             + (" and give eval_dataset" if name == "eval_fraction" else ""))
 
 
 def _trees(source: Any) -> list[Any] | None:
@@ -287,28 +340,42 @@ def read_batches(loader: Iterable[Any], view: Any, epochs: int, accumulation_ste
         UsageError: if there is none, or mismatched rows are asked for that are not there.
     """
     rows: list[EncodedRow] = []
-    batches: list[tuple[int, ...]] = []
+    steps: list[tuple[int, ...]] = []
     ignored = number = epoch = first_pass = 0
-    while epoch < epochs if max_steps is None else len(batches) < max_steps * accumulation_steps:
+    while epoch < epochs if max_steps is None else len(steps) < max_steps:
         before = number
+        step: tuple[int, ...] = ()
         for batch in loader:
             number += 1
             read = rows_of_batch(batch, view, number=number, keep_partners=own_partners)
+            if not read.rows:
+                raise DataError(f"batch {number}: has no rows")
             if own_partners and not read.has_partners:
                 raise UsageError(f"kl_source is batch, and batch {number} brings no mismatched rows")
             ignored += read.has_partners and not own_partners
-            batches.append(tuple(range(len(rows), len(rows) + len(read.rows))))
+            step += tuple(range(len(rows), len(rows) + len(read.rows)))
             rows += read.rows
-            if max_steps is not None and len(batches) == max_steps * accumulation_steps:
-                break
+            if (number - before) % accumulation_steps == 0:
+                steps.append(step)
+                step = ()
+                if len(steps) == max_steps:
+                    break
+        if step:  # no step crosses an epoch
+            steps.append(step)
         if number == before:
             raise UsageError("the dataloader gave no batch" + (" in its second pass; it must be readable again"
                                                                if epoch else ""))
         epoch += 1
-        first_pass = first_pass or len(rows)
+        first_pass = first_pass or rows_per_pass(loader, len(rows), number)
     if ignored:
         say(f"the mismatched (kl) rows of {ignored} batches are not used: each completion is paired within its step; "
             "kl_source='batch' takes them")
-    steps = [sum(batches[start : start + accumulation_steps], ()) for start in range(0, len(batches),
-                                                                                     accumulation_steps)]
     return rows, GivenSchedule(tuple(steps), first_pass)
+
+
+def rows_per_pass(loader: Any, rows: int, batches: int) -> int:
+    """Rows of a whole pass over a dataloader, of which `max_steps` may have asked for the beginning only."""
+    try:
+        return round(rows * len(loader) / batches)
+    except TypeError:  # it does not know
+        return rows

@@ -20,6 +20,14 @@ FIELDS: dict[View, tuple[tuple[str, ...], ...]] = {
 }
 
 
+def view_of(rows: Sequence[RawRow]) -> View:
+    """What a file holds, by its fields: pairs, labelled completions, or completions."""
+    for view in ("paired", "unpaired"):
+        if any(all(name in row.record for name in shape) for row in rows for shape in FIELDS[view]):
+            return view
+    return "single"
+
+
 def check_columns(rows: Sequence[RawRow], view: View, source: str) -> None:
     """Stop at once if no row of the file has the fields that the method needs.
 

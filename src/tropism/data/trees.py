@@ -23,7 +23,9 @@ def rows_of_trees(trees: Iterable[Labelled], view: View) -> list[EncodedRow]:
     rows: list[EncodedRow] = []
     for number, entry in enumerate(trees, start=1):
         place = f"tree {number}"
-        tree, labels = entry if isinstance(entry, tuple) else (entry, None)
+        tree, labels = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
+        if not isinstance(tree, PromptTree):
+            raise DataError(f"{place}: is a {type(tree).__name__}, not a PromptTree like those before it")
         if (labels is not None) != (view == "unpaired"):
             what = "needs labels: (tree, [True, False, ...])" if view == "unpaired" else "brings labels"
             raise DataError(f"{place}: a tree for this method {what}" + ("" if view == "unpaired" else
@@ -37,6 +39,8 @@ def rows_of_trees(trees: Iterable[Labelled], view: View) -> list[EncodedRow]:
         if labels is not None and len(labels) != len(tree.completions):
             raise DataError(f"{place}: {len(labels)} labels for {len(tree.completions)} completions")
         for position, completion in enumerate(tree.completions):
+            if labels is not None and labels[position] not in (0, 1):
+                raise DataError(f"{place}: label {labels[position]!r} is not True or False")
             label = None if labels is None else bool(labels[position])
             rows.append(_row(f"{place} completion {position + 1}", tree, (completion,), label))
     return rows

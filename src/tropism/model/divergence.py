@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tropism.losses.divergence import tail_logp
+from tropism.losses.divergence import LOWEST, tail_logp
 from tropism.model.head import Head, accumulate, product, score
 from tropism.shapes import Hidden, PerToken, TokenIndex
 
@@ -79,9 +79,9 @@ class TopK:
         log_p = torch.cat((self.logps[rows], self.tail[rows, None]), dim=-1).to(logits.dtype)
         log_q = torch.cat((logits.gather(1, kept) - log_z[:, None], rest[:, None]), dim=-1)
         value, slope = divergence(log_p, log_q)
-        # A token of the tail has its share of the tail's slope.
+        # A token of the tail has its share of the tail's slope; in a tail of masked tokens alone, none has any.
         every = logits - log_z[:, None]
-        change = (every - rest[:, None]).exp_() * slope[:, -1:]
+        change = (every - rest.clamp(min=LOWEST)[:, None]).exp_() * slope[:, -1:]
         change.scatter_(1, kept, slope[:, :-1])
         return value, change - every.exp_() * slope.sum(-1, keepdim=True)
 

@@ -84,6 +84,16 @@ class Voice:
 
         return update
 
+    def figures(self, title: str, record: Mapping[str, float]) -> None:
+        """A table of one record, intervals beside their values."""
+        table = Table(title=title, title_justify="left")
+        table.add_column("metric")
+        table.add_column("value", justify="right")
+        for key in record:
+            if not key.endswith(("_low", "_high")):
+                table.add_row(key, _cell(record, key))
+        self.console.print(table)
+
     def before_after(self, title: str, before: Mapping[str, float], after: Mapping[str, float],
                      leave_out: Collection[str] = ()) -> None:
         """A short table of what training changed."""

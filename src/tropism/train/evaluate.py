@@ -97,7 +97,7 @@ class Evaluator:
         if point is not None:
             record |= point_record(point)
         if method.view != "single":
-            record |= self._ranking(method.clear_rewards(scored, units, noise).numpy())
+            record |= ranking(self.rows, method.clear_rewards(scored, units, noise).numpy())
             record |= self._baselines(scored, members[:, :2] if method.view == "paired" else members)
         return record
 
@@ -106,19 +106,25 @@ class Evaluator:
         if not self.baselines:  # the first evaluation is that of the initial policy
             for name, value in (("logps", scored.logps), ("logps_per_token", scored.logps / scored.lengths),
                                 ("length", scored.lengths.double())):
-                ranking = self._ranking(value[members].numpy(), with_ends=False)
-                self.baselines |= {f"baselines/{name}": share for share in ranking.values()}
+                found = ranking(self.rows, value[members].numpy(), with_ends=False)
+                self.baselines |= {f"baselines/{name}": share for share in found.values()}
         return self.baselines
 
-    def _ranking(self, scores: Array, with_ends: bool = True) -> dict[str, float]:
-        """AUC of single completions, or accuracy of pairs, with its interval."""
-        if scores.shape[1] == 2:
-            key, statistic = "rewards/accuracies", partial(accuracy, scores[:, 0] - scores[:, 1])
-        else:
-            desirable = np.array([bool(row.desirable) for row in self.rows])
-            key, statistic = "rewards/auc", partial(auc, scores[:, 0], desirable)
-        drawn = resamples([row.prompt_key for row in self.rows]) if with_ends else ()
-        return with_interval(key, statistic()[0], np.concatenate([np.zeros(0), *map(statistic, drawn)]))
+
+
+def ranking(rows: Sequence[EncodedRow], scores: Array, with_ends: bool = True) -> dict[str, float]:
+    """AUC of single completions, or accuracy of pairs, with its interval.
+
+    Args:
+        scores: `[n, 1]` or `[n, 2]` for each row.
+        with_ends: the interval too.
+    """
+    if scores.shape[1] == 2:
+        key, statistic = "rewards/accuracies", partial(accuracy, scores[:, 0] - scores[:, 1])
+    else:
+        key, statistic = "rewards/auc", partial(auc, scores[:, 0], np.array([bool(row.desirable) for row in rows]))
+    drawn = resamples([row.prompt_key for row in rows]) if with_ends else ()
+    return with_interval(key, statistic()[0], np.concatenate([np.zeros(0), *map(statistic, drawn)]))
 
 
 def _values(engine: Engine, pack: Sequence[PromptTree]) -> list[Values]:

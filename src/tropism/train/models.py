@@ -54,6 +54,18 @@ class Numerics:
         return choose_layout(module, self.precision, self.device, probes, layout or "auto")[0]
 
 
+def numerics_of(options: Any, world: World) -> Numerics:
+    """What `auto` means on this machine.
+
+    Args:
+        options: with `precision`, `microbatch_tokens` and `trust_remote_code`.
+    """
+    cuda = world.device.type == "cuda"
+    precision: Precision = options.precision if options.precision != "auto" else "bf16" if cuda else "fp32"
+    return Numerics(precision, world.device, options.microbatch_tokens or (16384 if cuda else 2048),
+                    options.trust_remote_code)
+
+
 def tokenizer_of(named: Named, name: str, own: Any, trust_remote_code: bool) -> None:
     """Check that a model by name gives every id the policy's token; a module brings no tokenizer to check.
 

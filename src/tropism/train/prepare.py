@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tropism.data.audit import Audit
 from tropism.data.formats import View
@@ -133,7 +133,21 @@ def prepare_rows(options: DataOptions, tokenizer: Any, config: Any, view: View, 
                     renderer.limits.max_length)
 
 
-def limits(options: DataOptions, config: Any) -> Limits:
+class LengthOptions(Protocol):
+    """Options with token limits."""
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of a prompt with its completion."""
+        ...
+
+    @property
+    def max_prompt_length(self) -> int | None:
+        """Tokens of a prompt."""
+        ...
+
+
+def limits(options: LengthOptions, config: Any) -> Limits:
     """Token limits from options and model.
 
     Raises:

@@ -4,7 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +33,11 @@ class Teacher(Protocol):
     """Says what the supervised tokens of some trees are compared with."""
 
     comparison: Comparison
-    fingerprint: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what decides what it says."""
+        ...
 
     def targets(self, trees: Sequence[PromptTree], batch: Batch) -> Targets:
         """Targets of the batch's supervised tokens, in its order, on its device."""
@@ -83,9 +87,13 @@ class LiveTeacher:
     def __init__(self, model: LanguageModel, comparison: Comparison) -> None:
         self.model = model
         self.comparison = comparison
-        self.fingerprint = fingerprint(model)
         head = head_of(model.module, model.compute)
         self._head = replace(head, weight=head.weight.detach().to(model.compute))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of what decides the teacher's log-probs."""
+        return fingerprint(self.model)
 
     @torch.no_grad()
     def targets(self, trees: Sequence[PromptTree], batch: Batch) -> Exact:
@@ -106,7 +114,11 @@ class StoredTeacher:
     def __init__(self, store: TopKStore, comparison: Comparison) -> None:
         self.store = store
         self.comparison = comparison
-        self.fingerprint = store.path.name
+
+    @property
+    def fingerprint(self) -> str:
+        """As `Teacher` says."""
+        return self.store.path.name
 
     def targets(self, trees: Sequence[PromptTree], batch: Batch) -> TopK:
         """As `Teacher` says."""

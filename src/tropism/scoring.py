@@ -1,0 +1,275 @@
+"""What a model thinks of some rows: per row, and as figures of the whole set. Nothing is trained."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tropism.config import ScoringOptions
+from tropism.data import sources
+from tropism.data.collate import collate
+from tropism.data.formats import View, view_of
+from tropism.data.load import check_embedding, load_rows
+from tropism.data.pack import cost, plant, scoring_packs, share
+from tropism.data.render import Renderer
+from tropism.data.rows import EncodedRow
+from tropism.data.tree import score_key
+from tropism.dist import World, connect
+from tropism.errors import OutputError, UsageError
+from tropism.losses.divergence import reverse_kl
+from tropism.model import load
+from tropism.model.divergence import Comparison
+from tropism.model.logps import LanguageModel
+from tropism.observe.console import Voice
+from tropism.train.evaluate import ranking
+from tropism.train.models import Numerics, numerics_of, tokenizer_of
+from tropism.train.prepare import limits, probe_trees
+from tropism.train.teacher import LiveTeacher, shared_vocabulary
+
+
+@dataclass(frozen=True)
+class CompletionScore:
+    """What was found of a completion.
+
+    Args:
+        logps: summed log-prob under the model, in nats.
+        tokens: supervised tokens.
+        reference_logps: the same log-prob under the reference; None without one.
+        kl: summed exact KL(model || reference) of the next-token distributions along it; None without a reference.
+    """
+
+    logps: float
+    tokens: int
+    reference_logps: float | None = None
+    kl: float | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of a set of rows.
+
+    Args:
+        view: what a row is.
+        rows: those that were scored, in file order.
+        completions: of each row: one, or (chosen, rejected).
+    """
+
+    view: View
+    rows: list[EncodedRow]
+    completions: list[tuple[CompletionScore, ...]]
+
+
+def score(model: str, options: ScoringOptions, voice: Voice | None = None) -> Scores:
+    """Score every row of a file.
+
+    Args:
+        model: a directory, hub id, GGUF file, or run directory.
+
+    Raises:
+        TropismError: for data or models that cannot be scored.
+    """
+    with connect() as world:
+        return _Scoring(model, options, world, voice or Voice(loud=world.is_main)).go()
+
+
+class _Scoring:
+    def __init__(self, model: str, options: ScoringOptions, world: World, voice: Voice) -> None:
+        self.options, self.world, self.voice = options, world, voice
+        self.numerics: Numerics = numerics_of(options, world)
+        self.source = load.Source.of(_model_of_run(model))
+        self.other = load.Source.of(_model_of_run(options.reference)) if options.reference else None
+        remote = options.trust_remote_code
+        self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
+        tokenizer_of(self.other, "reference", self.tokenizer, remote)
+        config = load.load_config(self.source, trust_remote_code=remote)
+        self.view = view_of(list(sources.read(options.data)))
+        renderer = Renderer(self.tokenizer, limits(options, config))
+        audit = load_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers)
+        load.check_rope(config, renderer.limits.max_length)
+        check_embedding(audit.rows, config.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
+        self.rows = audit.rows
+        voice.say(f"data: {audit.source}: {audit.summary()}")
+        for notice in audit.notices():
+            voice.warn(notice)
+
+    def go(self) -> Scores:
+        """Score with the models that were named."""
+        numerics, rows = self.numerics, self.rows
+        probes = probe_trees(rows, numerics.budget)
+        model = numerics.frozen(self.source, probes, None if self.options.layout == "auto" else self.options.layout)
+        reference = numerics.frozen(self.other, probes, None) if self.other else None
+        packs = scoring_packs([entry.tree for entry in plant(rows, range(len(rows)))], numerics.budget, model.layout)
+        own = share([sum(map(cost, pack)) for pack in packs], self.world.size)[self.world.rank]
+        found: dict[bytes, CompletionScore] = {}
+        with self.voice.bar("score") as report:
+            for done, index in enumerate(own, start=1):
+                found |= self._score(model, reference, packs[index])
+                report(done, len(own))
+        found = {key: value for part in self.world.gather(found) for key, value in part.items()}
+        return Scores(self.view, rows, [tuple(found[score_key(row.prompt_ids, completion)]
+                                              for completion in row.completions) for row in rows])
+
+    @torch.no_grad()
+    def _score(self, model: LanguageModel, reference: LanguageModel | None,
+               pack: Sequence[Any]) -> dict[bytes, CompletionScore]:
+        batch = collate(pack, model.layout).to(model.device)
+        keys = [key for tree in pack for key in tree.score_keys]
+        lengths = batch.lengths.tolist()
+        if reference is None:
+            plain = model.logps(batch).tolist()
+            return {key: CompletionScore(*entry) for key, *entry in zip(keys, plain, lengths, strict=True)}
+        heads = [len(one.module.get_output_embeddings().weight) for one in (model, reference)]
+        other = LiveTeacher(reference, Comparison(partial(reverse_kl, mix=0.5), 1.0, 1.0,
+                                                  shared_vocabulary(self.tokenizer, *heads)))
+        out = model.outcome(batch, comparison=other.comparison, targets=other.targets(pack, batch))
+        assert out.divergence is not None
+        other_batch = collate(pack, reference.layout).to(reference.device)
+        columns = (out.logps.tolist(), lengths, reference.logps(other_batch).tolist(), out.divergence.tolist())
+        return {key: CompletionScore(*entry) for key, *entry in zip(keys, *columns, strict=True)}
+
+
+def figures(scores: Scores, beta: float) -> dict[str, float]:
+    """The set in figures, by the keys of `metrics.jsonl`.
+
+    Args:
+        beta: what a log-ratio is multiplied with to be a reward.
+    """
+    columns = list(zip(*scores.completions, strict=True)) if scores.view == "paired" else [
+        [one for (one,) in scores.completions]]
+    sides: dict[str, list[CompletionScore]] = {"": [one for column in columns for one in column]}
+    if scores.view == "paired":
+        sides |= {"/chosen": list(columns[0]), "/rejected": list(columns[1])}
+    elif scores.view == "unpaired":
+        for name, label in (("/chosen", True), ("/rejected", False)):
+            sides[name] = [one for row, one in zip(scores.rows, columns[0], strict=True) if row.desirable is label]
+    found: dict[str, float] = {}
+    for name, side in sides.items():
+        if side:
+            tokens = sum(one.tokens for one in side)
+            total = sum(one.logps for one in side)
+            found[f"perplexity{name}"] = math.exp(min(-total / tokens, 700.0))
+            found[f"logps{name or '/all'}"] = total / len(side)
+            if side[0].kl is not None:
+                found[f"kl/token{name}"] = sum(one.kl or 0.0 for one in side) / tokens
+                if name:
+                    rewards = [_reward(one, beta) for one in side]
+                    found[f"rewards{name}"] = sum(rewards) / len(rewards)
+    if {"rewards/chosen", "rewards/rejected"} <= found.keys():
+        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    return found | _rankings(scores, beta)
+
+
+def _reward(one: CompletionScore, beta: float) -> float:
+    """Beta x log-ratio; one that is no larger than the rounding of the two sums is 0."""
+    reward = beta * (one.logps - (one.reference_logps or 0.0))
+    return reward if abs(reward) > 1e-6 * (1 + beta * abs(one.logps)) else 0.0
+
+
+def _rankings(scores: Scores, beta: float) -> dict[str, float]:
+    """AUC or accuracy of the rewards, and of log-probs and length as scores."""
+    if scores.view == "single":
+        return {}
+
+    def array(value: Any) -> Any:
+        return torch.tensor([[value(one) for one in row] for row in scores.completions], dtype=torch.float64).numpy()
+
+    found: dict[str, float] = {}
+    if scores.completions[0][0].reference_logps is not None:
+        found |= ranking(scores.rows, array(lambda one: _reward(one, beta)))
+    for name, value in (("logps", lambda one: one.logps), ("logps_per_token", lambda one: one.logps / one.tokens),
+                        ("length", lambda one: one.tokens)):
+        ranked = ranking(scores.rows, array(value), with_ends=False)
+        found |= {f"baselines/{name}": share for share in ranked.values()}
+    return found
+
+
+def records(scores: Scores, beta: float, columns: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """One object per row, as it is written.
+
+    Args:
+        columns: fields of the original record by the row's place, to be carried along.
+    """
+    names = ("chosen_", "rejected_") if scores.view == "paired" else ("",)
+    found = []
+    for row, completions in zip(scores.rows, scores.completions, strict=True):
+        record: dict[str, Any] = dict((columns or {}).get(row.place, {}))
+        record |= {"id": row.id, "place": row.place}
+        if row.desirable is not None:
+            record["label"] = row.desirable
+        for name, one in zip(names, completions, strict=True):
+            record |= {f"{name}logps": one.logps, f"{name}tokens": one.tokens}
+            if one.reference_logps is not None:
+                record |= {f"{name}reference_logps": one.reference_logps, f"{name}reward": _reward(one, beta),
+                           f"{name}kl": one.kl}
+        if scores.view == "paired" and completions[0].reference_logps is not None:
+            record["margin"] = record["chosen_reward"] - record["rejected_reward"]
+        found.append(record)
+    return found
+
+
+def write(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows as JSONL or Parquet, whole or not at all.
+
+    Raises:
+        UsageError: for another kind of file.
+        OutputError: if the disk refuses.
+    """
+    check_target(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".parquet":
+            import pyarrow
+            from pyarrow import parquet
+
+            parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+        else:
+            temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def write_figures(content: dict[str, Any], path: Path) -> None:
+    """Write figures as JSON, whole or not at all.
+
+    Raises:
+        OutputError: if the disk refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def check_target(path: Path) -> None:
+    """Find out before the scoring whether its result can be written.
+
+    Raises:
+        UsageError: for an unknown kind of file, or one that is there already.
+    """
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise UsageError(f"{path}: scores are written as .jsonl or .parquet")
+    if path.exists():
+        raise UsageError(f"{path} exists already; nothing was changed")
+
+
+def original_columns(data: str) -> dict[str, dict[str, Any]]:
+    """The records of a file by their places."""
+    return {row.place: row.record for row in sources.read(data)}
+
+
+def _model_of_run(name: str) -> str:
+    """A run directory stands for its model."""
+    path = Path(name).expanduser()
+    return str(path / "model") if (path / "manifest.json").is_file() and (path / "model").is_dir() else name
