@@ -153,7 +153,7 @@ class Run:
         self.tokenizer = objects.tokenizer or load.load_tokenizer(
             named if isinstance(named, load.Source) else load.Source.of(config.name_or_path), trust_remote_code=remote)
         models.tokenizer_of(self.reference, "reference", self.tokenizer, remote)
-        models.tokenizer_of(self.teacher, "teacher", self.tokenizer, remote)
+        models.check_teacher(self.teacher, config, self.tokenizer, self.values.get("top_k"), remote)
         if objects.rows is not None:
             data = prepare_rows(options, self.tokenizer, config, options.view, objects.rows, objects.eval_rows)
         else:
@@ -263,14 +263,14 @@ class Run:
                             f"{self.numerics.budget} and get a pass of their own")
         held_out = all_trees(self.data.evaluation, range(len(self.data.evaluation)), method, self.data.max_length)
         reference = teacher = None
-        if method.needs_reference:
-            reference = models.build_reference(model, self.reference, self.live, trees + held_out, probes,
-                                               self.numerics, self.store, world, self.voice)
         if self.teacher is not None:
             teacher = models.build_teacher(
                 model, self.teacher, options, self.tokenizer,  # type: ignore[arg-type]
                 own_trees(self.data.train, self.schedule) + held_out, probes, self.numerics, self.store, world,
                 self.voice)
+        if method.needs_reference:
+            reference = models.build_reference(model, self.reference, self.live, trees + held_out, probes,
+                                               self.numerics, self.store, world, self.voice)
         self.engine = Engine(model, reference, method, self._updater(module), world, options.max_grad_norm, teacher,
                              rounding=probe.per_root_token)
         self._check(self.engine, probe, manifest)
@@ -304,7 +304,8 @@ class Run:
                           tokenizer=self.tokenizer, stop_ids=sorted(data.renderer.stop_ids),
                           max_positions=load.max_positions(engine.model.module.config))
         dtype = getattr(torch, options.export_dtype)
-        self._on_main(lambda: load.check_space(engine.model.module, directory.path, dtype))
+        copies = 1 + (self.schedule.total_steps - 1) // (options.save_every or self.schedule.total_steps)
+        self._on_main(lambda: load.check_space(engine.model.module, directory.path, dtype, copies))
         answers = sampler.ask(engine.model) if self.world.is_main else []
         keep = self.world.is_main and options.export_dtype != "float32"
         initial = engine.model.snapshot() if keep else None

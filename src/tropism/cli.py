@@ -204,19 +204,33 @@ def _with_config(tokens: list[str]) -> list[str]:
         method, values = read_yaml(tokens[1])
         if method is None:
             raise UsageError(f"{tokens[1]}: has no `method:`; it is one of {', '.join(METHODS)}")
-        return [method, *_spelt_out(values, tokens[2:]), *tokens[2:]]
+        return [method, *_spelt_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
     for position, token in enumerate(tokens):
         name, joined, path = token.partition("=")
         if name == "--config" and tokens[0] in METHODS:
             if not joined and position + 1 == len(tokens):
                 raise UsageError("--config needs a file")
             path = path if joined else tokens[position + 1]
-            method, values = read_yaml(path)
+            method, values = read_yaml(path, tokens[0])
             if method not in (None, tokens[0]):
                 raise UsageError(f"{path}: is for method {method}, not {tokens[0]}")
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
-            return [tokens[0], *_spelt_out(values, rest), *rest]
+            return [tokens[0], *_spelt_out(_for_loss(values, rest, path), rest), *rest]
     return tokens
+
+
+def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[str, Any]:
+    """Options of a file without those of its loss, where the command line names another loss."""
+    if not any(token.partition("=")[0] == "--loss" for token in given) or "loss" not in values:
+        return values
+    from tropism.methods.build import OPTIONS  # imports torch: a run does too
+
+    left_out = [name for name in (*OPTIONS, "loss_weights") if values.get(name) is not None
+                and not any(token.partition("=")[0].replace("-", "_") == f"__{name}" for token in given)]
+    if left_out:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"note: {', '.join(left_out)} of {path} belong to its loss {values['loss']} and are not used", markup=False)
+    return {name: value for name, value in values.items() if name not in left_out}
 
 
 def _spelt_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:

@@ -25,12 +25,25 @@ class MethodOptions(DataOptions, RunOptions):
     method: ClassVar[str]
     view: ClassVar[View]
 
+    @field_validator("loss", "loss_weights", "track", mode="before", check_fields=False)
+    @classmethod
+    def _joined(cls, value: Any) -> Any:
+        """A list from Python or YAML is what the command line writes with commas."""
+        if isinstance(value, list | tuple):
+            return ",".join(str(entry).strip() for entry in value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+        return value.replace(" ", "") if isinstance(value, str) else value
+
+
     @model_validator(mode="after")
     def _effective(self) -> "MethodOptions":
         """Every option that was given has an effect."""
         from tropism.methods.build import check_options  # imports torch: not for --help
 
         check_options(self.view, self.values)
+        if self.log_dir is not None and self.track is None:
+            raise UsageError("log_dir has no effect without track")
         return self
 
     @property
@@ -57,17 +70,6 @@ class LossOptions(ReferenceOptions, TeacherOptions):
     loss_weights: str | None = None
     """Weights of the losses, in their order, comma-separated; by default 1 each."""
     beta: float | None = Field(None, gt=0.0)
-
-    @field_validator("loss", "loss_weights", mode="before")
-    @classmethod
-    def _joined(cls, value: Any) -> Any:
-        """A list from Python or YAML is what the command line writes with commas."""
-        if isinstance(value, list | tuple):
-            return ",".join(str(entry).strip() for entry in value)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return str(value)
-        return value.replace(" ", "") if isinstance(value, str) else value
-
 
     @field_validator("loss")
     @classmethod
@@ -111,8 +113,8 @@ class DPOOptions(LossOptions, MethodOptions):
     sppo_hard, apo_zero, apo_down, aot, aot_unpaired, discopop, sigmoid_norm; without a reference simpo, cpo, orpo;
     and sft, the likelihood of the chosen side."""
     beta: float | None = Field(None, gt=0.0)
-    """Strength of the tie to the reference, per nat, by default 0.1; simpo: scale of the margin, by default 2; orpo:
-    weight of the odds term, by default 0.1."""
+    """Strength of the tie to the reference, per nat, by default 0.1; sigmoid_norm: per nat per token, by default 5;
+    simpo: scale of the margin, by default 2; orpo: weight of the odds term, by default 0.1."""
     label_smoothing: float | None = Field(None, ge=0.0, lt=0.5)
     """Assumed share of flipped labels; by default 0, for robust 0.1, for exo_pair 0.001."""
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None = None
@@ -184,8 +186,12 @@ METHODS: dict[str, type[MethodOptions]] = {
     options.method: options for options in (KTOOptions, DPOOptions, SFTOptions, KDOptions)}
 
 
-def read_yaml(path: str | Path) -> tuple[str | None, dict[str, Any]]:
-    """The method that a configuration file names, if it does, and its options, checked.
+def read_yaml(path: str | Path, default: str | None = None) -> tuple[str | None, dict[str, Any]]:
+    """The method that a configuration file names, if it does, and its options, checked one by one.
+
+    Args:
+        path: the file.
+        default: the method of a file that names none.
 
     Raises:
         UsageError: with file and line, for an unknown key (naming the nearest known one) or an ill-typed value.
@@ -211,7 +217,8 @@ def read_yaml(path: str | Path) -> tuple[str | None, dict[str, Any]]:
     method = values.pop("method", None)
     if method is not None and not (isinstance(method, str) and method in METHODS):
         raise UsageError(f"{path}:{lines['method']}: method: {method!r} is not one of {', '.join(METHODS)}")
-    check_values(values, METHODS[method] if method else None, lambda key: f"{path}:{lines.get(str(key), 1)}: ")
+    known = METHODS.get(method or default or "")
+    check_values(values, known, lambda key: f"{path}:{lines.get(str(key), 1)}: ")
     return method, values
 
 
@@ -230,7 +237,10 @@ def check_values(values: dict[str, Any], options: type[MethodOptions] | None, pl
             raise UsageError(f"{place(key)}{key}: {value} is not a value for this option")
     for cls in classes:
         try:
-            cls.model_validate({key: value for key, value in values.items() if key in cls.model_fields})
+            # Without its output a file is never complete, so that options are not judged together: the command line
+            # may add to them or change them.
+            cls.model_validate({key: value for key, value in values.items()
+                                if key in cls.model_fields and key != "output"})
         except ValidationError as error:
             for problem in error.errors():
                 if problem["type"] != "missing":

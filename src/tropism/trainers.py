@@ -1,6 +1,7 @@
 """Trainers to hold in Python. They are the command line's runs, with objects where it takes names."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -90,13 +91,15 @@ class Trainer:
             values["optimizer"], optimizer = optimizer, None
         objects: dict[str, Any] = {"tokenizer": tokenizer, "optimizer": optimizer, "scheduler": scheduler}
         if ref_model is not None and ref_model is model:
-            raise UsageError("ref_model is the model itself, which learns; leave it out: the reference is then the model "
-                             "as it is before step 1")
+            raise UsageError("ref_model is the model itself, which learns; leave it out: the reference is then the "
+                             "model as it is before step 1")
         if teacher_model is not None and teacher_model is model:
             raise UsageError("teacher_model is the model itself, which learns; pass a copy of it")
         for argument, (option, value) in named.items():
             if value is None:
                 continue
+            if option not in self.options_class.model_fields:
+                raise UsageError(f"{argument} has no effect on {self.options_class.method}; leave it out")
             if option in values:
                 raise UsageError(f"{argument} and {option} are the same; give one of them")
             if isinstance(value, str | Path):
@@ -104,9 +107,10 @@ class Trainer:
             else:
                 objects[_OBJECT_OF[option]] = value
                 values[option] = _name_of(value)
-        track = values.get("track") or []
-        if trackers := ([track] if isinstance(track, str) else [*track]) + ["wandb"] * use_wandb:
-            values["track"] = ",".join(trackers)
+        track = values.get("track")
+        if use_wandb or isinstance(track, list | tuple):
+            names = track if isinstance(track, list | tuple) else [track] if track else []
+            values["track"] = ",".join(dict.fromkeys(map(str, [*names, *["wandb"] * use_wandb])))
         if "model" not in values:
             raise UsageError("model is missing: name one, or pass a module")
         _check_objects(values, objects)
@@ -158,10 +162,21 @@ class Trainer:
     def _say(self, text: str) -> None:
         (self.voice or Voice()).warn(text)
 
-    def _opened(self, world: Any) -> Run:
-        if self._run is None:
-            self._run = Run(self.options, world, self.voice, self.objects)
-        return self._run
+    @contextmanager
+    def _working(self) -> Iterator[Run]:
+        """The run. Modules that it was given get their own attention back afterwards, so that they can generate."""
+        objects = self.objects
+        given = [module for module in (objects.model, objects.reference, objects.teacher) if module is not None]
+        own = [module.config._attn_implementation for module in given]
+        with connect() as world:
+            if self._run is None:
+                self._run = Run(self.options, world, self.voice, objects)
+            try:
+                yield self._run
+            finally:
+                self._run.release()
+                for module, implementation in zip(given, own, strict=True):
+                    module.set_attn_implementation(implementation)
 
     def fit(self) -> RunResult:
         """Train, and leave a run directory with the model.
@@ -173,12 +188,8 @@ class Trainer:
             raise UsageError("this trainer has trained already; make a new one from its model")
         if self.objects.model is not None:  # what an earlier backward pass left there is no part of step 1
             self.objects.model.zero_grad(set_to_none=True)
-        with connect() as world:
-            run = self._opened(world)
-            try:
-                result = run.fit()
-            finally:
-                run.release()
+        with self._working() as run:
+            result = run.fit()
         self._fitted = True
         return result
 
@@ -188,12 +199,8 @@ class Trainer:
         Raises:
             UsageError: if nothing is held out.
         """
-        with connect() as world:
-            run = self._opened(world)
-            try:
-                return EvalResult(run.evaluate(), len(run.data.evaluation))
-            finally:
-                run.release()
+        with self._working() as run:
+            return EvalResult(run.evaluate(), len(run.data.evaluation))
 
 
 class KTOTrainer(Trainer):
@@ -258,9 +265,11 @@ def make_options(options: type[MethodOptions], values: Mapping[str, Any]) -> Met
     Raises:
         UsageError: for an unknown name, with the nearest known one, or an ill-typed value.
     """
-    known = {*options.model_fields, *ALIASES, *signature(Trainer).parameters} - {"options"}
+    fields = options.model_fields
+    aliases = {name for name, ours in ALIASES.items() if ours in fields}
+    known = {*fields, *aliases, *signature(Trainer).parameters} - {"options"}
     for name in values:
-        if name not in options.model_fields:
+        if name not in fields:
             raise UsageError(f"{name}: unknown{nearest(name, known)}")
     try:
         return options.model_validate(dict(values))

@@ -64,7 +64,7 @@ def understand(raw: RawRow, view: View) -> Row | Dropped:
         raise DataError(f"{raw.place}: 'tools' must be a list of schemas, not {type(tools).__name__}")
     # Before anything can drop the row: a label that is no label means that the file is not what it seems.
     desirable = _label(record["label"], raw.place) if view == "unpaired" and "label" in record else None
-    if view == "single" and record.get("label") in (False, 0):
+    if view == "single" and str(record.get("label")).strip().lower() in ("false", "0"):
         return Dropped(raw.place, Reason.UNDESIRABLE, "its label is false, and this method imitates what it is given")
     parts = _paired(raw) if view == "paired" else _single(raw, labelled=view == "unpaired")
     if isinstance(parts, Dropped):

@@ -36,7 +36,7 @@ def check_options(view: View, options: Mapping[str, Any]) -> None:
         raise UsageError(f"loss {names} holds no preference; that is `tropism sft`, or add a loss to it")
     link = options.get("f_divergence")
     without = [row.name for row in preferences if "f_divergence" not in row.options]
-    if link is not None and without:
+    if link not in (None, "reverse_kl") and without:
         raise UsageError(f"f_divergence {link} is not defined for loss {without[0]}")
     if options.get("f_alpha") is not None and link != "alpha":
         raise UsageError(f"f_alpha has no effect on f_divergence {link or 'reverse_kl'}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from tropism.data.formats import View
 from tropism.data.rows import EncodedRow
 from tropism.losses.scored import Scored
-from tropism.methods.table import LossRow
+from tropism.methods.table import LossRow, Reward
 from tropism.shapes import PerCompletion, PerUnit, Scalar
 
 Sums = dict[str, tuple[Tensor, Tensor | int]]
@@ -106,6 +106,11 @@ class Method:
         return self.needs("reference_point")
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether a step begins with a forward pass over all of its packs."""
+        return self.needs_sorting or self.needs("shift")
+
+    @property
     def needs_sorting(self) -> bool:
         """Whether a term compares ranks over the whole step."""
         return self.needs("partner") or self.needs("chosen_partner")
@@ -126,29 +131,29 @@ class Method:
         rows = list(rows)
         return tuple(len(rows) if term.row.covers is None else sum(map(term.row.covers, rows)) for term in self.terms)
 
-    def sides(self, scored: Scored, units: Units) -> tuple[Scored, Scored]:
-        """Chosen and rejected completions of each pair, desensitised to length under `ld_alpha`."""
+    def sides(self, scored: Scored, units: Units, whole: bool = False) -> tuple[Scored, Scored]:
+        """Chosen and rejected completions of each pair, desensitised to length under `ld_alpha` unless `whole`."""
         sides = [scored.take(units.members[:, column]) for column in (0, 1)]
-        if self.ld_alpha is not None:
+        if self.ld_alpha is not None and not whole:
             for column in (0, 1):
-                whole, shared = sides[column], scored.take(units.members[:, column + 2])
-                # shared + alpha x rest, where rest = whole - shared
+                full, shared = sides[column], scored.take(units.members[:, column + 2])
+                # shared + alpha x rest, where rest = full - shared
                 sides[column] = replace(
-                    whole, logps=self.ld_alpha * whole.logps + (1 - self.ld_alpha) * shared.logps,
-                    reference_logps=(self.ld_alpha * whole.reference_logps
+                    full, logps=self.ld_alpha * full.logps + (1 - self.ld_alpha) * shared.logps,
+                    reference_logps=(self.ld_alpha * full.reference_logps
                                      + (1 - self.ld_alpha) * shared.reference_logps))
         return sides[0], sides[1]
 
     def losses(self, scored: Scored, units: Units, wide: Wide) -> list[PerUnit]:
         """`[U]` loss of each unit, for each term; neither weighted nor divided."""
-        args: tuple[Any, ...]
-        if self.view == "paired":
-            args = self.sides(scored, units)
-        else:
-            single = scored.take(units.members[:, 0])
-            args = (single, units.desirable) if self.view == "unpaired" else (single,)
         found = []
         for term in self.terms:
+            args: tuple[Any, ...]
+            if self.view == "paired":  # `ld_alpha` is about preferences: a likelihood is that of every token
+                args = self.sides(scored, units, whole=term.row.reward is None)
+            else:
+                single = scored.take(units.members[:, 0])
+                args = (single, units.desirable) if self.view == "unpaired" else (single,)
             from_step = {name: getattr(wide, name) for name in term.row.wide}
             losses = term.row.function(*args, **term.row.arguments(term.options), **from_step)
             if self.wpo and term.row.weighted:
@@ -171,17 +176,19 @@ class Method:
         return torch.stack([self._reward(side) for side in sides], dim=1)
 
     def _reward(self, side: Scored) -> PerCompletion:
-        kind = self.preference.row.reward if self.preference else "logratio"
-        if kind == "logp":
-            return self.beta * side.logps
-        if kind == "mean_logp":
-            return self.beta * side.logps / side.lengths
-        return self.beta * side.logratios
+        kind = self._reward_kind
+        total = self.beta * (side.logps if kind.endswith("logp") else side.logratios)
+        return total / side.lengths if kind.startswith("mean") else total
+
+    @property
+    def _reward_kind(self) -> Reward:
+        return self.preference.row.reward or "logratio" if self.preference else "logratio"
 
     def clear_rewards(self, scored: Scored, units: Units, noise: PerCompletion) -> Tensor:
         """`unit_rewards`, where one that is no larger than `noise` is rounding, and 0."""
         rewards = self.unit_rewards(scored, units)
-        quiet = noise[units.members[:, : rewards.shape[1]]]
+        members = units.members[:, : rewards.shape[1]]
+        quiet = noise[members] / (scored.lengths[members] if self._reward_kind.startswith("mean") else 1)
         return torch.where(rewards.abs() <= quiet, torch.zeros_like(rewards), rewards)
 
     def metrics(self, scored: Scored, units: Units, losses: Sequence[PerUnit], counts: Sequence[int],

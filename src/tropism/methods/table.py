@@ -14,7 +14,7 @@ from tropism.losses.scored import Scored
 from tropism.losses.sft import nll
 from tropism.shapes import Labels, PerUnit
 
-Reward = Literal["logratio", "logp", "mean_logp"]
+Reward = Literal["logratio", "mean_logratio", "logp", "mean_logp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class LossRow:
         function: the pure loss. It takes (chosen, rejected), (scored, desirable) or (scored), then keywords.
         reading: what is said at start: which of the readings of the name this is.
         options: its options with their defaults.
-        reward: what a completion's reward is, times beta: its log-ratio; for a loss without a reference its
-            log-prob, or the mean of it over its tokens.
+        reward: what a completion's reward is, times beta: its log-ratio, or for a loss without a reference its
+            log-prob; or the mean of either over its tokens, where the loss compares means.
         wide: keywords that come from the whole step: fields of `Wide`.
         covers: supervised tokens of a row that the loss looks at, for a loss that divides by tokens; None for one
             that divides by units.
@@ -52,7 +52,7 @@ class LossRow:
     @property
     def needs_reference(self) -> bool:
         """Whether the loss looks at the reference."""
-        return self.reward == "logratio"
+        return self.reward in ("logratio", "mean_logratio")
 
     def arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The function's keywords from the values of its options."""
@@ -100,7 +100,8 @@ _ROWS = (
     LossRow("robust", "paired", pairwise.robust, "DPO unbiased under flipped labels",
             {**_BETA, "label_smoothing": 0.1, **_LINK}),
     LossRow("ipo", "paired", pairwise.ipo, "IPO on summed log-probs, as DPO takes them", {**_BETA, **_LINK}),
-    LossRow("ipo_mean", "paired", pairwise.ipo_mean, "IPO on log-probs per token", {**_BETA, **_LINK}),
+    LossRow("ipo_mean", "paired", pairwise.ipo_mean, "IPO on log-probs per token", {**_BETA, **_LINK},
+            reward="mean_logratio"),
     LossRow("hinge", "paired", pairwise.hinge, "hinge on summed log-probs (SLiC)", {**_BETA, **_LINK}),
     LossRow("exo_pair", "paired", pairwise.exo_pair, "EXO on pairs, reverse KL to smoothed labels",
             {**_BETA, "label_smoothing": 1e-3, **_LINK}),
@@ -111,7 +112,8 @@ _ROWS = (
     LossRow("apo_down", "paired", pairwise.apo_down, "APO-down: chosen down, rejected further", _BETA),
     LossRow("discopop", "paired", pairwise.discopop, "DiscoPOP's log-ratio modulated loss",
             {**_BETA, "discopop_tau": 0.05, **_LINK}),
-    LossRow("sigmoid_norm", "paired", pairwise.sigmoid_norm, "DPO on log-probs per token", {**_BETA, **_LINK}),
+    LossRow("sigmoid_norm", "paired", pairwise.sigmoid_norm, "DPO on log-probs per token", {"beta": 5.0, **_LINK},
+            reward="mean_logratio"),
     LossRow("aot", "paired", transport.aot, "AOT: margins of policy and reference, sorted over the whole step",
             _SMOOTH, wide=("partner",), weighted=False),
     LossRow("aot_unpaired", "paired", transport.aot_unpaired,

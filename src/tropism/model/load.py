@@ -197,16 +197,17 @@ def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
         raise OutputError(f"{path}: the model could not be written: {_first_line(error)}") from error
 
 
-def check_space(model: Any, path: Path, dtype: torch.dtype) -> None:
-    """Find out before training whether the result fits on the disk.
+def check_space(model: Any, path: Path, dtype: torch.dtype, copies: int = 1) -> None:
+    """Find out before training whether the result fits on the disk, with what is kept on the way.
 
     Raises:
         OutputError: saying how much is needed and how much is free.
     """
-    needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize * copies
     free = shutil.disk_usage(path).free
     if free < needed * 1.05:
-        raise OutputError(f"{path}: the model will take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
+        what = "the model" if copies == 1 else f"{copies} models"
+        raise OutputError(f"{path}: {what} will take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
 
 
 def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int]) -> None:

@@ -23,7 +23,8 @@ METRICS: dict[str, Metric] = {metric.key: metric for metric in (
     Metric("kd/ce", "nats", "token", "cross-entropy of the completions under the student"),
     Metric("kd/divergence", "nats", "token", "divergence of the student from the teacher"),
     Metric("perplexity", "", "token", "exp of the cross-entropy per supervised token (SFT, KD)"),
-    Metric("rewards/chosen", "nats", "completion", "mean beta x log-ratio of chosen or desirable completions"),
+    Metric("rewards/chosen", "nats", "completion", "mean reward of chosen or desirable completions: beta x log-ratio, "
+           "or for a loss without a reference beta x log-prob"),
     Metric("rewards/rejected", "nats", "completion", "the same of rejected or undesirable ones"),
     Metric("rewards/margins", "nats", "pair or class", "chosen minus rejected reward; KTO: of the class means"),
     Metric("rewards/accuracies", "share", "pair", "pairs with a margin above 0; a margin of 0 counts one half"),

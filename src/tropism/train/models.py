@@ -9,7 +9,7 @@ import torch
 
 from tropism.data.tree import PromptTree
 from tropism.dist.world import World
-from tropism.errors import ModelError
+from tropism.errors import ModelError, UsageError
 from tropism.model import load
 from tropism.model.logps import LanguageModel, Precision
 from tropism.model.probe import Layout, choose_layout
@@ -76,6 +76,35 @@ def tokenizer_of(named: Named, name: str, own: Any, trust_remote_code: bool) -> 
         references.check_vocabulary(load.load_tokenizer(named, trust_remote_code=trust_remote_code), own, name)
 
 
+def check_teacher(named: Named | None, config: Any, tokenizer: Any, top_k: int | None,
+                  trust_remote_code: bool) -> None:
+    """Find out before a model is loaded whether a student can be compared with its teacher.
+
+    Args:
+        named: the teacher; None if there is none.
+        config: the student's.
+        tokenizer: of the student.
+        top_k: how many of the teacher's tokens are to be kept.
+
+    Raises:
+        ModelError: naming the first id that differs, or if a head has no room for the tokens.
+        UsageError: if k is not below the vocabulary.
+    """
+    if named is None:
+        return
+    tokenizer_of(named, "teacher", tokenizer, trust_remote_code)
+    other = (load.load_config(named, trust_remote_code=trust_remote_code) if isinstance(named, load.Source)
+             else named.config)
+    vocabulary = teachers.shared_vocabulary(tokenizer)
+    rows = min(entry.get_text_config().vocab_size for entry in (config, other))
+    if rows < vocabulary:
+        raise ModelError(f"the tokenizer has ids up to {vocabulary - 1}, and the smaller of the two heads only {rows} "
+                         "rows; student and teacher need one tokenizer")
+    if top_k is not None and top_k >= vocabulary:
+        raise UsageError(f"top_k {top_k}: the vocabulary has {vocabulary} tokens; leave top_k out for the exact "
+                         "divergence")
+
+
 def build_reference(policy: LanguageModel, named: Named | None, live: bool, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
                     voice: Voice) -> references.Reference:
@@ -99,17 +128,11 @@ def build_reference(policy: LanguageModel, named: Named | None, live: bool, tree
 def build_teacher(policy: LanguageModel, named: Named, options: TeacherOptions, tokenizer: Any,
                   trees: list[PromptTree], probes: Sequence[PromptTree], numerics: Numerics, store: Path,
                   world: World, voice: Voice) -> teachers.Teacher:
-    """A teacher in memory, or its likeliest tokens from the store.
-
-    Raises:
-        ModelError: if the two heads have no vocabulary in common.
-    """
-    model = numerics.frozen(named, probes, None)
-    rows = [len(module.get_output_embeddings().weight) for module in (policy.module, model.module)]
+    """A teacher in memory, or its likeliest tokens from the store."""
+    teacher = numerics.module(named)
+    rows = [len(module.get_output_embeddings().weight) for module in (policy.module, teacher)]
     vocabulary = teachers.shared_vocabulary(tokenizer, *rows)
-    if vocabulary < len(tokenizer.get_vocab()):
-        raise ModelError(f"the tokenizer has {len(tokenizer.get_vocab())} tokens, and the smaller of the two heads "
-                         f"only {vocabulary}; student and teacher need one tokenizer")
+    model = numerics.frozen(teacher, probes, None)
     comparison = teachers.compare_as(options, vocabulary)
     voice.say(f"teacher: {teachers.describe(options)}"
               + (f"; columns beyond the {vocabulary} tokens of the tokenizer are left out on both sides"

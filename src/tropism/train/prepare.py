@@ -171,8 +171,8 @@ def check_classes(rows: Sequence[EncodedRow]) -> None:
     """
     desirable = sum(bool(row.desirable) for row in rows)
     if desirable in (0, len(rows)):
-        raise DataError(f"{desirable} desirable / {len(rows) - desirable} undesirable training rows: KTO needs both. "
-                        "With answers you like only, supervised fine-tuning is the method")
+        raise DataError(f"{desirable} desirable / {len(rows) - desirable} undesirable training rows: this method needs "
+                        "both. With answers you like only, supervised fine-tuning is the method")
 
 
 def make_schedule(options: DataOptions, run: RunOptions, rows: Sequence[EncodedRow], needs_partners: bool) -> Schedule:

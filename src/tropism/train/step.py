@@ -129,7 +129,7 @@ def look_ahead(engine: Engine, packs: Sequence[Pack]) -> list[Wide]:
     BCO's running mean is moved on, and stays so once the step is known to be finite.
     """
     method, device = engine.method, engine.model.device
-    if not (method.needs_sorting or method.needs("shift")):
+    if not method.looks_ahead:
         return [Wide()] * len(packs)
     found = []
     for pack in packs:

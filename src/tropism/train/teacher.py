@@ -16,7 +16,7 @@ from tropism.data.collate import Batch, collate
 from tropism.data.pack import scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.dist.world import World
-from tropism.errors import ReferenceMismatchError, UsageError
+from tropism.errors import ReferenceMismatchError
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
 from tropism.model.divergence import Comparison, Exact, Targets, TopK, top_k
 from tropism.model.head import head_of
@@ -72,8 +72,12 @@ def describe(options: TeacherOptions) -> str:
 
 
 def shared_vocabulary(tokenizer: Any, *heads: int) -> int:
-    """Ids that both models have: those of the tokenizer; further columns of a head are padding."""
-    return min(max(tokenizer.get_vocab().values()) + 1, *heads)
+    """How many ids both models have: those of the tokenizer; further columns of a head are padding.
+
+    Args:
+        heads: rows of each model's head.
+    """
+    return min((max(tokenizer.get_vocab().values()) + 1, *heads))
 
 
 class LiveTeacher:
@@ -151,12 +155,9 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
         say: takes the estimate of what it will take on the disk.
 
     Raises:
-        UsageError: if k is not below the vocabulary.
         OutputError: if it does not fit, or cannot be written.
     """
     k, vocabulary = options.top_k or 0, comparison.vocabulary
-    if k >= vocabulary:
-        raise UsageError(f"top_k {k}: the vocabulary has {vocabulary} tokens; leave top_k out for the exact divergence")
     of_model = fingerprint(model)
     name = hashlib.blake2b(f"{of_model} top {k} of {vocabulary} at {comparison.temperature!r}".encode(),
                            digest_size=16).hexdigest()

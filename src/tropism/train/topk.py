@@ -56,14 +56,14 @@ class TopKStore:
         self._where: dict[bytes, tuple[Path, int, int]] = {}
 
     def open(self) -> None:
-        """Find all whole entries. A damaged file is left out (its entries are computed again) and listed.
+        """Find all whole entries. A damaged file is left out (its entries are computed again) and listed, also if it
+        has been written anew by the time of another call.
 
         Raises:
             ReferenceMismatchError: if an intact file holds what no teacher says.
         """
-        self.damaged = []
         for file in sorted(self.path.glob("*.safetensors")):
-            if file not in self._files and not self._open(file):
+            if file not in self._files and not self._open(file) and file not in self.damaged:
                 self.damaged.append(file)
 
     def _open(self, file: Path) -> bool:

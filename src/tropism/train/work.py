@@ -111,7 +111,8 @@ class Planner:
             leaves = make_leaves([partners[i] for i in own], [planted[i] for i in own])
         elif partners:
             lone = self._packs([entry.tree for entry in partners], shares)
-        trees = [entry.tree for entry in planted] + [entry.tree for entry in partners]
+        passes = 2 if self.method.looks_ahead else 1
+        trees = passes * [entry.tree for entry in planted] + [entry.tree for entry in partners]
         saved = sum(len(entry.tree.prompt_ids) for entry in partners) if leaves else 0
         return StepWork(
             step, len(indices), self.method.counts(self.rows[index] for index in indices),
