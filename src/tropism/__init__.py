@@ -5,8 +5,11 @@ from typing import Any
 
 __version__ = version("tropism")
 
-__all__ = ["DPOOptions", "DPOTrainer", "EvalResult", "KDOptions", "KDTrainer", "KTOOptions", "KTOTrainer", "RunResult",
-           "SFTOptions", "SFTTrainer", "run"]
+__all__ = ["Completion", "DPOOptions", "DPOTrainer", "EvalResult", "KDOptions", "KDTrainer", "KTOOptions", "KTOTrainer",
+           "PromptTree", "RunResult", "SFTOptions", "SFTTrainer", "run", "token_ids"]
+
+_HOMES = {"run": "api", "RunResult": "api", "PromptTree": "data.tree", "Completion": "data.tree",
+          "token_ids": "data.tree"}
 
 
 def __getattr__(name: str) -> Any:
@@ -14,6 +17,6 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in __all__:
-        home = "api" if name in ("run", "RunResult") else "config" if name.endswith("Options") else "trainers"
+        home = _HOMES.get(name, "config" if name.endswith("Options") else "trainers")
         return getattr(importlib.import_module(f"tropism.{home}"), name)
     raise AttributeError(f"module 'tropism' has no attribute {name!r}")

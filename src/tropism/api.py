@@ -1,11 +1,10 @@
 """One call that runs a method from options to a model directory. The command line is this call."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from tropism.methods import Method
 from tropism.methods.build import build_method, effective
 from tropism.model import load
 from tropism.model.attention import plain_implementation
-from tropism.model.probe import Probe, choose_layout
+from tropism.model.probe import choose_layout
 from tropism.observe.console import Voice
 from tropism.observe.manifest import Manifest, text_fingerprints
 from tropism.observe.metrics import BOOKKEEPING
@@ -45,8 +44,6 @@ from tropism.train.samples import Sampler
 from tropism.train.step import Engine
 from tropism.train.store import check_writable, default_root
 from tropism.train.work import Planner, all_trees, has_partners, own_trees
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -159,13 +156,18 @@ class Run:
         else:
             data = prepare_data(options, self.tokenizer, config, options.view, objects.train, objects.evaluation)
         load.check_rope(config, data.max_length)
-        check_embedding([*data.train, *data.evaluation], config.get_text_config().vocab_size,
-                        self.tokenizer.convert_ids_to_tokens)
+        for one in (config, *(models.config_of(other, remote) for other in (self.reference,) if other is not None)):
+            check_embedding([*data.train, *data.evaluation], one.get_text_config().vocab_size,
+                            self.tokenizer.convert_ids_to_tokens)
         self.method: Method = build_method(options.view, self.values, [row.desirable for row in data.train])
         if self.method.ld_alpha is not None:
             data = replace(data, train=[row.with_shared_lengths() for row in data.train],
                            evaluation=[row.with_shared_lengths() for row in data.evaluation])
         self.data: Prepared = data
+        prints = self.world.gather(data.fingerprints())
+        if any(other != prints[0] for other in prints):
+            raise UsageError("the processes read different data; each needs all of it, since the steps are shared out "
+                             "here (no DistributedSampler)")
         self.schedule: Steps = self._check_partners(objects.steps) if objects.steps else make_schedule(
             options, options, data.train, self.method.needs_reference_point)
         self.config = config
@@ -175,7 +177,7 @@ class Run:
         """Each given step has a partner for each of its rows, where the method needs them."""
         for number, rows in enumerate(steps.steps, start=1):
             if self.method.needs_reference_point and not has_partners(self.data.train, rows):
-                raise UsageError(f"batch {number}: all of its {len(rows)} rows have one prompt, and KTO needs "
+                raise UsageError(f"step {number}: all of its {len(rows)} rows have one prompt, and KTO needs "
                                  "completions of another prompt in the same step; mix the batches, set "
                                  "accumulation_steps, or take kl_source='batch'")
         return steps
@@ -184,9 +186,9 @@ class Run:
         """Train, and leave a run directory."""
         began = time.monotonic()
         directory = RunDirectory(Path(self.options.output).expanduser())
-        self._on_main(directory.refuse_if_used)
+        self.world.on_main(directory.refuse_if_used)
         self._introduce()
-        manifest = self._on_main(lambda: self._begin(directory))
+        manifest = self.world.on_main(lambda: self._begin(directory))
         try:
             return self._train(directory, manifest, began)
         except BaseException as error:
@@ -215,25 +217,15 @@ class Run:
         if options.learning_rate == 0 and own:
             self.voice.warn("learning_rate is 0: nothing will change")
 
-    def _on_main(self, action: Callable[[], T]) -> T | None:
-        """What the main rank alone does; an error of it is raised on every rank, so that none waits for it."""
-        result, failure = None, None
-        if self.world.is_main:
-            try:
-                result = action()
-            except TropismError as error:
-                failure = error
-        failure = self.world.broadcast(failure)
-        if failure is not None:
-            raise failure
-        return result
+    def _written(self) -> dict[str, Any]:
+        """Every option with the value that it had."""
+        return self.options.dump() | effective(self.method, self.values) | {"precision": self.numerics.precision}
 
     def _begin(self, directory: RunDirectory) -> Manifest:
         """Make the run directory and write what is known before the model is loaded."""
         options = self.options
         directory.create()
-        directory.write_config(options.dump() | effective(self.method, self.values)
-                               | {"precision": self.numerics.precision})
+        directory.write_config(self._written())
         directory.write_json("audit.json", self.data.to_json())
         model = self.named.absolute if isinstance(self.named, load.Source) else options.model
         return Manifest(directory, {
@@ -241,7 +233,7 @@ class Run:
             "world_size": self.world.size, "device": str(self.world.device), "precision": self.numerics.precision,
             "fingerprints": self.data.fingerprints() | text_fingerprints(self.tokenizer)})
 
-    def build(self, manifest: Manifest | None = None) -> Engine:
+    def build(self) -> Engine:
         """Model, layout, reference, teacher and optimiser, each checked as soon as it can be; built once."""
         if self.engine is not None:
             return self.engine
@@ -249,7 +241,7 @@ class Run:
         if world.device.type == "cpu":
             keep_freed_memory()
         if (method.needs_reference and not self.live) or self.values.get("top_k"):
-            self._on_main(lambda: check_writable(self.store))
+            self.world.on_main(lambda: check_writable(self.store))
         module = self.numerics.module(self.named)
         probes = probe_trees(self.data.train, self.numerics.budget)
         model, probe = choose_layout(module, self.numerics.precision, world.device, probes, options.layout)
@@ -273,7 +265,8 @@ class Run:
                                                self.numerics, self.store, world, self.voice)
         self.engine = Engine(model, reference, method, self._updater(module), world, options.max_grad_norm, teacher,
                              rounding=probe.per_root_token)
-        self._check(self.engine, probe, manifest)
+        self.facts: dict[str, Any] = {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
+        self._check(self.engine)
         return self.engine
 
     def _updater(self, module: Any) -> Updater:
@@ -283,7 +276,7 @@ class Run:
         rate = learning_rates(options.schedule, options.learning_rate, self.schedule.total_steps, options.warmup_ratio)
         return Scheduled(build_optimizer(options.optimizer, module, options.weight_decay), rate)
 
-    def _check(self, engine: Engine, probe: Probe, manifest: Manifest | None) -> None:
+    def _check(self, engine: Engine) -> None:
         """Policy and reference agree before step 1, where they must."""
         own = engine.reference is not None and self.reference is None
         if own:
@@ -291,27 +284,27 @@ class Run:
             if not agree and self.options.strict:
                 raise ReferenceMismatchError(sentence)
             (self.voice.say if agree else self.voice.warn)(sentence)
-        if manifest is not None:
-            facts = {"policy": engine.reference.fingerprint if own and engine.reference
-                     else references.fingerprint(engine.model)}
-            facts |= {"reference": engine.reference.fingerprint} if engine.reference else {}
-            facts |= {"teacher": engine.teacher.fingerprint} if engine.teacher else {}
-            manifest.add(layout=probe.layout, layout_error_nats_per_token=probe.per_token, **facts)
+        self.facts["policy"] = (engine.reference.fingerprint if own and engine.reference
+                                else references.fingerprint(engine.model))
+        self.facts |= {"reference": engine.reference.fingerprint} if engine.reference else {}
+        self.facts |= {"teacher": engine.teacher.fingerprint} if engine.teacher else {}
 
     def _train(self, directory: RunDirectory, manifest: Manifest | None, began: float) -> RunResult:
-        engine, data, options = self.build(manifest), self.data, self.options
+        engine, data, options = self.build(), self.data, self.options
+        if manifest is not None:
+            manifest.add(**self.facts)
         sampler = Sampler(data.evaluation or data.train, held_out=bool(data.evaluation), count=options.samples,
                           tokenizer=self.tokenizer, stop_ids=sorted(data.renderer.stop_ids),
                           max_positions=load.max_positions(engine.model.module.config))
         dtype = getattr(torch, options.export_dtype)
         copies = 1 + (self.schedule.total_steps - 1) // (options.save_every or self.schedule.total_steps)
-        self._on_main(lambda: load.check_space(engine.model.module, directory.path, dtype, copies))
+        self.world.on_main(lambda: load.check_space(engine.model.module, directory.path, dtype, copies))
         answers = sampler.ask(engine.model) if self.world.is_main else []
         keep = self.world.is_main and options.export_dtype != "float32"
         initial = engine.model.snapshot() if keep else None
         records = self._follow(directory, train(
-            engine, self.planner, partial(self._evaluate, self.evaluator()) if data.evaluation else None, self._plan(),
-            lambda step: self._on_main(lambda: self._keep(engine, directory, step))))
+            engine, self.planner, partial(self._evaluate, self.evaluator) if data.evaluation else None, self._plan(),
+            lambda step: self.world.on_main(lambda: self._keep(engine, directory, step))))
         samples: list[dict[str, Any]] = []
         if self.world.is_main:
             samples = sampler.compare(answers, sampler.ask(engine.model))
@@ -331,8 +324,9 @@ class Run:
         self.voice.say(f"model: {directory.model}  ({self.schedule.total_steps} steps, {seconds:.0f} s)")
         return RunResult(directory.path, directory.model, self.schedule.total_steps, seconds, before, after, samples)
 
+    @cached_property
     def evaluator(self) -> Evaluator:
-        """Evaluates the held-out rows."""
+        """Evaluates the held-out rows; the first time says what the initial policy makes of them."""
         return Evaluator(self.data.evaluation, self.numerics.budget, self.data.max_length)
 
     def evaluate(self) -> dict[str, float]:
@@ -344,7 +338,7 @@ class Run:
         if not self.data.evaluation:
             raise UsageError("there is nothing to evaluate on: give eval_dataset, or eval_fraction")
         engine = self.build()
-        return self._evaluate(self.evaluator(), engine)
+        return self._evaluate(self.evaluator, engine)
 
     def release(self) -> None:
         """Give the module its own attention back, so that it can generate."""
@@ -367,7 +361,7 @@ class Run:
         trackers = None
         if self.world.is_main and self.trackers:
             logs = Path(self.options.log_dir).expanduser() if self.options.log_dir else directory.path / "logs"
-            trackers = Trackers(self.trackers, directory.path.name, logs, self.options.dump(), self.voice.warn)
+            trackers = Trackers(self.trackers, directory.path.name, logs, self._written(), self.voice.warn)
         try:
             with self.voice.bar("train") as report:
                 for record in records:

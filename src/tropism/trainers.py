@@ -11,13 +11,11 @@ from pydantic import ValidationError
 
 from tropism.api import Objects, Run, RunResult
 from tropism.config import DPOOptions, KDOptions, KTOOptions, MethodOptions, SFTOptions, explain, nearest
-from tropism.data.batches import rows_of_batch
-from tropism.data.rows import EncodedRow
-from tropism.data.schedule import GivenSchedule
+from tropism.data.dataloader import read_batches
 from tropism.data.tree import PromptTree
 from tropism.data.trees import rows_of_trees
 from tropism.dist import connect
-from tropism.errors import DataError, UsageError
+from tropism.errors import UsageError
 from tropism.observe.console import Voice
 from tropism.observe.rundir import free_name
 
@@ -26,8 +24,20 @@ ALIASES: dict[str, str] = {
     "logging_steps": "log_every", "eval_steps": "eval_every", "save_steps": "save_every", "lr": "learning_rate",
     "lr_scheduler_type": "schedule", "l2": "weight_decay", "num_train_epochs": "epochs", "output_dir": "output",
     "kd_coef": "kd_weight", "max_len": "max_length", "train_batch_size": "batch_size", "loss_type": "loss",
+    "desirable_loss_weight": "desirable_weight", "undesirable_loss_weight": "undesirable_weight",
+    "lr_warmup_ratio": "warmup_ratio", "lr_scheduler": "schedule", "save_path": "output", "report_to": "track",
+    "ref_policy_kl_penalty": "beta", "global_batch_size": "batch_size", "gradient_clip_val": "max_grad_norm",
 }
 """What other trainers call our options."""
+
+ARGUMENTS: dict[str, str] = {
+    "actor": "model", "optim": "optimizer", "actor_optim": "optimizer", "actor_lr_scheduler": "scheduler",
+    "processing_class": "tokenizer",
+}
+"""What other trainers call our arguments."""
+
+_NEVER = ("save_every",)
+"""Options for which 0 or -1 means never, as elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,10 @@ class Trainer:
         kl_source: `step` pairs each completion with another row of its step; `batch` takes the mismatched rows that
             the dataloader's batches bring.
         use_wandb: as `track="wandb"`.
-        voice: what speaks; `Voice(loud=False)` is silent.
-        options: any option of the command line by its name, or by its name elsewhere (see `ALIASES`).
+        quiet: say nothing.
+        voice: what speaks, in place of the terminal.
+        options: any option of the command line by its name, or by its name elsewhere (see `ALIASES`; for the
+            arguments above `ARGUMENTS`).
 
     Raises:
         UsageError: for an unknown option, one given twice, or a combination that cannot work.
@@ -80,9 +92,11 @@ class Trainer:
                  optimizer: Any = None, scheduler: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
                  train_dataloader: Iterable[Any] | None = None, eval_dataloader: Iterable[Any] | None = None,
                  accumulation_steps: int = 1, kl_source: Literal["step", "batch"] = "step", use_wandb: bool = False,
-                 voice: Voice | None = None, **options: Any) -> None:
+                 quiet: bool = False, voice: Voice | None = None, **options: Any) -> None:
+        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "tokenizer": tokenizer}
+        model, optimizer, scheduler, tokenizer = _arguments(given, options).values()
         values = canonical(options)
-        self.voice = voice
+        self.voice = voice or (Voice(loud=False) if quiet else None)
         named: dict[str, tuple[str, Any]] = {
             "model": ("model", model), "ref_model": ("reference", ref_model),
             "teacher_model": ("teacher", teacher_model), "train_dataset": ("data", train_dataset),
@@ -251,12 +265,31 @@ def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, str] = {}
     for name, value in options.items():
         ours = ALIASES.get(name, name)
+        if value is None:
+            continue
         if ours in given:
             raise UsageError(f"{given[ours]} and {name} are the same option; give one of them")
         given[ours] = name
-        if value is not None:
-            values[ours] = value
-    return values
+        values[ours] = None if ours in _NEVER and value in (0, -1) else value
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _arguments(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with what was given under other names, which are taken out of `options`.
+
+    Raises:
+        UsageError: where one is given twice.
+    """
+    found = dict(given)
+    names = {name: name for name, value in given.items() if value is not None}
+    for name in [name for name in options if name in ARGUMENTS]:
+        ours, value = ARGUMENTS[name], options.pop(name)
+        if value is None:
+            continue
+        if ours in names:
+            raise UsageError(f"{names[ours]} and {name} are the same argument; give one of them")
+        names[ours], found[ours] = name, value
+    return found
 
 
 def make_options(options: type[MethodOptions], values: Mapping[str, Any]) -> MethodOptions:
@@ -332,59 +365,3 @@ def _trees(source: Any) -> list[Any] | None:
     is_tree = isinstance(first, PromptTree) or (
         isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], PromptTree))
     return list(source) if is_tree else None
-
-
-def read_batches(loader: Iterable[Any], view: Any, epochs: int, accumulation_steps: int, max_steps: int | None,
-                 own_partners: bool, say: Any) -> tuple[list[EncodedRow], GivenSchedule]:
-    """Rows of a dataloader's batches, and which of them each step takes.
-
-    Args:
-        epochs: passes over the dataloader; with `max_steps` as many as that takes.
-        accumulation_steps: batches per step.
-        own_partners: take the mismatched rows that the batches bring.
-        say: takes a notice.
-
-    Raises:
-        DataError: for a batch that cannot be understood.
-        UsageError: if there is none, or mismatched rows are asked for that are not there.
-    """
-    rows: list[EncodedRow] = []
-    steps: list[tuple[int, ...]] = []
-    ignored = number = epoch = first_pass = 0
-    while epoch < epochs if max_steps is None else len(steps) < max_steps:
-        before = number
-        step: tuple[int, ...] = ()
-        for batch in loader:
-            number += 1
-            read = rows_of_batch(batch, view, number=number, keep_partners=own_partners)
-            if not read.rows:
-                raise DataError(f"batch {number}: has no rows")
-            if own_partners and not read.has_partners:
-                raise UsageError(f"kl_source is batch, and batch {number} brings no mismatched rows")
-            ignored += read.has_partners and not own_partners
-            step += tuple(range(len(rows), len(rows) + len(read.rows)))
-            rows += read.rows
-            if (number - before) % accumulation_steps == 0:
-                steps.append(step)
-                step = ()
-                if len(steps) == max_steps:
-                    break
-        if step:  # no step crosses an epoch
-            steps.append(step)
-        if number == before:
-            raise UsageError("the dataloader gave no batch" + (" in its second pass; it must be readable again"
-                                                               if epoch else ""))
-        epoch += 1
-        first_pass = first_pass or rows_per_pass(loader, len(rows), number)
-    if ignored:
-        say(f"the mismatched (kl) rows of {ignored} batches are not used: each completion is paired within its step; "
-            "kl_source='batch' takes them")
-    return rows, GivenSchedule(tuple(steps), first_pass)
-
-
-def rows_per_pass(loader: Any, rows: int, batches: int) -> int:
-    """Rows of a whole pass over a dataloader, of which `max_steps` may have asked for the beginning only."""
-    try:
-        return round(rows * len(loader) / batches)
-    except TypeError:  # it does not know
-        return rows

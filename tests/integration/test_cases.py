@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from helpers import CASES, case_yaml, expected
+from integration.test_invariance import one_rank, run_ranks
 from tropism.cli import main
+from tropism.config import read_yaml
+from tropism.errors import UsageError
+from tropism.train.store import ScoreStore, entries
 
 
 @pytest.fixture
@@ -118,3 +122,98 @@ def test_10_strict(command: Any) -> None:
     assert code == 2
     assert "10-empty-completions.jsonl:1" in err
     assert not run.exists()
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_18_where_the_reference_comes_from(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """R4, R1, L1, X1: live, stored by passes of one row, stored by one pass, and on two ranks: the same run."""
+    case, want = case_yaml("18-ref-precompute-vs-online.yaml"), expected("18")
+    settings: dict[str, Any] = {
+        "model": str(tiny_model_dir), "data": jsonl(tmp_path / "train.jsonl", case["train_rows"]),
+        "eval_data": jsonl(tmp_path / "eval.jsonl", case["eval_rows"]), "loss": case["run"]["loss"],
+        "beta": case["run"]["beta"], "learning_rate": case["run"]["lr"], "optimizer": case["run"]["optimizer"],
+        "batch_size": case["run"]["per_device_batch"], "epochs": case["run"]["epochs"],
+        "shuffle": case["run"]["shuffle"], "seed": case["run"]["seed"], "eval_every": 1, "samples": 0}
+    variants: list[dict[str, Any]] = [{"reference": "live"}, {"microbatch_tokens": 1}, {"microbatch_tokens": 4096}, {}]
+    assert [variant.get("precompute_batch", variant.get("world_size")) for variant in case["variants"]] == [
+        None, 1, 5, 2]
+    runs = []
+    for number, changes in enumerate(variants):
+        own = {**settings, **changes, "output": str(tmp_path / f"run{number}"), "store": str(tmp_path / f"s{number}")}
+        if case["variants"][number].get("world_size"):
+            assert run_ranks(2, one_rank, [("dpo", own)]) == [0, 0]
+        else:
+            flags = [f"--{name.replace('_', '-')}={str(value).lower() if isinstance(value, bool) else value}"
+                     for name, value in own.items()]
+            assert main(["dpo", *flags]) == 0
+        runs.append(lines(tmp_path / f"run{number}"))
+    steps = [line for line in runs[0] if line["split"] == "train"]
+    assert [line["examples"] for line in steps] == [2, 4, want["rows"]]
+    assert len(steps) == want["steps"]
+    assert want["rows"] - steps[-2]["examples"] == want["last_batch_rows"]
+    assert steps[0]["loss"] == pytest.approx(want["step1_loss"], abs=1e-6)
+    assert steps[0]["rewards/margins"] == pytest.approx(want["step1_margin"], abs=1e-5)
+    assert abs(steps[1]["loss"] - want["step1_loss"]) > want["step2_loss_differs_from_ln2_by_more_than"]
+    for run in runs[1:]:
+        assert [(line["step"], line["split"]) for line in run] == [(line["step"], line["split"]) for line in runs[0]]
+        for line, other in zip(run, runs[0], strict=True):
+            for key in ("loss", "rewards/margins", "rewards/chosen", "logps/chosen", "logps/rejected"):
+                assert line[key] == pytest.approx(other[key], abs=want["max_difference_between_variants_per_step"])
+    assert not (tmp_path / "s0").exists()  # a live reference stores nothing
+    for number in (1, 2, 3):
+        entry, = entries(tmp_path / f"s{number}")
+        values = ScoreStore(tmp_path / f"s{number}", entry.path.name, {}).load()
+        assert len(values) == 2 * (len(case["train_rows"]) + len(case["eval_rows"]))
+        assert all(value < 0 for value in values.values()), want["cached_values"]
+
+
+CASE_21 = case_yaml("21-pref-loss-table.yaml")
+FUSED = CASE_21["configs_that_must_differ_from_default_or_be_refused"]
+REFUSED = [*zip(CASE_21["configs_that_must_not_start"], (
+    "loss_typ: unknown, did you mean loss?", "loss: 'sigmiod' is not one of",
+    "desirable_wieght: unknown, did you mean desirable_weight?", "beta: Input should be a valid number",
+    "beta: Input should be greater than 0"), strict=True), *((config, "fused_loss: unknown") for config in FUSED)]
+
+
+def as_flags(config: dict[str, Any]) -> list[str]:
+    return [f"--{key.replace('_', '-')}={str(value).lower() if isinstance(value, bool) else value}"
+            for key, value in config.items() if key != "method"]
+
+
+@pytest.mark.parametrize(("config", "sentence"), REFUSED)
+def test_21_configurations_that_must_not_start(command: Any, tmp_path: Path, config: dict[str, Any],
+                                               sentence: str) -> None:
+    """H2, L3: refused on the command line and in a file, by name; there is no fused loss that could ignore one."""
+    code, _, err, run = command(config["method"], CASES / "01-kto-odd-batch-pairing.jsonl", *as_flags(config))
+    assert code == 2
+    assert not run.exists()
+    name, _, what = sentence.partition(": ")
+    assert f"--{name.replace('_', '-')}: {what}" in err
+    file = tmp_path / "c.yaml"
+    file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in config.items()))
+    with pytest.raises(UsageError) as error:
+        read_yaml(file)
+    assert f"c.yaml:{list(config).index(name) + 1}: {sentence}" in str(error.value)
+
+
+PAIRS = [{"prompt": f"Add {n}: ", "chosen": "plum " * (n + 1), "rejected": "brick"} for n in range(4)]
+FEEDBACK = [{"prompt": row["prompt"], "completion": row["chosen"], "label": n % 2 == 0} for n, row in enumerate(PAIRS)]
+
+
+@pytest.mark.parametrize("config", FUSED, ids=lambda config: " ".join(map(str, config.values())))
+def test_21_without_a_fused_loss_they_differ_from_the_default(command: Any, config: dict[str, Any],
+                                                              tmp_path: Path) -> None:
+    """L3: on the plain path each of them changes the second step's loss."""
+    losses = []
+    for number, options in enumerate(({}, {key: value for key, value in config.items() if key != "fused_loss"})):
+        rows = FEEDBACK if config["method"] == "kto" else PAIRS
+        code, _, err, run = command(config["method"], rows, "--max-steps", "2", "--learning-rate", "0.01",
+                                    *as_flags(options))
+        assert code == 0, err
+        losses.append(lines(run)[-1]["loss"])
+        run.rename(tmp_path / f"run-{number}")
+    assert abs(losses[0] - losses[1]) > 1e-3

@@ -23,15 +23,18 @@ def test_help_does_not_import_torch() -> None:
     assert "--beta" in done.stdout
 
 
+SHARED = ("batch_size data epochs eval_data eval_every eval_fraction export_dtype group_prompts layout learning_rate "
+          "log_dir log_every max_grad_norm max_length max_prompt_length max_steps microbatch_tokens model optimizer "
+          "output precision samples save_every schedule seed shuffle strict track trust_remote_code warmup_ratio "
+          "weight_decay workers")
+TEACHER = "divergence divergence_mix kd_weight store teacher temperature temperature_scaling top_k"
+PREFERENCE = f"{TEACHER} beta loss loss_weights reference"
 SURFACE = {
-    "kto": "batch_size beta data desirable_weight epochs eval_data eval_every eval_fraction export_dtype group_prompts "
-           "layout learning_rate log_every loss max_grad_norm max_length max_prompt_length max_steps "
-           "microbatch_tokens model optimizer output precision reference samples schedule seed shuffle store strict "
-           "trust_remote_code undesirable_weight warmup_ratio weight_decay workers",
-    "dpo": "batch_size beta data epochs eval_data eval_every eval_fraction export_dtype group_prompts label_smoothing "
-           "layout learning_rate log_every loss max_grad_norm max_length max_prompt_length max_steps "
-           "microbatch_tokens model optimizer output precision reference samples schedule seed shuffle store strict "
-           "trust_remote_code warmup_ratio weight_decay workers",
+    "kto": f"{SHARED} {PREFERENCE} desirable_weight undesirable_weight",
+    "dpo": f"{SHARED} {PREFERENCE} cpo_alpha discopop_tau f_alpha f_divergence label_smoothing ld_alpha simpo_gamma "
+           "wpo",
+    "sft": SHARED,
+    "kd": f"{SHARED} {TEACHER}",
 }
 
 
@@ -39,16 +42,63 @@ SURFACE = {
 def test_the_surface_changes_only_on_purpose(method: str) -> None:
     """Options by name; every one has a description, which is the only documentation and feeds --help."""
     fields = METHODS[method].model_fields
-    assert " ".join(sorted(fields)) == SURFACE[method]
+    assert sorted(fields) == sorted(SURFACE[method].split())
     assert all(info.description for info in fields.values())
 
 
 def test_defaults_of_the_contract() -> None:
+    """DESIGN, Defaults; an option of a loss is left to the loss."""
     options = KTOOptions(model="m", data="d", output="o")
-    assert (options.batch_size, options.epochs, options.learning_rate, options.beta) == (32, 1, 5e-6, 0.1)
+    assert (options.batch_size, options.epochs, options.learning_rate, options.loss) == (32, 1, 5e-6, "kto")
     assert (options.schedule, options.warmup_ratio, options.weight_decay, options.max_grad_norm) == (
         "linear", 0.1, 0.0, 1.0)
-    assert METHODS["dpo"](model="m", data="d", output="o").learning_rate == 1e-6
+    dpo, sft, kd = (METHODS[method](model="m", data="d", output="o", **extra)
+                    for method, extra in (("dpo", {}), ("sft", {}), ("kd", {"teacher": "t"})))
+    assert (dpo.learning_rate, sft.learning_rate, kd.learning_rate) == (1e-6, 2e-5, 2e-5)
+    assert (dpo.loss, dpo.wpo) == ("sigmoid", False)
+    for given, names in ((options, PREFERENCE), (dpo, SURFACE["dpo"].removeprefix(SHARED)), (kd, TEACHER)):
+        values = given.model_dump()
+        assert {name for name in names.split() if values[name] is not None} <= {"loss", "teacher", "wpo"}
+
+
+@pytest.mark.parametrize(("method", "extra", "wanted"), [
+    ("dpo", [], {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "simpo_gamma": None, "f_alpha": None}),
+    ("dpo", ["--loss", "simpo"], {"loss": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0}),
+    ("dpo", ["--loss", "sigmoid, sft", "--loss-weights", "1,0.2", "--beta", "0.3"],
+     {"loss": "sigmoid,sft", "loss_weights": "1,0.2", "beta": 0.3}),
+    ("dpo", ["--loss", "sigmoid,simpo"], {"beta": None, "simpo_gamma": 0.5}),
+    ("dpo", ["--loss=cpo", "--wpo", "--label-smoothing", "0.1"], {"cpo_alpha": 1.0, "wpo": True, "ld_alpha": None}),
+    ("dpo", ["--loss=hinge", "--f-divergence", "alpha", "--ld-alpha", "0.5"], {"f_alpha": 0.5, "ld_alpha": 0.5}),
+    ("kto", ["--undesirable-weight", "auto"],
+     {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": "auto", "loss": "kto"}),
+])
+def test_the_written_configuration_names_the_values_in_use(
+    capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, data_of: dict[str, Path], tmp_path: Path, method: str,
+    extra: list[str], wanted: dict[str, Any],
+) -> None:
+    """H2, DESIGN 6: the default of the loss where one was taken; the file repeats the run, to the bit."""
+    code, _, err = run(capsys, method, *small(tiny_model_dir, data_of[method], tmp_path), *extra)
+    assert code == 0, err
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert {name: written[name] for name in wanted} == wanted
+    code, _, err = run(capsys, "train", str(tmp_path / "run" / "config.yaml"), "--output", str(tmp_path / "again"))
+    assert code == 0, err
+    assert {**yaml.safe_load((tmp_path / "again" / "config.yaml").read_text()), "output": ""} == {
+        **written, "output": ""}
+    losses = [[json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+              for name in ("run", "again")]
+    assert losses[0] == losses[1]
+
+
+def test_a_file_with_lists_and_without_a_method(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path,
+                                                data_of: dict[str, Path], tmp_path: Path) -> None:
+    """H2: YAML lists are the command line's commas; a file that names no method is for the one of the command."""
+    config = tmp_path / "c.yaml"
+    config.write_text("loss: [sigmoid, sft]\nloss_weights: [1, 0.2]\n")
+    code, _, err = run(capsys, "dpo", "--config", str(config), *small(tiny_model_dir, data_of["dpo"], tmp_path))
+    assert code == 0, err
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(first["loss/sigmoid"] + 0.2 * first["loss/sft"])
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -71,6 +121,15 @@ BASE = ["--model", "m", "--data", "d", "--output", "o"]
     (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
     (["kto", *BASE, "--learning-rate", "nan"], "--learning-rate"),
     (["kto", *BASE, "--undesirable-weight", "0"], "--undesirable-weight: Input should be greater than 0"),
+    (["dpo", *BASE, "--loss", "ipo,ipo"], "ipo is named twice"),
+    (["dpo", *BASE, "--loss", "ipo", "--loss-weights", "1,2"], "loss_weights: 2 weights for 1 losses"),
+    (["dpo", *BASE, "--loss", "hinge", "--label-smoothing", "0.1"], "label_smoothing has no effect on loss hinge"),
+    (["dpo", *BASE, "--desirable-weight", "2"], "--desirable-weight: unknown"),
+    (["kto", *BASE, "--kd-weight", "0.3"], "kd_weight has no effect without a teacher"),
+    (["sft", *BASE, "--beta", "0.1"], "--beta: unknown"),
+    (["sft", *BASE, "--teacher", "t"], "--teacher: unknown"),
+    (["kd", *BASE], "--teacher"),
+    (["kd", *BASE, "--teacher", "t", "--divergence-mix", "0.3"], "divergence_mix has no effect on divergence"),
 ])
 def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str) -> None:
     """H2: option and value are named, with the nearest known option; exit code 2, no traceback."""

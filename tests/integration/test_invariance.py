@@ -1,23 +1,26 @@
 """The result depends on data, options and seed only: not on packs, workers, store, layout or ranks."""
 
+import json
 import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import assert_same_metrics, distance, records, weights
 
-# The run's own bound: relative to the distance travelled in 20 AdamW steps; and (relative, absolute) of metrics.
+# The run's own bound: relative to the distance travelled; and (relative, absolute) of metrics.
 BOUNDS = {"fp64": (1e-8, 0.0, 1e-8), "fp32": (3e-4, 1e-4, 1e-5)}
 LAYOUT_BOUND = {"fp64": (1e-5, 1e-5, 1e-5), "fp32": (3e-4, 1e-4, 1e-5)}
 
-BASE: dict[str, Any] = {"microbatch_tokens": 1024, "eval_fraction": 0.2, "export_dtype": "float64"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "small packs": {"microbatch_tokens": 256},
     "one tree a pack": {"microbatch_tokens": 16},
@@ -27,36 +30,165 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "live reference": {"reference": "live"},
 }
 
+# Every kind of step: sorted over the whole step, a running mean, two denominators, beginnings, no reference, teachers.
+# An epoch is 4 steps of 8 rows and a short one; six steps, logged two by two, go beyond it.
+SHORT: dict[str, Any] = {"max_steps": 6, "log_every": 2, "eval_every": 3}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "aot": ("dpo", {"loss": "aot"}),
+    "aot_unpaired": ("dpo", {"loss": "aot_unpaired"}),
+    "sigmoid and sft": ("dpo", {"loss": "sigmoid,sft", "loss_weights": "1,0.2"}),
+    "ld and wpo": ("dpo", {"ld_alpha": 0.5, "wpo": True}),
+    "simpo": ("dpo", {"loss": "simpo"}),
+    "orpo": ("dpo", {"loss": "orpo"}),
+    "bco": ("kto", {"loss": "bco"}),
+    "kto and sft": ("kto", {"loss": "kto,sft"}),
+    "sft": ("sft", {}),
+    "kd": ("kd", {"teacher": "OTHER"}),
+    "kd top-k": ("kd", {"teacher": "OTHER", "top_k": 5, "divergence": "js", "temperature": 2.0}),
+    "dpo and a teacher": ("dpo", {"loss": "ipo", "teacher": "OTHER", "kd_weight": 0.3}),
+}
+WITHOUT_REFERENCE = {"simpo", "orpo", "sft", "kd", "kd top-k"}
+LONG = {"kto": ("kto", {}), "dpo": ("dpo", {})}
+SPECS = {**{(name, precision): (method, {"precision": precision, **options}) for name, (method, options) in LONG.items()
+            for precision in BOUNDS},
+         **{(name, "fp64"): (method, {"precision": "fp64", **SHORT, **options})
+            for name, (method, options) in KINDS.items()},
+         **{(name, "fp32"): (KINDS[name][0], {"precision": "fp32", **SHORT, **KINDS[name][1]})
+            for name in ("aot_unpaired", "bco")}}
+EACH_LONG = pytest.mark.parametrize("spec", [spec for spec in SPECS if spec[0] in LONG], ids="-".join)
+EACH_SHORT = pytest.mark.parametrize("spec", [spec for spec in SPECS if spec[0] in KINDS], ids="-".join)
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("method", ["kto", "dpo"])
-def test_nothing_but_data_options_and_seed_changes_the_result(
-    train: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, method: str, precision: str,
-) -> None:
-    """L1, N5, P1, R4: weights after 20 steps, and every metric, short last steps included."""
-    base = train(method, precision=precision, **BASE)
-    expected, start = weights(base.model), weights(tiny_model_dir)
-    travelled = distance(expected, start)
-    assert travelled > 1e-2
-    sizes = {record["examples"] for record in records(base)[1:3]}
-    assert sizes == {8, 16}
-    bounds = BOUNDS[precision]
-    for name, changes in VARIANTS.items():
-        changes = {key: str(tmp_path / value) if key == "store" else value for key, value in changes.items()}
-        other = train(method, precision=precision, **{**BASE, **changes})
-        assert distance(weights(other.model), expected) / travelled < bounds[0], name
+
+@dataclass
+class Bench:
+    """Runs of the tiny model, each in a directory of its own; the plain run of a spec is made once.
+
+    Args:
+        folder: of runs and stores; holds the model `other`.
+        model: the tiny model.
+        data: of each method.
+    """
+
+    folder: Path
+    model: Path
+    data: dict[str, Path]
+    plain: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def settings(self, name: str, method: str, **changes: Any) -> dict[str, Any]:
+        """Options of a run whose directory is called `name`."""
+        values = {"model": str(self.model), "data": str(self.data[method]), "output": str(self.folder / name),
+                  "store": "store", "batch_size": 8, "max_steps": 20, "learning_rate": 1e-3, "samples": 0,
+                  "microbatch_tokens": 1024, "eval_fraction": 0.2, "export_dtype": "float64", **changes}
+        if method == "sft":
+            values.pop("store")
+        else:
+            values["store"] = str(self.folder / values["store"])
+        return {key: str(self.folder / "other") if value == "OTHER" else value for key, value in values.items()}
+
+    def run(self, name: str, spec: tuple[str, str], **changes: Any) -> Any:
+        from tropism.api import run
+        from tropism.config import METHODS
+
+        method, options = SPECS[spec]
+        return run(METHODS[method](**self.settings("-".join((*spec, name)), method, **{**options, **changes})))
+
+    def base(self, spec: tuple[str, str]) -> Any:
+        if spec not in self.plain:
+            self.plain[spec] = self.run("base", spec)
+        return self.plain[spec]
+
+    def compare(self, spec: tuple[str, str], other: Any, bounds: tuple[float, float, float], what: str) -> None:
+        """Weights, relative to the distance travelled, and every metric of training and evaluation."""
+        base = self.base(spec)
+        expected = weights(base.model)
+        travelled = distance(expected, weights(self.model))
+        assert travelled > 1e-3
+        assert distance(weights(other.directory / "model"), expected) / travelled < bounds[0], what
         assert_same_metrics(records(other), records(base), bounds[1], bounds[2])
-    padded = train(method, precision=precision, **BASE, layout="padded")
-    bounds = LAYOUT_BOUND[precision]
-    assert distance(weights(padded.model), expected) / travelled < bounds[0]
-    assert_same_metrics(records(padded), records(base), bounds[1], bounds[2])
 
 
-def test_a_step_shorter_than_the_batch_is_among_those_compared(train: Callable[..., Any]) -> None:
-    """The comparison above goes over epochs of 43 rows less the held-out ones: the last step is short."""
-    counts = [record["examples"] for record in records(train("dpo", **BASE)) if record["split"] == "train"]
-    taken = [after - before for before, after in zip([0, *counts], counts, strict=False)]
-    assert min(taken) < 8
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, feedback: Path, pairs: Path) -> Bench:
+    folder = tmp_path_factory.mktemp("invariance")
+    torch.manual_seed(8)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model_dir)).save_pretrained(folder / "other")
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(folder / "other")
+    texts = folder / "texts.jsonl"
+    rows = [{key: row[key] for key in ("prompt", "completion")} for row in map(json.loads, feedback.open())]
+    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Bench(folder, tiny_model_dir, {"kto": feedback, "dpo": pairs, "sft": texts, "kd": texts})
+
+
+@EACH_LONG
+def test_nothing_but_data_options_and_seed_changes_the_result(bench: Bench, spec: tuple[str, str]) -> None:
+    """L1, N5, P1, R4: weights after 20 steps, and every metric, short last steps included."""
+    assert distance(weights(bench.base(spec).model), weights(bench.model)) > 1e-2
+    sizes = {record["examples"] for record in records(bench.base(spec))[1:3]}
+    assert sizes == {8, 16}
+    for name, changes in VARIANTS.items():
+        bench.compare(spec, bench.run(name, spec, **changes), BOUNDS[spec[1]], name)
+    bench.compare(spec, bench.run("padded", spec, layout="padded"), LAYOUT_BOUND[spec[1]], "padded")
+
+
+@EACH_SHORT
+def test_nor_does_anything_else_change_other_kinds_of_steps(bench: Bench, spec: tuple[str, str]) -> None:
+    """L1, L3, P1, R4: several such changes at once, for what needs the whole step, two denominators or a teacher."""
+    live = {} if spec[0] in WITHOUT_REFERENCE else {"reference": "live"}
+    bench.compare(spec, bench.run("packs", spec, microbatch_tokens=64, workers=2, **live), BOUNDS[spec[1]], "packs")
+    cold = {} if spec[0] == "sft" else {"store": "-".join((*spec, "cold"))}
+    bench.compare(spec, bench.run("trees", spec, microbatch_tokens=16, **cold), BOUNDS[spec[1]], "one tree a pack")
+    bench.compare(spec, bench.run("padded", spec, microbatch_tokens=300, layout="padded"), LAYOUT_BOUND[spec[1]],
+                  "padded")
+
+
+def test_steps_shorter_than_the_batch_are_among_those_compared(bench: Bench) -> None:
+    """The comparisons above go over epochs of 43 rows less the held-out ones: the last step is short."""
+    for spec, window in ((("dpo", "fp64"), 8), (("aot", "fp64"), 16), (("sft", "fp64"), 16)):
+        counts = [record["examples"] for record in records(bench.base(spec)) if record["split"] == "train"]
+        taken = [after - before for before, after in zip([0, *counts], counts, strict=False)]
+        assert min(taken) < window
+
+
+def test_windows_pool_each_term_by_its_own_count(bench: Bench) -> None:
+    """L1, K4: a record of several steps is the sum of sums over the sum of counts: rows, or supervised tokens."""
+    spec = ("sigmoid and sft", "fp64")
+    pooled = [line for line in records(bench.base(spec)) if line["split"] == "train"]
+    single = [line for line in records(bench.run("single", spec, log_every=1)) if line["split"] == "train"]
+    rows = [after - before for before, after in zip([0, *(line["examples"] for line in single)],
+                                                    [line["examples"] for line in single], strict=False)]
+    assert [line["step"] for line in pooled] == [2, 4, 6]
+    uneven = False
+    for number, line in enumerate(pooled):
+        parts = slice(2 * number, 2 * number + 2)
+        by_rows = sum(n * part["loss/sigmoid"] for n, part in zip(rows[parts], single[parts], strict=True))
+        assert line["loss/sigmoid"] == pytest.approx(by_rows / sum(rows[parts]), rel=1e-12)
+        assert line["loss"] == pytest.approx(line["loss/sigmoid"] + 0.2 * line["loss/sft"], rel=1e-12)
+        ends = sorted(part["loss/sft"] for part in single[parts])
+        assert ends[0] < line["loss/sft"] < ends[1]
+        by_rows = sum(n * part["loss/sft"] for n, part in zip(rows[parts], single[parts], strict=True))
+        uneven |= abs(line["loss/sft"] - by_rows / sum(rows[parts])) > 1e-6  # tokens, not rows
+    assert uneven
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "bco"])  # whose mean an evaluation leaves alone
+def test_evaluation_of_the_training_rows_agrees_with_the_step(bench: Bench, name: str) -> None:
+    """L5: the record of a step before its update is that of an evaluation of the same rows, in every term."""
+    spec = (name, "fp64")
+    lines = records(bench.run("eval", spec, eval_data=str(bench.data[KINDS[name][0]]), eval_fraction=0.0, batch_size=43,
+                              shuffle=False, max_steps=2, eval_every=1, log_every=1, learning_rate=0.05,
+                              optimizer="sgd"))
+    steps, evaluations = ([line for line in lines if line["split"] == split] for split in ("train", "eval"))
+    for step, evaluation in zip(steps, evaluations, strict=False):
+        shared = {key for key in step.keys() & evaluation.keys() if key.split("/")[0] in (
+            "loss", "kd", "rewards", "logps", "kl", "perplexity")} - {"kl/stderr"}
+        assert {"loss"} < shared
+        assert shared >= {key for key in step if key.startswith(("loss", "kd", "perplexity"))}
+        assert {key: step[key] for key in shared} == pytest.approx({key: evaluation[key] for key in shared}, rel=1e-9,
+                                                                   abs=1e-11)
+    assert evaluations[0]["loss"] != evaluations[1]["loss"]
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -65,17 +197,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def one_rank(rank: int, size: int, port: int, method: str, settings: dict[str, Any]) -> None:
-    """What torchrun does, without its start-up time."""
+def one_rank(rank: int, size: int, port: int, jobs: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """What torchrun does, without its start-up time; one run after another in one process group."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port)}
-    import torch
-
     from tropism.api import run
     from tropism.config import METHODS
+    from tropism.dist import connect
 
     torch.set_num_threads(1)
-    run(METHODS[method](**settings))
+    with connect():
+        for method, settings in jobs:
+            run(METHODS[method](**settings))
 
 
 def run_ranks(size: int, target: Callable[..., None], *args: Any) -> list[int]:
@@ -87,47 +220,51 @@ def run_ranks(size: int, target: Callable[..., None], *args: Any) -> list[int]:
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(120)
+        rank.join(240)
     return [int(rank.exitcode if rank.exitcode is not None else -1) for rank in ranks]
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("method", ["kto", "dpo"])
-def test_two_ranks_equal_one_process(
-    train: Callable[..., Any], tiny_model_dir: Path, data_of: dict[str, Path], tmp_path: Path, method: str,
-    precision: str,
-) -> None:
-    """L1, X1: two gloo processes, uneven trees, packs of different numbers, and a store they build together."""
-    one = train(method, precision=precision, **BASE)
-    settings = {"model": str(tiny_model_dir), "data": str(data_of[method]), "output": str(tmp_path / "two"),
-                "store": str(tmp_path / "store-of-two"), "batch_size": 8, "max_steps": 20, "learning_rate": 1e-3,
-                "samples": 1, "precision": precision, **BASE, "microbatch_tokens": 64}
-    assert run_ranks(2, one_rank, method, settings) == [0, 0]
+@dataclass(frozen=True)
+class Left:
+    """What a run of other processes left behind."""
 
-    class Two:
-        directory = tmp_path / "two"
-
-    travelled = distance(weights(one.model), weights(tiny_model_dir))
-    bounds = BOUNDS[precision]
-    assert distance(weights(Two.directory / "model"), weights(one.model)) / travelled < bounds[0]
-    assert_same_metrics(records(Two), records(one), bounds[1], bounds[2])
+    directory: Path
 
 
-def test_more_ranks_than_trees_end_without_a_hang(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_process(bench: Bench) -> None:
+    """L1, X1, K2: two gloo processes, uneven trees, packs of different numbers, and a store they build together.
+
+    Weights and metrics of every spec; the running mean and the sorted values are those of all ranks.
+    """
+    jobs, left = [], {}
+    for spec, (method, options) in SPECS.items():
+        name = "-".join((*spec, "two"))
+        jobs.append((method, bench.settings(name, method, **{
+            "store": "store-of-two", "samples": int(spec[0] in LONG), **options, "microbatch_tokens": 64})))
+        left[spec] = Left(bench.folder / name)
+    assert run_ranks(2, one_rank, jobs) == [0, 0]
+    for spec in SPECS:
+        bench.compare(spec, left[spec], BOUNDS[spec[1]], f"{spec} on two ranks")
+
+
+def test_more_ranks_than_trees_end_without_a_hang(bench: Bench, tmp_path: Path) -> None:
     """X1: a rank whose share of a step is empty runs empty packs; each row counts once."""
-    import json
-
-    data = tmp_path / "few.jsonl"
-    rows = [{"prompt": f"{word}? ", "completion": word, "label": word == "oak"} for word in ("oak", "elm", "ash")]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"model": str(tiny_model_dir), "data": str(data), "output": str(tmp_path / "run"),
-                "store": str(tmp_path / "store"), "batch_size": 2, "epochs": 3, "learning_rate": 1e-3, "samples": 0}
-    assert run_ranks(4, one_rank, "kto", settings) == [0] * 4
-
-    class Run:
-        directory = tmp_path / "run"
-
-    assert records(Run)[-1]["examples"] == 9
+    words = ("oak", "elm", "ash")
+    rows = {"kto": [{"prompt": f"{word}? ", "completion": word, "label": word == "oak"} for word in words],
+            "dpo": [{"prompt": f"{word}? ", "chosen": word, "rejected": "no"} for word in words]}
+    rows["kd"] = rows["sft"] = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows["kto"]]
+    jobs = []
+    for method, options in (("kto", {}), ("kto", {"loss": "bco,sft"}), ("dpo", {"loss": "aot", "ld_alpha": 0.5}),
+                            ("dpo", {"wpo": True, "teacher": "OTHER"}), ("sft", {}),
+                            ("kd", {"teacher": "OTHER", "top_k": 3})):
+        data = tmp_path / f"{method}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows[method]))
+        jobs.append((method, {**bench.settings(f"few-{len(jobs)}", method, store="store-of-few", **options),
+                              "data": str(data), "batch_size": 2, "epochs": 3, "max_steps": None,
+                              "eval_fraction": 0.0}))
+    assert run_ranks(4, one_rank, jobs) == [0] * 4
+    for number in range(len(jobs)):
+        assert records(Left(bench.folder / f"few-{number}"))[-1]["examples"] == 9
 
 
 def test_torchrun_runs_the_command_line(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:

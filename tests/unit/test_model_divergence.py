@@ -117,19 +117,6 @@ def test_against_plain_autograd(name: str, kind: str, dtype: torch.dtype, bound:
             torch.testing.assert_close(got, right, rtol=bound, atol=bound)
 
 
-@every_divergence
-@both_kinds
-def test_each_output_alone(name: str, kind: str) -> None:
-    """L2: a gradient through one output only: nothing of the other leaks into it."""
-    problem = Problem()
-    how, targets = comparison(name, 2.0), problem.targets(kind, 2.0)
-    for output, right in enumerate(plain(problem, name, kind, 2.0, 4.0)):
-        wanted = torch.autograd.grad(right.sum(), problem.leaves, retain_graph=True)
-        found = how.per_token(problem.hidden, problem.head, problem.ids, targets, 4)[output]
-        for got, one in zip(torch.autograd.grad(found.sum(), problem.leaves), wanted, strict=True):
-            torch.testing.assert_close(got, one, rtol=1e-10, atol=1e-10)
-
-
 @both_kinds
 def test_a_frozen_head(kind: str) -> None:
     """L3: the hidden states alone, or the head alone, may learn; a head without bias, scale or cap as well."""

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -107,6 +108,48 @@ def test_mismatched_completion_with_a_late_answer_is_still_scored() -> None:
     entry = mismatch([long, other], [0, 1], 5)[0]
     assert entry.tree.completions[0].ids.tolist() == [3, 4]
     assert entry.tree.completions[0].length == 2
+
+
+def with_partner(entry: EncodedRow, *ids: int) -> EncodedRow:
+    return replace(entry, partner=Completion.supervised(list(ids)))
+
+
+def test_partners_that_came_with_the_rows_are_taken() -> None:
+    """K1, K2: in place of other rows' completions, each counted for its own unit, cut to what the prompt leaves."""
+    rows = [with_partner(row([1, 2], [3], desirable=True), 7, 8, 9),
+            with_partner(row([4], [5, 6], desirable=False), 7, 8, 9),
+            with_partner(row([1, 2], [5], desirable=False), 6), with_partner(row([1, 2], [6], desirable=True), 7, 8, 9)]
+    found = mismatch(rows, [0, 1, 2, 3], 4)
+    assert [[completion.ids.tolist() for completion in entry.tree.completions] for entry in found] == [
+        [[7, 8], [6]], [[7, 8, 9]]]
+    assert [entry.counts for entry in found] == [(2, 1), (1,)]
+    assert [entry.tree.prompt_ids.tolist() for entry in found] == [
+        entry.tree.prompt_ids.tolist() for entry in plant(rows, range(4))]
+
+
+def test_given_partners_need_no_second_prompt() -> None:
+    """K4: a step of one prompt has a reference point where every row brought its partner."""
+    rows = [with_partner(row([1], [3], desirable=True), 7), with_partner(row([1], [4], desirable=False), 8)]
+    entry, = mismatch(rows, [1, 0], LONGEST)
+    assert [completion.ids.tolist() for completion in entry.tree.completions] == [[8], [7]]
+    with pytest.raises(ValueError, match="two distinct prompts"):
+        mismatch([rows[0], row([1], [4], desirable=False)], [0, 1], LONGEST)
+
+
+def test_partners_of_some_rows_only_are_not_mixed_with_others() -> None:
+    """K2: one rule for all units of a step: as soon as one row came without, all take other rows' completions."""
+    rows = [with_partner(row([1], [3], desirable=True), 7), row([2], [4], desirable=False)]
+    assert [entry.tree.completions[0].ids.tolist() for entry in mismatch(rows, [0, 1], LONGEST)] == [[4], [3]]
+
+
+@given(KTO_ROWS)
+def test_given_partners_are_scored_as_those_of_the_step_are(rows: list[EncodedRow]) -> None:
+    """K2: bringing along the very completions that the step would take changes nothing."""
+    partner_of = partners([entry.prompt_key for entry in rows])
+    given = [replace(entry, partner=rows[partner_of[i]].completions[0]) for i, entry in enumerate(rows)]
+    for ours, theirs in zip(mismatch(given, range(len(rows)), 6), mismatch(rows, range(len(rows)), 6), strict=True):
+        assert ours.counts == theirs.counts
+        assert ours.tree.score_keys == theirs.tree.score_keys
 
 
 SIZES = st.lists(st.integers(1, 30), max_size=40)

@@ -65,7 +65,8 @@ def check_embedding(rows: Iterable[EncodedRow], embedding_rows: int, spell: Any)
         DataError: naming the first token that has none, and its row.
     """
     for row in rows:
-        for ids in (row.prompt_ids, *(completion.ids for completion in row.completions)):
+        partner = () if row.partner is None else (row.partner,)
+        for ids in (row.prompt_ids, *(completion.ids for completion in (*row.completions, *partner))):
             if len(ids) and int(ids.max()) >= embedding_rows:
                 bad = int(ids.max())
                 raise DataError(f"{row.place}: token {spell(bad)!r} has id {bad}, but the model embeds only "

@@ -4,7 +4,7 @@ At world size 1 every verb is its simplest case: no process group exists and not
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tropism.errors import TropismError
 
 T = TypeVar("T")
 
@@ -54,6 +56,19 @@ class World:
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, device=None)
         return box[0]
+
+    def on_main(self, action: Callable[[], T]) -> T | None:
+        """What the main rank alone does; an error of it is raised on every rank, so that none waits for it."""
+        result, failure = None, None
+        if self.is_main:
+            try:
+                result = action()
+            except TropismError as error:
+                failure = error
+        failure = self.broadcast(failure)
+        if failure is not None:
+            raise failure
+        return result
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace each gradient by its sum over ranks. A missing gradient counts as zero, on any number of ranks:

@@ -14,7 +14,7 @@ from tropism.losses.divergence import LOWEST, tail_logp
 from tropism.model.head import Head, accumulate, product, score
 from tropism.shapes import Hidden, PerToken, TokenIndex
 
-_CHUNK_ELEMENTS = 2**22  # logits of one model at once: 16 MiB in float32; some ten arrays of that size live together
+_CHUNK_ELEMENTS = 2**22  # logits of one model at once: 16 MiB in float32; up to 14 arrays of that size live together
 
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(log p, log q) of teacher and student, `[n, V]`, to the value `[n]` and the slope `[n, V]` of `losses.divergence`."""

@@ -66,6 +66,13 @@ def numerics_of(options: Any, world: World) -> Numerics:
                     options.trust_remote_code)
 
 
+def config_of(named: Named, trust_remote_code: bool) -> Any:
+    """The config of a model, which is not loaded for it."""
+    if isinstance(named, load.Source):
+        return load.load_config(named, trust_remote_code=trust_remote_code)
+    return named.config
+
+
 def tokenizer_of(named: Named, name: str, own: Any, trust_remote_code: bool) -> None:
     """Check that a model by name gives every id the policy's token; a module brings no tokenizer to check.
 
@@ -93,8 +100,7 @@ def check_teacher(named: Named | None, config: Any, tokenizer: Any, top_k: int |
     if named is None:
         return
     tokenizer_of(named, "teacher", tokenizer, trust_remote_code)
-    other = (load.load_config(named, trust_remote_code=trust_remote_code) if isinstance(named, load.Source)
-             else named.config)
+    other = config_of(named, trust_remote_code)
     vocabulary = teachers.shared_vocabulary(tokenizer)
     rows = min(entry.get_text_config().vocab_size for entry in (config, other))
     if rows < vocabulary:
@@ -129,10 +135,9 @@ def build_teacher(policy: LanguageModel, named: Named, options: TeacherOptions, 
                   trees: list[PromptTree], probes: Sequence[PromptTree], numerics: Numerics, store: Path,
                   world: World, voice: Voice) -> teachers.Teacher:
     """A teacher in memory, or its likeliest tokens from the store."""
-    teacher = numerics.module(named)
-    rows = [len(module.get_output_embeddings().weight) for module in (policy.module, teacher)]
+    model = numerics.frozen(named, probes, None)
+    rows = [len(one.module.get_output_embeddings().weight) for one in (policy, model)]
     vocabulary = teachers.shared_vocabulary(tokenizer, *rows)
-    model = numerics.frozen(teacher, probes, None)
     comparison = teachers.compare_as(options, vocabulary)
     voice.say(f"teacher: {teachers.describe(options)}"
               + (f"; columns beyond the {vocabulary} tokens of the tokenizer are left out on both sides"

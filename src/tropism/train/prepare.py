@@ -118,19 +118,22 @@ def prepare_rows(options: DataOptions, tokenizer: Any, config: Any, view: View, 
     renderer = Renderer(tokenizer, limits(options, config))
     eos = renderer.text.eos_id
     renderer.stop_ids |= set() if eos is None else {eos}
-    longest = max_positions(config)
+    longest = max_positions(config) if options.max_length is None else options.max_length
+    needed = 0
     for row in (*rows, *evaluation):
         tokens = len(row.prompt_ids) + max(len(completion.ids) for completion in row.completions)
         if longest is not None and tokens > longest:
-            raise DataError(f"{row.place}: {tokens} tokens, and the model was made for at most {longest}; cut the rows "
-                            "where they are made")
+            what = "the model was made for" if options.max_length is None else "max_length allows"
+            raise DataError(f"{row.place}: {tokens} tokens, and {what} at most {longest}; cut the rows where they are "
+                            "made")
+        needed = max(needed, tokens)
     audits = [Audit(source="token ids given in Python", read=len(part), rows=list(part)) for part in (rows, evaluation)]
     if not rows:
         raise DataError("no rows were given")
     if view == "unpaired":
         check_classes(rows)
     return Prepared(list(rows), list(evaluation), audits[0], audits[1] if evaluation else None, renderer,
-                    renderer.limits.max_length)
+                    max(needed, renderer.limits.max_length))
 
 
 class LengthOptions(Protocol):

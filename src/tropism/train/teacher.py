@@ -16,7 +16,7 @@ from tropism.data.collate import Batch, collate
 from tropism.data.pack import scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.dist.world import World
-from tropism.errors import ReferenceMismatchError
+from tropism.errors import ReferenceMismatchError, TropismError
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
 from tropism.model.divergence import Comparison, Exact, Targets, TopK, top_k
 from tropism.model.head import head_of
@@ -174,7 +174,14 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
         say(f"teacher: top {k} of {tokens} tokens, {per_token} bytes each: {tokens * per_token / 2**20:.1f} MiB in "
             f"{store.path}")
         store.check_space(tokens * per_token)
-    _fill(model, missing, store, comparison, k, world, report)
+    failure = None
+    try:
+        _fill(model, missing, store, comparison, k, world, report)
+    except TropismError as error:  # told to all, so that none waits for a rank that has gone
+        failure = error
+    for told in world.gather(failure):  # nobody reads before everybody has written
+        if told is not None:
+            raise told
     store.open()
     return StoredTeacher(store, comparison)
 
@@ -195,7 +202,6 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
             store.add(fresh, comparison.vocabulary)
             fresh, written, size = {}, time.monotonic(), 0
     store.add(fresh, comparison.vocabulary)
-    world.gather(None)  # nobody reads before everybody has written
 
 
 @torch.no_grad()

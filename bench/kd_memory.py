@@ -1,0 +1,149 @@
+"""Memory of distillation's head: forward and backward of the divergence, in chunks and with the logits of all tokens.
+
+    python bench/kd_memory.py [--tokens 512 2048 8192] [--vocabulary 50000 150000] [--plain-gib 6]
+
+Each configuration is a process of its own. Measured is the largest resident memory during one forward and backward
+pass, above what stood before it (weights and hidden states of student and teacher), less what any way must add: the
+gradients of the student's weights and hidden states. The C allocator gives large arrays back at once, so that what is
+measured is what is in use. The exit code is 1 if the chunked path's grows with the number
+of tokens or with the vocabulary; the smallest configuration should be several chunks (of 4 million logits). Linux only.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HIDDEN, K, TEMPERATURE = 64, 32, 2.0
+MIB = 2**20
+SLACK_MIB = 32  # the allocator's own, and arrays of [tokens] and [tokens, k] that no chunk can do without
+PLAIN_ARRAYS = 6  # of [tokens, vocabulary], that the plain way holds at once: decides whether it is tried
+
+
+def main() -> int:
+    """Run every configuration, print the table, and say whether the chunked path keeps its promise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192], help="supervised tokens of a pack")
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[50_000, 150_000])
+    parser.add_argument("--plain-gib", type=float, default=6.0, help="leave out plain runs that would take more")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only:
+        print(json.dumps(measure(**json.loads(options.only))))
+        return 0
+    print("| vocabulary | tokens | " + " | ".join(f"{way} MiB | s" for way in WAYS) + " |")
+    print("|---" * (2 + 2 * len(WAYS)) + "|")
+    peaks: dict[str, list[float]] = {}
+    for vocabulary in options.vocabulary:
+        for tokens in options.tokens:
+            cells = []
+            for way in WAYS:
+                expected = PLAIN_ARRAYS * tokens * vocabulary * 4 / 2**30
+                if way == "plain" and expected > options.plain_gib:
+                    cells.append(f"not run (some {expected:.0f} GiB) | -")
+                    continue
+                found = in_a_process(way=way, tokens=tokens, vocabulary=vocabulary)
+                peaks.setdefault(way, []).append(found["peak_mib"])
+                cells.append(f"{found['peak_mib']:.0f} | {found['seconds']:.1f}")
+            print(f"| {vocabulary} | {tokens} | " + " | ".join(cells) + " |", flush=True)
+    grown = {way: max(found) - min(found) for way, found in peaks.items() if way != "plain"}
+    for way, growth in grown.items():
+        print(f"{way}: {min(peaks[way]):.0f} to {max(peaks[way]):.0f} MiB; "
+              + ("does not grow" if growth <= SLACK_MIB else f"GROWS by {growth:.0f} MiB"))
+    return int(any(growth > SLACK_MIB for growth in grown.values()))
+
+
+def in_a_process(**what: Any) -> dict[str, float]:
+    """`measure` in a process that has done nothing else."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    done = subprocess.run([sys.executable, __file__, "--only", json.dumps(what)], capture_output=True, text=True,
+                          check=False, env=environment)
+    if done.returncode:
+        sys.exit(f"{what}: exit code {done.returncode}\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+def measure(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
+    """Peak above what is unavoidable, and seconds, of one forward and backward pass."""
+    import torch
+
+    from tropism.model.head import Head
+
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator)
+    weight = draw(vocabulary, HIDDEN).mul_(0.1).requires_grad_()
+    hidden = draw(tokens, HIDDEN).requires_grad_()
+    teacher = draw(tokens, HIDDEN), Head(draw(vocabulary, HIDDEN).mul_(0.1))
+    ids = torch.randint(vocabulary, (tokens,), generator=generator)
+    step = WAYS[way](teacher, vocabulary)
+    step(hidden[:4], Head(weight), ids[:4], slice(0, 4)).backward()  # loads kernels, starts threads
+    weight.grad = hidden.grad = None
+    before = reset_peak()
+    began = time.monotonic()
+    step(hidden, Head(weight), ids, slice(0, tokens)).backward()
+    seconds = time.monotonic() - began
+    peak = status("VmHWM")
+    assert weight.grad is not None
+    assert hidden.grad is not None
+    unavoidable = weight.grad.nbytes + hidden.grad.nbytes
+    return {"peak_mib": (peak - before - unavoidable) / MIB, "seconds": seconds}
+
+
+def chunked(stored: bool, teacher: Any, vocabulary: int) -> Any:
+    """Ours, with a live or a stored teacher."""
+    from tropism.losses.divergence import forward_kl
+    from tropism.model.divergence import Comparison, Exact, TopK, top_k
+
+    compare = Comparison(partial(forward_kl, mix=0.5), TEMPERATURE, TEMPERATURE**2, vocabulary)
+    best = top_k(*teacher, K, TEMPERATURE, vocabulary) if stored else None
+
+    def step(hidden: Any, head: Any, ids: Any, rows: slice) -> Any:
+        targets: Any = Exact(teacher[0][rows], teacher[1])
+        if best is not None:
+            targets = TopK(best.ids[rows], best.logps[rows], best.tail[rows])
+        logps, away = compare.per_token(hidden, head, ids, targets)
+        return away.mean() - logps.mean()
+
+    return step
+
+
+def plain(teacher: Any, vocabulary: int) -> Any:
+    """As it is usually written: the logits of all tokens, and autograd."""
+    import torch
+    from torch.nn import functional
+
+    def step(hidden: Any, head: Any, ids: Any, rows: slice) -> Any:
+        logits = hidden @ head.weight.t()
+        with torch.no_grad():
+            log_p = torch.log_softmax(teacher[0][rows] @ teacher[1].weight.t() / TEMPERATURE, dim=-1)
+        log_q = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+        away = functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True) * TEMPERATURE**2
+        return away + functional.cross_entropy(logits, ids)
+
+    return step
+
+
+WAYS = {"chunked live": partial(chunked, False), "chunked top-k": partial(chunked, True), "plain": plain}
+
+
+def status(name: str) -> int:
+    """A figure of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"this system does not tell {name}")
+
+
+def reset_peak() -> int:
+    """Forget the peak so far; what is resident now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return status("VmRSS")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""DPO and its family on pairs: one loss, or several with weights.
+
+    python examples/dpo_family.py MODEL [--output RUN] [--steps N] [--loss NAME[,NAME...]] [--weights W[,W...]]
+
+By default DPO's own loss (sigmoid) and a fifth of the likelihood of the chosen side, which keeps good answers likely
+while the margin grows. `--loss ipo --weights 1` is IPO, `--loss simpo --weights 1` needs no reference, and so on: the
+names are those of `tropism dpo --help`.
+"""
+
+import argparse
+import random
+
+from tropism import DPOTrainer
+
+COLOURS = ["red", "green", "blue", "white", "black", "brown"]
+THINGS = ["door", "boat", "coat", "lamp", "cup", "wall"]
+
+
+def pairs(count: int = 48) -> list[dict]:
+    """Invented pairs: the better answer is a sentence, the worse one a shrug. Plain text needs no chat template."""
+    draw = random.Random(0)
+    found = []
+    for _ in range(count):
+        colour, thing = draw.choice(COLOURS), draw.choice(THINGS)
+        found.append({"prompt": f"The {thing} is {colour}. What colour is the {thing}?",
+                      "chosen": f" The {thing} is {colour}.", "rejected": draw.choice([" No idea.", " Ask me later."])})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="DPO and its family")
+    parser.add_argument("model", help="directory or hub id")
+    parser.add_argument("--output", help="run directory, by default tropism-run")
+    parser.add_argument("--steps", type=int, help="optimiser steps, by default one pass over the pairs")
+    parser.add_argument("--loss", default="sigmoid,sft")
+    parser.add_argument("--weights", default="1,0.2", help="one per loss")
+    arguments = parser.parse_args()
+
+    trainer = DPOTrainer(
+        arguments.model, train_dataset=pairs(), output=arguments.output, max_steps=arguments.steps,
+        loss=arguments.loss, loss_weights=arguments.weights,  # lists will do as well: ["sigmoid", "sft"], [1, 0.2]
+        batch_size=8, learning_rate=2e-5,
+        eval_fraction=0.2, group_prompts=True,  # pairs of one prompt in one step: the prompt is computed once
+    )
+    result = trainer.fit()
+
+    # Each loss has a metric of its own beside the sum; names are in docs/run-directory.md.
+    for key in sorted(result.after):
+        if key.startswith("loss") or key == "rewards/accuracies":
+            print(f"{key}: {result.before[key]:.4f} before, {result.after[key]:.4f} after")
+
+
+if __name__ == "__main__":
+    main()
