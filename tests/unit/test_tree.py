@@ -1,5 +1,6 @@
 """Trees whose completions begin alike: what stands in another's input is computed once, and exactly."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ def test_pairs_with_the_beginnings_of_both_sides() -> None:
     assert longer.completions[3] is longer.completions[1]
     assert longer.flat_tokens == pair.flat_tokens == 2 + 4 + 2 + 2
     holes = masked([3, 4, 5, 6, 7], False, True, False, True, True)
-    mixed = row([1], [9], [8, 8]).__class__("r", "r", pair.prompt_ids, (holes, masked([8, 8], True, True)), None, b"")
-    assert [side.ids.tolist() for side in mixed.with_shared_lengths().completions[2:]] == [[3, 4, 5, 6], [8, 8]]
+    rejected = masked([8, 8, 8, 8], True, False, True, False)
+    mixed = replace(pair, completions=(holes, rejected)).with_shared_lengths()  # 3 and 2 supervised tokens
+    assert [side.ids.tolist() for side in mixed.completions[2:]] == [[3, 4, 5, 6], [8, 8, 8, 8]]
 
 
 # --- carriers ---------------------------------------------------------------------------------------------------------

@@ -135,9 +135,11 @@ def _read(engine: Engine, window: _Window, rows: Any) -> dict[str, float]:
 def _non_finite(engine: Engine, window: _Window, rows: Any) -> NonFiniteError:
     """The error of the first step that was not finite, with the rows whose loss was not."""
     outcome = next(outcome for outcome in window.outcomes if not bool(outcome.finite))
-    bad = [index for losses, indices in outcome.losses
-           for loss, index in zip(losses.tolist(), indices, strict=True) if not math.isfinite(loss)]
-    named = [rows[index] for part in engine.world.gather(bad) for index in part]
+    bad = [(math.isfinite(own), index) for values, indices in outcome.losses
+           for loss, own, index in zip(*values.tolist(), indices, strict=True) if not math.isfinite(loss)]
+    found = [entry for part in engine.world.gather(bad) for entry in part]
+    # What comes from the whole step carries one row's NaN into the losses of others, which are not to blame.
+    named = [rows[index] for innocent, index in found if not innocent] or [rows[index] for _, index in found]
     if named:
         listed = ", ".join(f"{row.id} ({row.place})" if row.id != row.place else row.id for row in named[:10])
         what = f"the loss of {len(named)} rows is not finite: {listed}"

@@ -84,7 +84,8 @@ class StepOutcome:
     finite: Tensor
     point: ReferencePoint | None
     losses: list[tuple[Tensor, tuple[int, ...]]] = field(default_factory=list)
-    """`[U]` loss of each unit of this rank's packs, NaN where a log-prob was not finite, with its rows."""
+    """`[2, U]` loss of each unit of this rank's packs, NaN where a log-prob was not finite; and 0, or NaN where one of
+    its own was not. With its rows."""
     learning_rate: float = 0.0
 
 
@@ -109,10 +110,10 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
         if pack.rows:
             tally.add(method.metrics(scored, units, losses, pack.counts, engine.noise(scored)))
             # A saturated loss can hide an infinite log-ratio; times 0 it is NaN, and 0 otherwise.
-            values = (torch.stack(losses).detach().sum(0)
-                      + 0.0 * scored.logratios.detach()[units.members].sum(dim=1))
+            own = 0.0 * scored.logratios.detach()[units.members].sum(dim=1)
+            values = torch.stack(losses).detach().sum(0) + own
             spoilt += (~torch.isfinite(values)).sum()
-            seen.append((values, pack.rows))
+            seen.append((torch.stack((values, own)), pack.rows))
     parameters = engine.updater.parameters
     engine.world.sum_gradients(parameters)
     norm = clip(parameters, engine.max_grad_norm)
