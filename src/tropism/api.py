@@ -27,10 +27,12 @@ from tropism.observe.track import Trackers
 from tropism.observe.track import check as check_trackers
 from tropism.train import models
 from tropism.train import reference as references
+from tropism.train import teacher as teachers
 from tropism.train.evaluate import Evaluator
 from tropism.train.loop import Plan, Record, check_first_step, train
 from tropism.train.memory import keep_freed_memory
 from tropism.train.optim import Given, Scheduled, Updater, build_optimizer, check_given, learning_rates
+from tropism.train.options import TeacherOptions
 from tropism.train.prepare import (
     Prepared,
     Source,
@@ -219,7 +221,10 @@ class Run:
 
     def _written(self) -> dict[str, Any]:
         """Every option with the value that it had."""
-        return self.options.dump() | effective(self.method, self.values) | {"precision": self.numerics.precision}
+        distilled = isinstance(self.options, TeacherOptions)
+        of_teacher: dict[str, Any] = teachers.effective(self.options) if distilled else {}  # type: ignore[arg-type]
+        return (self.options.dump() | effective(self.method, self.values) | of_teacher
+                | {"precision": self.numerics.precision})
 
     def _begin(self, directory: RunDirectory) -> Manifest:
         """Make the run directory and write what is known before the model is loaded."""

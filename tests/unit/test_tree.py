@@ -163,3 +163,11 @@ def test_carried_leaves_are_exact(module: Any) -> None:
         alone = [collate([PromptTree(entry.prompt_ids, (fork,))], "tree") for entry in leaves
                  for fork in entry.completions]
         torch.testing.assert_close(found, torch.cat([model.logps(one) for one in alone]), rtol=1e-6, atol=1e-6)
+
+
+def test_many_completions_of_one_prompt_are_told_apart_at_once() -> None:
+    """Tens of thousands of answers to one prompt, as the reference pass has them, half of them beginnings of others."""
+    longer = [[7, *divmod(number, 97), 5, 1] for number in range(10_000)]
+    whole = tree([1], *longer, *([*ids[:3], 1] for ids in longer))
+    assert whole.carriers[:10_000] == tuple(range(10_000))
+    assert whole.carriers[10_000:] == tuple(range(10_000))

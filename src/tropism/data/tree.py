@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -102,16 +103,13 @@ class PromptTree:
 
         What follows changes nothing before it, so the beginning of a completion need not be computed again.
         """
-        inputs = [completion.ids[:-1] for completion in self.completions]
+        inputs = [completion.ids[:-1].tobytes() for completion in self.completions]
         carriers = list(range(len(inputs)))
-        whole: list[int] = []
-        for i in sorted(carriers, key=lambda i: (-len(inputs[i]), i)):
-            for other in whole:
-                if np.array_equal(inputs[other][: len(inputs[i])], inputs[i]):
-                    carriers[i] = other
-                    break
-            else:
-                whole.append(i)
+        # Sorted, whatever begins with an input follows it at once.
+        order = sorted(carriers, key=lambda i: (inputs[i], -i))
+        for one, following in reversed(list(pairwise(order))):
+            if inputs[following].startswith(inputs[one]):
+                carriers[one] = carriers[following]
         return tuple(carriers)
 
     @cached_property

@@ -14,6 +14,10 @@ OPTIONS = tuple(dict.fromkeys(name for rows in LOSSES.values() for row in rows.v
 """Options that belong to a loss. One that is None has the default of each loss that takes it."""
 
 
+DEFAULT_WEIGHT = 0.5
+"""`kd_weight` where none is given."""
+
+
 def check_options(view: View, options: Mapping[str, Any]) -> None:
     """Every option that was given has an effect, and the losses go together.
 
@@ -123,7 +127,8 @@ def build_method(view: View, options: Mapping[str, Any], labels: Sequence[bool |
             factor = taken[row.nll] if isinstance(row.nll, str) else row.nll
             parts.append((LOSSES[view]["sft"], {}, weight * factor))
     if options.get("teacher") is not None:
-        parts = _with_teacher(view, parts, _default(options.get("kd_weight"), 0.5))
+        given = options.get("kd_weight")
+        parts = _with_teacher(view, parts, DEFAULT_WEIGHT if given is None else given)
     return Method(view, tuple(_terms(view, parts)), options.get("ld_alpha"), bool(options.get("wpo")))
 
 
@@ -152,10 +157,6 @@ def _terms(view: View, parts: Sequence[tuple[LossRow, dict[str, Any], float]]) -
             key = "kd/ce"
         terms.append(Term(row, taken, weight, key))
     return terms
-
-
-def _default(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def describe(method: Method) -> str:

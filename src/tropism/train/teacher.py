@@ -18,6 +18,7 @@ from tropism.data.tree import PromptTree
 from tropism.dist.world import World
 from tropism.errors import ReferenceMismatchError, TropismError
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
+from tropism.methods.build import DEFAULT_WEIGHT
 from tropism.model.divergence import Comparison, Exact, Targets, TopK, top_k
 from tropism.model.head import head_of
 from tropism.model.logps import LanguageModel
@@ -69,6 +70,16 @@ def describe(options: TeacherOptions) -> str:
     how = (f"stored top {options.top_k} and the tail as one more outcome" if options.top_k
            else "live, over the whole vocabulary")
     return f"{name}, {reading}{mix}{heat}; {how}"
+
+
+def effective(options: TeacherOptions) -> dict[str, Any]:
+    """Defaults that stand in for what was not given; nothing without a teacher."""
+    if options.teacher is None:
+        return {}
+    name = options.divergence or "forward_kl"
+    filled = {"kd_weight": DEFAULT_WEIGHT, "divergence": name, "divergence_mix": DEFAULT_MIX.get(name),
+              "temperature": 1.0, "temperature_scaling": True}
+    return {option: value for option, value in filled.items() if getattr(options, option) is None}
 
 
 def shared_vocabulary(tokenizer: Any, *heads: int) -> int:
