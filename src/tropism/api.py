@@ -13,11 +13,10 @@ from tropism.data.load import check_embedding
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule, Steps
 from tropism.dist import World, connect
-from tropism.errors import ReferenceMismatchError, TropismError, UsageError
+from tropism.errors import ModelError, ReferenceMismatchError, TropismError, UsageError
 from tropism.methods import Method
 from tropism.methods.build import build_method, effective
 from tropism.model import load
-from tropism.model.attention import plain_implementation
 from tropism.model.probe import choose_layout
 from tropism.observe.console import Voice
 from tropism.observe.manifest import Manifest, text_fingerprints
@@ -31,7 +30,7 @@ from tropism.train import teacher as teachers
 from tropism.train.evaluate import Evaluator
 from tropism.train.loop import Plan, Record, check_first_step, train
 from tropism.train.memory import keep_freed_memory
-from tropism.train.optim import Given, Scheduled, Updater, build_optimizer, check_given, learning_rates
+from tropism.train.optim import build_updater, check_given
 from tropism.train.options import TeacherOptions
 from tropism.train.prepare import (
     Prepared,
@@ -137,7 +136,9 @@ class Run:
     def _other(self, name: str) -> Any:
         """Another model of the run, as a module or by its name; None if there is none."""
         given, value = getattr(self.objects, name), self.values.get(name)
-        return given if given is not None else load.Source.of(value) if value not in (None, "live") else None
+        if given is not None or value is None or (name, value) == ("reference", "live"):
+            return given
+        return load.Source.of(value)
 
     def _open(self) -> None:
         """Tokenizer, data and method: all that can be checked before a model is loaded."""
@@ -148,17 +149,19 @@ class Run:
             config = load.load_config(named, trust_remote_code=remote)
         else:
             config = named.config
-            check_given(objects.optimizer, objects.scheduler, named)
+            check_given(objects.optimizer, named)
         self.tokenizer = objects.tokenizer or load.load_tokenizer(
             named if isinstance(named, load.Source) else load.Source.of(config.name_or_path), trust_remote_code=remote)
         models.tokenizer_of(self.reference, "reference", self.tokenizer, remote)
         models.check_teacher(self.teacher, config, self.tokenizer, self.values.get("top_k"), remote)
+        configs = [config, *(models.config_of(other, remote) for other in (self.reference, self.teacher)
+                             if other is not None)]
         if objects.rows is not None:
-            data = prepare_rows(options, self.tokenizer, config, options.view, objects.rows, objects.eval_rows)
+            data = prepare_rows(options, self.tokenizer, configs, options.view, objects.rows, objects.eval_rows)
         else:
-            data = prepare_data(options, self.tokenizer, config, options.view, objects.train, objects.evaluation)
-        load.check_rope(config, data.max_length)
-        for one in (config, *(models.config_of(other, remote) for other in (self.reference,) if other is not None)):
+            data = prepare_data(options, self.tokenizer, configs, options.view, objects.train, objects.evaluation)
+        for one in configs:
+            load.check_rope(one, data.max_length)
             check_embedding([*data.train, *data.evaluation], one.get_text_config().vocab_size,
                             self.tokenizer.convert_ids_to_tokens)
         self.method: Method = build_method(options.view, self.values, [row.desirable for row in data.train])
@@ -174,6 +177,7 @@ class Run:
             options, options, data.train, self.method.needs_reference_point)
         self.config = config
         self.engine: Engine | None = None
+        self._idle: list[torch.nn.Parameter] = []
 
     def _check_partners(self, steps: GivenSchedule) -> GivenSchedule:
         """Each given step has a partner for each of its rows, where the method needs them."""
@@ -252,6 +256,8 @@ class Run:
         model, probe = choose_layout(module, self.numerics.precision, world.device, probes, options.layout)
         self.voice.say(f"layout: {probe.layout}; differs from the model's own forward by at most "
                        f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
+        if world.size > 1 and len(set(world.gather(references.fingerprint(model)))) > 1:
+            raise ModelError("the processes hold different weights; load or seed the model equally on all of them")
         self.planner = Planner(self.data.train, self.schedule, method, model.layout, self.numerics.budget,
                                self.data.max_length, world, reuse_prompts=not self.live)
         trees, oversized = self.planner.survey()
@@ -268,18 +274,13 @@ class Run:
         if method.needs_reference:
             reference = models.build_reference(model, self.reference, self.live, trees + held_out, probes,
                                                self.numerics, self.store, world, self.voice)
-        self.engine = Engine(model, reference, method, self._updater(module), world, options.max_grad_norm, teacher,
+        updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
+                                            self.objects.scheduler)
+        self.engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
                              rounding=probe.per_root_token)
         self.facts: dict[str, Any] = {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
         self._check(self.engine)
         return self.engine
-
-    def _updater(self, module: Any) -> Updater:
-        options, objects = self.options, self.objects
-        if objects.optimizer is not None:
-            return Given(objects.optimizer, objects.scheduler)
-        rate = learning_rates(options.schedule, options.learning_rate, self.schedule.total_steps, options.warmup_ratio)
-        return Scheduled(build_optimizer(options.optimizer, module, options.weight_decay), rate)
 
     def _check(self, engine: Engine) -> None:
         """Policy and reference agree before step 1, where they must."""
@@ -346,10 +347,9 @@ class Run:
         return self._evaluate(self.evaluator, engine)
 
     def release(self) -> None:
-        """Give the module its own attention back, so that it can generate."""
-        if self.engine is not None:
-            module = self.engine.model.module
-            module.set_attn_implementation(plain_implementation(module))
+        """Let weights that the given optimiser does not hold learn again."""
+        for parameter in self._idle:
+            parameter.requires_grad_(True)
 
     def _plan(self) -> Plan:
         options = self.options

@@ -75,12 +75,15 @@ def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Pat
         Also write the figures to this file.
     """
     from tropism.observe.console import Voice
-    from tropism.scoring import figures, score, write_figures
+    from tropism.scoring import check_writable, figures, score, write_figures
 
-    voice = Voice()
-    scores = score(model, options, voice)
+    if json is not None:
+        check_writable(json)
+    scores = score(model, options)
+    if not scores.is_main:
+        return 0
     found = figures(scores, options.beta)
-    voice.figures(f"{len(scores.rows)} rows", found)
+    Voice().figures(f"{len(scores.rows)} rows", found)
     if json is not None:
         write_figures({"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found}, json)
     return 0
@@ -103,6 +106,8 @@ def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat]
 
     scoring.check_target(output)
     found = scoring.score(model, options)
+    if not found.is_main:
+        return 0
     columns = scoring.original_columns(options.data) if keep_columns else None
     scoring.write(scoring.records(found, options.beta, columns), output)
     print(f"{output}: {len(found.rows)} rows")
@@ -221,7 +226,9 @@ def _with_config(tokens: list[str]) -> list[str]:
 
 def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[str, Any]:
     """Options of a file without those of its loss, where the command line names another loss."""
-    if not any(token.partition("=")[0] == "--loss" for token in given) or "loss" not in values:
+    named = [value if joined else given[place + 1] if place + 1 < len(given) else ""
+             for place, (name, joined, value) in enumerate(token.partition("=") for token in given) if name == "--loss"]
+    if "loss" not in values or not named or named[-1].replace(" ", "") == _spell(values["loss"]).replace(" ", ""):
         return values
     from tropism.methods.build import OPTIONS  # imports torch: a run does too
 

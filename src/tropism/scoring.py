@@ -1,5 +1,6 @@
 """What a model thinks of some rows: per row, and as figures of the whole set. Nothing is trained."""
 
+import contextlib
 import json
 import math
 import os
@@ -19,16 +20,16 @@ from tropism.data.load import check_embedding, load_rows
 from tropism.data.pack import cost, plant, scoring_packs, share
 from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow
-from tropism.data.tree import score_key
+from tropism.data.tree import PromptTree, score_key
 from tropism.dist import World, connect
 from tropism.errors import OutputError, UsageError
 from tropism.losses.divergence import reverse_kl
 from tropism.model import load
 from tropism.model.divergence import Comparison
-from tropism.model.logps import LanguageModel
+from tropism.model.logps import LanguageModel, summed
 from tropism.observe.console import Voice
 from tropism.train.evaluate import ranking
-from tropism.train.models import Numerics, numerics_of, tokenizer_of
+from tropism.train.models import Numerics, config_of, numerics_of, tokenizer_of
 from tropism.train.prepare import limits, probe_trees
 from tropism.train.teacher import LiveTeacher, shared_vocabulary
 
@@ -58,11 +59,13 @@ class Scores:
         view: what a row is.
         rows: those that were scored, in file order.
         completions: of each row: one, or (chosen, rejected).
+        is_main: whether this process writes and speaks.
     """
 
     view: View
     rows: list[EncodedRow]
     completions: list[tuple[CompletionScore, ...]]
+    is_main: bool = True
 
 
 def score(model: str, options: ScoringOptions, voice: Voice | None = None) -> Scores:
@@ -89,10 +92,12 @@ class _Scoring:
         tokenizer_of(self.other, "reference", self.tokenizer, remote)
         config = load.load_config(self.source, trust_remote_code=remote)
         self.view = view_of(list(sources.read(options.data)))
-        renderer = Renderer(self.tokenizer, limits(options, config))
+        configs = [config, *([config_of(self.other, remote)] if self.other else [])]
+        renderer = Renderer(self.tokenizer, limits(options, *configs))
         audit = load_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers)
-        load.check_rope(config, renderer.limits.max_length)
-        check_embedding(audit.rows, config.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
+        for one in configs:
+            load.check_rope(one, renderer.limits.max_length)
+            check_embedding(audit.rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
         self.rows = audit.rows
         voice.say(f"data: {audit.source}: {audit.summary()}")
         for notice in audit.notices():
@@ -102,8 +107,8 @@ class _Scoring:
         """Score with the models that were named."""
         numerics, rows = self.numerics, self.rows
         probes = probe_trees(rows, numerics.budget)
-        model = numerics.frozen(self.source, probes, None if self.options.layout == "auto" else self.options.layout)
-        reference = numerics.frozen(self.other, probes, None) if self.other else None
+        model = numerics.frozen(self.source, probes, self.options.layout, "model")
+        reference = self._reference(model, probes) if self.other else None
         packs = scoring_packs([entry.tree for entry in plant(rows, range(len(rows)))], numerics.budget, model.layout)
         own = share([sum(map(cost, pack)) for pack in packs], self.world.size)[self.world.rank]
         found: dict[bytes, CompletionScore] = {}
@@ -113,24 +118,30 @@ class _Scoring:
                 report(done, len(own))
         found = {key: value for part in self.world.gather(found) for key, value in part.items()}
         return Scores(self.view, rows, [tuple(found[score_key(row.prompt_ids, completion)]
-                                              for completion in row.completions) for row in rows])
+                                              for completion in row.completions) for row in rows],
+                      self.world.is_main)
+
+    def _reference(self, model: LanguageModel, probes: list[PromptTree]) -> LiveTeacher:
+        """The other model, compared with as a teacher is."""
+        reference = self.numerics.frozen(self.other, probes, "auto", "reference")
+        heads = [len(one.module.get_output_embeddings().weight) for one in (model, reference)]
+        return LiveTeacher(reference, Comparison(partial(reverse_kl, mix=0.5), 1.0, 1.0,
+                                                 shared_vocabulary(self.tokenizer, *heads)))
 
     @torch.no_grad()
-    def _score(self, model: LanguageModel, reference: LanguageModel | None,
-               pack: Sequence[Any]) -> dict[bytes, CompletionScore]:
+    def _score(self, model: LanguageModel, reference: LiveTeacher | None,
+               pack: Sequence[PromptTree]) -> dict[bytes, CompletionScore]:
         batch = collate(pack, model.layout).to(model.device)
         keys = [key for tree in pack for key in tree.score_keys]
         lengths = batch.lengths.tolist()
         if reference is None:
             plain = model.logps(batch).tolist()
             return {key: CompletionScore(*entry) for key, *entry in zip(keys, plain, lengths, strict=True)}
-        heads = [len(one.module.get_output_embeddings().weight) for one in (model, reference)]
-        other = LiveTeacher(reference, Comparison(partial(reverse_kl, mix=0.5), 1.0, 1.0,
-                                                  shared_vocabulary(self.tokenizer, *heads)))
-        out = model.outcome(batch, comparison=other.comparison, targets=other.targets(pack, batch))
+        targets = reference.targets(pack, batch)
+        out = model.outcome(batch, comparison=reference.comparison, targets=targets)
         assert out.divergence is not None
-        other_batch = collate(pack, reference.layout).to(reference.device)
-        columns = (out.logps.tolist(), lengths, reference.logps(other_batch).tolist(), out.divergence.tolist())
+        of_reference = summed(targets.head.per_token_logps(targets.hidden, batch.target_ids), batch)
+        columns = (out.logps.tolist(), lengths, of_reference.tolist(), out.divergence.tolist())
         return {key: CompletionScore(*entry) for key, *entry in zip(keys, *columns, strict=True)}
 
 
@@ -230,11 +241,14 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
 
             parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
         else:
-            temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            # A column of dates, say, is written as text.
+            lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+            temporary.write_text("".join(lines), encoding="utf-8")
         temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OutputError(f"{path}: cannot be written: {str(error).splitlines()[0]}") from error
 
 
 def write_figures(content: dict[str, Any], path: Path) -> None:
@@ -243,9 +257,9 @@ def write_figures(content: dict[str, Any], path: Path) -> None:
     Raises:
         OutputError: if the disk refuses.
     """
+    check_writable(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
@@ -257,11 +271,28 @@ def check_target(path: Path) -> None:
 
     Raises:
         UsageError: for an unknown kind of file, or one that is there already.
+        OutputError: if its directory cannot be written.
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise UsageError(f"{path}: scores are written as .jsonl or .parquet")
     if path.exists():
         raise UsageError(f"{path} exists already; nothing was changed")
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Find out whether a file can be put there.
+
+    Raises:
+        OutputError: if not.
+    """
+    probe = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def original_columns(data: str) -> dict[str, dict[str, Any]]:

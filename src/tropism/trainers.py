@@ -62,9 +62,9 @@ class Trainer:
     Args:
         model: the policy: a directory, hub id or GGUF file, or a transformers module, which is then trained in place
             (its dropout is off, and its weights are kept in float32).
-        ref_model: the reference; by default the policy as it is before step 1. A module is held in memory only while
-            its scores are computed; `live` keeps a copy in memory.
-        teacher_model: for distillation: a name or a module with the same tokenizer.
+        ref_model: the reference; by default the policy as it is before step 1; `live` keeps a copy in memory.
+        teacher_model: for distillation: a name or a module with the same tokenizer. Modules given as reference or
+            teacher are frozen and converted in place to the run's dtype and device, and stay so.
         tokenizer: of the model; by default the one that belongs to its name.
         optimizer, scheduler: over weights of the module; they keep their own learning rate. By default AdamW and the
             schedule of the options.
@@ -247,7 +247,8 @@ _OBJECT_OF = {"model": "model", "reference": "reference", "teacher": "teacher", 
 
 def _name_of(value: Any) -> str:
     """How an object is called where options are written down."""
-    return _origin(value) or f"a {type(value).__name__} given in Python"
+    origin = f" (from {_origin(value)})" if _origin(value) else ""  # no path: it may have learnt since
+    return f"a {type(value).__name__} given in Python{origin}"
 
 
 def _origin(module: Any) -> str:
@@ -270,7 +271,8 @@ def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
         if ours in given:
             raise UsageError(f"{given[ours]} and {name} are the same option; give one of them")
         given[ours] = name
-        values[ours] = None if ours in _NEVER and value in (0, -1) else value
+        never = (ours in _NEVER and value in (0, -1)) or (ours, value) == ("track", "none")
+        values[ours] = None if never else value
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,3 +128,17 @@ def test_refusals_cost_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert sentence in capsys.readouterr().err
     assert Path("there.jsonl").read_text() == "kept\n"
     assert not Path("new.jsonl").exists()
+
+
+def test_several_processes_write_once(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
+    """X1: the packs are shared, the main process alone writes, and none fails for what it has written."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tropism", "score",
+         str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "two.jsonl")],
+        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert main(["score", str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "one.jsonl")]) == 0
+    one, two = ([json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+                for name in ("one.jsonl", "two.jsonl"))
+    assert [row["id"] for row in one] == [row["id"] for row in two]
+    assert [row["logps"] for row in two] == pytest.approx([row["logps"] for row in one], rel=1e-6)

@@ -322,7 +322,7 @@ def test_padding_on_either_side_is_no_padding(student: int, teacher: int) -> Non
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_top_k_against_sorting(monkeypatch: pytest.MonkeyPatch, k: int, temperature: float) -> None:
     """L4: ids by falling probability under softmax(logits / T); the tail is the logsumexp of what is left out."""
-    monkeypatch.setattr(of_models, "_CHUNK_ELEMENTS", 4 * TEACHER_COLUMNS)  # S is no multiple of 4
+    monkeypatch.setattr(of_models, "_CPU_CHUNK", 4 * TEACHER_COLUMNS)  # S is no multiple of 4
     problem = Problem()
     found = top_k(problem.teacher_hidden, problem.teacher_head, k, temperature, VOCABULARY)
     assert found.ids.shape == found.logps.shape == (S, k)
@@ -383,7 +383,7 @@ def test_logits_exist_for_one_chunk_only(monkeypatch: pytest.MonkeyPatch, kind: 
         return logits
 
     monkeypatch.setattr(Head, "logits", watched)
-    monkeypatch.setattr(of_models, "_CHUNK_ELEMENTS", 64 * VOCABULARY)
+    monkeypatch.setattr(of_models, "_CPU_CHUNK", 64 * VOCABULARY)
     head = Head(torch.randn(VOCABULARY, D, requires_grad=True))
     hidden, teacher = torch.randn(positions, D, requires_grad=True), torch.randn(positions, D)
     targets = Exact(teacher, head) if kind == "exact" else top_k(teacher, head, K, 1.0, VOCABULARY)

@@ -75,7 +75,7 @@ def _row(content: Content, index: int, place: str, keep_partners: bool) -> Encod
         other, partner = _split(content.mismatched, index, place)
         if not np.array_equal(prompt, other):
             raise DataError(f"{place}: the mismatched row that came with it has another prompt: "
-                            f"{_difference(prompt, other)}. Or do without them (keep_partners=False)")
+                            f"{_difference(prompt, other)}. Or do without them: kl_source='step'")
     return EncodedRow(place, place, prompt, tuple(completions), None if content.labels is None else
                       content.labels[index], prompt.tobytes(), partner=partner)
 

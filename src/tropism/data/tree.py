@@ -19,6 +19,11 @@ def token_ids(ids: "list[int] | TokenIds") -> TokenIds:
     return array
 
 
+def _normal(ids: TokenIds) -> TokenIds:
+    """Ids that someone has made of another kind, a list say, in the form that equal ids share."""
+    return ids if isinstance(ids, np.ndarray) and ids.dtype == np.int32 else token_ids(ids)
+
+
 @dataclass(frozen=True, eq=False)
 class Completion:
     """What continues a prompt.
@@ -35,6 +40,7 @@ class Completion:
     loss_mask: Mask
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", _normal(self.ids))
         if self.ids.ndim != 1 or self.ids.shape != self.loss_mask.shape:
             raise ValueError(f"ids {self.ids.shape} and loss_mask {self.loss_mask.shape} must be equal 1-d")
         if not self.loss_mask.any():
@@ -90,6 +96,7 @@ class PromptTree:
     completions: tuple[Completion, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", _normal(self.prompt_ids))
         if len(self.prompt_ids) == 0:
             raise ValueError("a tree needs a prompt of at least one token")
         if not self.completions:

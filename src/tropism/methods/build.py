@@ -14,7 +14,7 @@ OPTIONS = tuple(dict.fromkeys(name for rows in LOSSES.values() for row in rows.v
 """Options that belong to a loss. One that is None has the default of each loss that takes it."""
 
 
-DEFAULT_WEIGHT = 0.5
+DEFAULT_KD_WEIGHT = 0.5
 """`kd_weight` where none is given."""
 
 
@@ -63,6 +63,8 @@ def _check_teacher(options: Mapping[str, Any]) -> None:
             if options.get(name) is not None:
                 raise UsageError(f"{name} has no effect without a teacher; name one with --teacher")
         return
+    if options.get("temperature_scaling") is False and options.get("temperature") in (None, 1.0):
+        raise UsageError("temperature_scaling has no effect on temperature 1; leave one of them out")
     divergence = options.get("divergence") or "forward_kl"
     if options.get("divergence_mix") is not None and divergence not in ("js", "skew"):
         raise UsageError(f"divergence_mix has no effect on divergence {divergence}")
@@ -128,7 +130,7 @@ def build_method(view: View, options: Mapping[str, Any], labels: Sequence[bool |
             parts.append((LOSSES[view]["sft"], {}, weight * factor))
     if options.get("teacher") is not None:
         given = options.get("kd_weight")
-        parts = _with_teacher(view, parts, DEFAULT_WEIGHT if given is None else given)
+        parts = _with_teacher(view, parts, DEFAULT_KD_WEIGHT if given is None else given)
     return Method(view, tuple(_terms(view, parts)), options.get("ld_alpha"), bool(options.get("wpo")))
 
 

@@ -14,7 +14,9 @@ from tropism.losses.divergence import LOWEST, tail_logp
 from tropism.model.head import Head, accumulate, product, score
 from tropism.shapes import Hidden, PerToken, TokenIndex
 
-_CHUNK_ELEMENTS = 2**22  # logits of one model at once: 16 MiB in float32; up to 14 arrays of that size live together
+# Logits of one model at once, in elements: 16 MiB in float32 on a CPU; on a GPU more, since each chunk adds to the
+# gradient of the whole head. Up to 14 arrays of that size live together.
+_CPU_CHUNK, _GPU_CHUNK = 2**22, 2**25
 
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(log p, log q) of teacher and student, `[n, V]`, to the value `[n]` and the slope `[n, V]` of `losses.divergence`."""
@@ -114,7 +116,7 @@ class Comparison:
             targets: what the teacher says about them. No gradient reaches it.
             chunk: positions per chunk.
         """
-        chunk = chunk or max(1, _CHUNK_ELEMENTS // head.weight.shape[0])
+        chunk = chunk or _chunk(head.weight)
         found: tuple[PerToken, PerToken] = _LinearDivergence.apply(
             hidden, head.weight, head.bias, target_ids, head, targets, self, chunk)
         return found
@@ -172,6 +174,11 @@ class _LinearDivergence(torch.autograd.Function):
                 None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None)
 
 
+def _chunk(weight: Tensor) -> int:
+    """Positions of a chunk."""
+    return max(1, (_GPU_CHUNK if weight.is_cuda else _CPU_CHUNK) // len(weight))
+
+
 @torch.no_grad()
 def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: int) -> TopK:
     """A teacher's k likeliest tokens for each position, with the log of what is left.
@@ -183,7 +190,7 @@ def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: in
         temperature, vocabulary: as in `Comparison`.
     """
     weight = head.weight.to(head.compute or head.weight.dtype)
-    chunk = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    chunk = _chunk(weight)
     ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     wide = torch.promote_types(weight.dtype, torch.float32)
     logps = torch.empty(len(hidden), k, dtype=wide, device=hidden.device)

@@ -98,7 +98,7 @@ class LanguageModel:
 
     def logps(self, batch: Batch, tree: TreePass | None = None) -> PerCompletion:
         """`[C]` summed log-prob of each completion, in nats. The sum is taken in float64."""
-        return _sum(self.per_token_logps(batch, tree), batch)
+        return summed(self.per_token_logps(batch, tree), batch)
 
     def outcome(self, batch: Batch, tree: TreePass | None = None, *, comparison: Comparison | None = None,
                 targets: Targets | None = None, confidence: bool = False) -> Outcome:
@@ -113,20 +113,20 @@ class LanguageModel:
         divergence = None
         if comparison is not None and targets is not None:
             per_token, away = comparison.per_token(hidden, head, batch.target_ids, targets)
-            divergence = _sum(away, batch)
+            divergence = summed(away, batch)
         else:
             per_token = head.per_token_logps(hidden, batch.target_ids)
         sure = None
         if confidence:
-            sure = _sum(per_token.detach() - head.log_collisions(hidden), batch) / batch.lengths
-        return Outcome(_sum(per_token, batch), divergence, sure)
+            sure = summed(per_token.detach() - head.log_collisions(hidden), batch) / batch.lengths
+        return Outcome(summed(per_token, batch), divergence, sure)
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the weights on the host."""
         return {name: weight.detach().to("cpu", copy=True) for name, weight in self.module.named_parameters()}
 
 
-def _sum(per_token: PerToken, batch: Batch) -> PerCompletion:
+def summed(per_token: PerToken, batch: Batch) -> PerCompletion:
     """`[C]` sums over the supervised tokens of each completion, in float64."""
     total = torch.zeros(len(batch.lengths), dtype=torch.float64, device=per_token.device)
     return total.index_add(0, batch.completion_index, per_token.double())

@@ -111,6 +111,7 @@ def _cell(record: Mapping[str, float], key: str) -> str:
     if key not in record:
         return "-"
     text = f"{record[key]:.4f}"
+    text = text if float(text) else f"{0:.4f}"  # no minus before a zero
     if f"{key}_low" in record:
         text += f" [{record[f'{key}_low']:.3f}, {record[f'{key}_high']:.3f}]"
     return _escape(text)

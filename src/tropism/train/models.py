@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,10 +48,18 @@ class Numerics:
         load.check_architecture(named.config)
         return named.to(device=self.device, dtype=load.weights_dtype(self.precision)).eval()
 
-    def frozen(self, named: Named, probes: Sequence[PromptTree], layout: Layout | None) -> LanguageModel:
-        """A model that does not learn, in a layout that is exact for it."""
+    def frozen(self, named: Named, probes: Sequence[PromptTree], layout: Layout | Literal["auto"],
+               name: str) -> LanguageModel:
+        """A model that does not learn, in a layout that is exact for it.
+
+        Raises:
+            ModelError: beginning with `name`, if there is none.
+        """
         module = self.module(named).requires_grad_(False)
-        return choose_layout(module, self.precision, self.device, probes, layout or "auto")[0]
+        try:
+            return choose_layout(module, self.precision, self.device, probes, layout)[0]
+        except ModelError as error:
+            raise ModelError(f"{name}: {error}") from None
 
 
 def numerics_of(options: Any, world: World) -> Numerics:
@@ -124,7 +132,7 @@ def build_reference(policy: LanguageModel, named: Named | None, live: bool, tree
     """
     if live:
         return references.LiveReference(references.freeze(policy))
-    frozen = policy if named is None else numerics.frozen(named, probes, policy.layout)
+    frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with voice.bar("reference") as report:
         built = references.build(frozen, trees, numerics.budget, store, world, report)
     _tell_damaged(built.damaged, "reference", voice)
@@ -135,7 +143,7 @@ def build_teacher(policy: LanguageModel, named: Named, options: TeacherOptions, 
                   trees: list[PromptTree], probes: Sequence[PromptTree], numerics: Numerics, store: Path,
                   world: World, voice: Voice) -> teachers.Teacher:
     """A teacher in memory, or its likeliest tokens from the store."""
-    model = numerics.frozen(named, probes, None)
+    model = numerics.frozen(named, probes, "auto", "teacher")
     rows = [len(one.module.get_output_embeddings().weight) for one in (policy, model)]
     vocabulary = teachers.shared_vocabulary(tokenizer, *rows)
     comparison = teachers.compare_as(options, vocabulary)

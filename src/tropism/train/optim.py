@@ -7,6 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from tropism.errors import UsageError
+from tropism.train.options import RunOptions
 
 
 def build_optimizer(name: str, module: Any, weight_decay: float) -> torch.optim.Optimizer:
@@ -101,20 +102,42 @@ class Given:
         return rate
 
 
+def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any = None,
+                  scheduler: Any = None) -> tuple[Updater, list[torch.nn.Parameter]]:
+    """What changes a model's weights: our optimiser and schedule, or those that the user brought.
+
+    Args:
+        module: the policy.
+        options: of the run.
+        steps: planned optimiser steps.
+        optimizer, scheduler: the user's own.
+
+    Returns:
+        The updater, and weights that learn no more because the user's optimiser does not hold them.
+    """
+    if optimizer is None:
+        rate = learning_rates(options.schedule, options.learning_rate, steps, options.warmup_ratio)
+        return Scheduled(build_optimizer(options.optimizer, module, options.weight_decay), rate), []
+    updater = Given(optimizer, scheduler)
+    held = {id(parameter) for parameter in updater.parameters}
+    idle = [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in held]
+    for parameter in idle:  # no gradient that nobody would use
+        parameter.requires_grad_(False)
+    return updater, idle
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """What it changes."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def check_given(optimizer: Any, scheduler: Any, module: Any) -> None:
+def check_given(optimizer: Any, module: Any) -> None:
     """An optimiser that the user brought must change this model's weights.
 
     Raises:
-        UsageError: if it holds others, or there is a scheduler without an optimiser.
+        UsageError: if it holds others.
     """
     if optimizer is None:
-        if scheduler is not None:
-            raise UsageError("scheduler needs its optimizer: pass both, or neither and set schedule and learning_rate")
         return
     own = {id(parameter) for parameter in module.parameters()}
     if not all(id(parameter) in own for parameter in parameters_of(optimizer)):

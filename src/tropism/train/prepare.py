@@ -78,11 +78,12 @@ Source = str | Iterable[dict[str, Any]]
 """A file, or rows as dicts."""
 
 
-def prepare_data(options: DataOptions, tokenizer: Any, config: Any, view: View, train: Source | None = None,
+def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View, train: Source | None = None,
                  evaluation: Source | None = None) -> Prepared:
     """Read, render and split the data.
 
     Args:
+        configs: of the policy, and of the models it is held against.
         train, evaluation: in place of the files that the options name.
 
     Raises:
@@ -91,7 +92,8 @@ def prepare_data(options: DataOptions, tokenizer: Any, config: Any, view: View, 
     """
     if options.eval_data and options.eval_fraction:
         raise UsageError("eval_data and eval_fraction exclude each other: hold out rows of --data, or bring your own")
-    renderer = Renderer(tokenizer, limits(options, config))
+    renderer = Renderer(tokenizer, limits(options, *configs))
+
     def load(source: Source) -> Audit:
         return load_rows(source, renderer, view, strict=options.strict, workers=options.workers)
 
@@ -108,17 +110,18 @@ def prepare_data(options: DataOptions, tokenizer: Any, config: Any, view: View, 
     return Prepared(rows, held_out, audit, eval_audit, renderer, renderer.limits.max_length)
 
 
-def prepare_rows(options: DataOptions, tokenizer: Any, config: Any, view: View, rows: Sequence[EncodedRow],
+def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View, rows: Sequence[EncodedRow],
                  evaluation: Sequence[EncodedRow]) -> Prepared:
     """The same for rows that came as token ids, which are neither rendered nor cut.
 
     Raises:
         DataError: for rows that cannot be trained on.
     """
-    renderer = Renderer(tokenizer, limits(options, config))
+    renderer = Renderer(tokenizer, limits(options, *configs))
     eos = renderer.text.eos_id
     renderer.stop_ids |= set() if eos is None else {eos}
-    longest = max_positions(config) if options.max_length is None else options.max_length
+    known = [positions for config in configs if (positions := max_positions(config)) is not None]
+    longest = min(known, default=None) if options.max_length is None else options.max_length
     needed = 0
     for row in (*rows, *evaluation):
         tokens = len(row.prompt_ids) + max(len(completion.ids) for completion in row.completions)
@@ -150,15 +153,17 @@ class LengthOptions(Protocol):
         ...
 
 
-def limits(options: LengthOptions, config: Any) -> Limits:
-    """Token limits from options and model.
+def limits(options: LengthOptions, *configs: Any) -> Limits:
+    """Token limits from options and models: the policy, and what it is held against.
 
     Raises:
         UsageError: if more is asked for than the model can do, or a prompt may fill everything.
     """
-    longest = max_positions(config)
+    known = [positions for config in configs if (positions := max_positions(config)) is not None]
+    longest = min(known, default=None)
     if options.max_length is not None and longest is not None and options.max_length > longest:
-        raise UsageError(f"max_length {options.max_length}: the model was made for at most {longest} tokens")
+        what = "the model was" if longest == known[0] else "reference or teacher was"
+        raise UsageError(f"max_length {options.max_length}: {what} made for at most {longest} tokens")
     max_length = options.max_length or min(_DEFAULT_MAX_LENGTH, longest or _DEFAULT_MAX_LENGTH)
     if options.max_prompt_length is not None and options.max_prompt_length >= max_length:
         raise UsageError(f"max_prompt_length {options.max_prompt_length} leaves nothing of max_length {max_length} "

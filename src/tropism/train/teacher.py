@@ -18,7 +18,7 @@ from tropism.data.tree import PromptTree
 from tropism.dist.world import World
 from tropism.errors import ReferenceMismatchError, TropismError
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
-from tropism.methods.build import DEFAULT_WEIGHT
+from tropism.methods.build import DEFAULT_KD_WEIGHT
 from tropism.model.divergence import Comparison, Exact, Targets, TopK, top_k
 from tropism.model.head import head_of
 from tropism.model.logps import LanguageModel
@@ -77,7 +77,7 @@ def effective(options: TeacherOptions) -> dict[str, Any]:
     if options.teacher is None:
         return {}
     name = options.divergence or "forward_kl"
-    filled = {"kd_weight": DEFAULT_WEIGHT, "divergence": name, "divergence_mix": DEFAULT_MIX.get(name),
+    filled = {"kd_weight": DEFAULT_KD_WEIGHT, "divergence": name, "divergence_mix": DEFAULT_MIX.get(name),
               "temperature": 1.0, "temperature_scaling": True}
     return {option: value for option, value in filled.items() if getattr(options, option) is None}
 

@@ -89,9 +89,13 @@ class Planner:
     def survey(self) -> tuple[list[PromptTree], int]:
         """Every tree that the schedule will score, mismatched ones included; and how many prompts exceed a pack."""
         found: list[PromptTree] = []
+        oversized: set[bytes] = set()
         for step in range(1, self.schedule.total_steps + 1):
-            found += all_trees(self.rows, self.schedule.step(step), self.method, self.max_length)
-        return found, len({tree.prompt_ids.tobytes() for tree in found if size(tree, self.layout) > self.budget})
+            trees = all_trees(self.rows, self.schedule.step(step), self.method, self.max_length)
+            oversized |= {tree.prompt_ids.tobytes() for tree in trees if size(tree, self.layout) > self.budget}
+            if self.method.needs_reference_point:  # otherwise a row is scored with the same in every epoch
+                found += trees
+        return found or own_trees(self.rows, self.schedule), len(oversized)
 
     def work(self, step: int) -> StepWork:
         """Everything of a step that does not need the model."""
@@ -132,9 +136,9 @@ class Planner:
 
 
 def own_trees(rows: Sequence[EncodedRow], schedule: Steps) -> list[PromptTree]:
-    """Trees of the rows that the schedule takes, without mismatched completions."""
+    """A tree for each row that the schedule takes, without mismatched completions."""
     taken = {index for step in range(1, schedule.total_steps + 1) for index in schedule.step(step)}
-    return [entry.tree for entry in plant(rows, sorted(taken))]
+    return [plant(rows, [index])[0].tree for index in sorted(taken)]
 
 
 def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method, max_length: int) -> list[PromptTree]:
