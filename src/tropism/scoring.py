@@ -14,8 +14,8 @@ import torch
 from tropism.config import ScoringOptions
 from tropism.data import sources
 from tropism.data.collate import collate
-from tropism.data.formats import View, view_of
-from tropism.data.load import check_embedding, load_rows
+from tropism.data.formats import View
+from tropism.data.load import check_embedding, load_rows, view_of_source
 from tropism.data.pack import cost, plant, scoring_packs, share
 from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow
@@ -88,13 +88,15 @@ class _Scoring:
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
         tokenizer_of(self.other, "reference", self.tokenizer, remote)
         config = load.load_config(self.source, trust_remote_code=remote)
-        self.view = view_of(list(sources.read(options.data)))
+        self.view = view_of_source(options.data, options)
         renderer = Renderer(self.tokenizer, limits(options, config))
-        audit = load_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers)
+        audit = load_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
+                          options=options)
         load.check_rope(config, renderer.limits.max_length)
         check_embedding(audit.rows, config.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
         self.rows = audit.rows
         voice.say(f"data: {audit.source}: {audit.summary()}")
+        voice.say(f"  {audit.format}")
         for notice in audit.notices():
             voice.warn(notice)
 

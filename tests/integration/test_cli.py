@@ -156,7 +156,7 @@ def test_an_existing_run_is_never_overwritten(capsys: pytest.CaptureFixture[str]
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": "c", "completion": "d", "label": "good"}\n',
      "data.jsonl:2: label 'good' is not true/false"),
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": \n', "data.jsonl:2: not valid JSON"),
-    ('{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "use `tropism dpo`"),
+    ('{"prompt": "a", "completion": "b"}\n', "use `tropism sft`"),
     ('{"question": "a", "answer": "b"}\n', "found: question, answer"),
     ("", "no rows"),
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": "a ", "completion": "c", "label": false}\n',
