@@ -12,6 +12,7 @@ from rich.console import Console
 from tropism.config import (
     METHODS,
     DPOOptions,
+    InspectOptions,
     KDOptions,
     KTOOptions,
     MethodOptions,
@@ -86,6 +87,34 @@ def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Pat
     Voice().figures(f"{len(scores.rows)} rows", found)
     if json is not None:
         write_figures({"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found}, json)
+    return 0
+
+
+@app.command
+def inspect(data: str, /, *, options: Annotated[InspectOptions, _Flat], html: Path | None = None,
+            json: Path | None = None) -> int:
+    """Look at data as training would see them: what is kept and cut, what is odd, and rows token by token.
+
+    Parameters
+    ----------
+    data
+        Rows: files, a directory of them, or the name of a dataset on the hub; several with commas.
+    html
+        Also write a page to this file.
+    json
+        Also write everything to this file.
+    """
+    from tropism import inspect as inspecting  # imports torch: not for --help
+    from tropism.observe.console import Voice
+
+    found = inspecting.inspect(data, options)
+    inspecting.show(found, Voice())
+    if html is not None:
+        inspecting.write_html(found, html)
+    if json is not None:
+        inspecting.write_json(found, json)
+    if options.strict:
+        found.check()
     return 0
 
 
@@ -252,6 +281,8 @@ def _spell(value: Any) -> str:
     """A value of YAML as the command line writes it."""
     if isinstance(value, list):
         return ",".join(map(_spell, value))
+    if isinstance(value, dict):
+        return ",".join(f"{name}={_spell(entry)}" for name, entry in value.items())
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

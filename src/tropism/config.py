@@ -9,13 +9,14 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tropism.data.formats import View
-from tropism.data.options import DataOptions
+from tropism.data.options import DataOptions, FormatOptions
+from tropism.data.sources import absolute
+from tropism.data.templates import TemplateOptions
 from tropism.errors import UsageError
-from tropism.options import Options
 from tropism.train.options import ReferenceOptions, RunOptions, TeacherOptions
 
 Weight = Annotated[float, Field(gt=0.0)] | Literal["auto"]
-_PATHS = ("data", "eval_data", "output", "store", "model", "reference", "teacher", "log_dir")
+_PATHS = ("output", "store", "model", "reference", "teacher", "log_dir", "chat_template")
 _MADE_BY_US = ("output", "store", "log_dir")
 
 
@@ -54,6 +55,9 @@ class MethodOptions(DataOptions, RunOptions):
     def dump(self) -> dict[str, Any]:
         """Content of `config.yaml`: the method, every option, files by absolute path."""
         values = {"method": self.method, **super().dump()}
+        for name in ("data", "eval_data"):
+            if values[name]:
+                values[name] = absolute(values[name])
         for name in _PATHS:
             value = values.get(name)
             if value and (name, value) != ("reference", "live") and (name in _MADE_BY_US
@@ -155,7 +159,7 @@ class KDOptions(TeacherOptions, MethodOptions):
     """Peak learning rate."""
 
 
-class ScoringOptions(Options):
+class ScoringOptions(FormatOptions, TemplateOptions):
     """Options of evaluating and scoring a model that is not trained."""
 
     data: str
@@ -176,6 +180,32 @@ class ScoringOptions(Options):
     """Tokens of one forward pass: memory and speed, never the result."""
     strict: bool = False
     """Stop where a row would be left out."""
+    workers: int = Field(0, ge=0)
+    """Threads that render rows."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model."""
+
+
+class InspectOptions(FormatOptions, TemplateOptions):
+    """Options of looking at data as training would see them."""
+
+    model: str
+    """Model that the data is meant for: a Hugging Face directory, a hub id, or a GGUF file. Its weights are not
+    read."""
+    method: Literal["kto", "dpo", "sft", "kd"] | None = None
+    """Method that the data is meant for; by default, what the fields of the rows say."""
+    eval_data: str | None = None
+    """Held-out rows, to see whether training rows are among them."""
+    max_length: int | None = Field(None, ge=2)
+    """Tokens of a prompt with its completion; by default the model's limit, at most 2048."""
+    max_prompt_length: int | None = Field(None, ge=1)
+    """Tokens of a prompt; a longer one is cut from the left."""
+    batch_size: int = Field(32, ge=1)
+    """Rows of a step, to say what shared prompts save."""
+    rows: int = Field(3, ge=0)
+    """Rows to show token by token."""
+    strict: bool = False
+    """Exit with 1 if a finding is a warning."""
     workers: int = Field(0, ge=0)
     """Threads that render rows."""
     trust_remote_code: bool = False

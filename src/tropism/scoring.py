@@ -15,11 +15,11 @@ import torch
 from tropism.config import ScoringOptions
 from tropism.data import sources
 from tropism.data.collate import collate
-from tropism.data.formats import View, view_of
-from tropism.data.load import check_embedding, load_rows
+from tropism.data.formats import View
+from tropism.data.load import check_embedding, load_rows, view_of_source
 from tropism.data.pack import cost, plant, scoring_packs, share
-from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow
+from tropism.data.templates import check_effect, make_renderer
 from tropism.data.tree import PromptTree, score_key
 from tropism.dist import World, connect
 from tropism.errors import OutputError, UsageError
@@ -91,15 +91,18 @@ class _Scoring:
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
         tokenizer_of(self.other, "reference", self.tokenizer, remote)
         config = load.load_config(self.source, trust_remote_code=remote)
-        self.view = view_of(list(sources.read(options.data)))
+        self.view = view_of_source(options.data, options)
         configs = [config, *([config_of(self.other, remote)] if self.other else [])]
-        renderer = Renderer(self.tokenizer, limits(options, *configs))
-        audit = load_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers)
+        renderer = make_renderer(self.tokenizer, limits(options, *configs), options)
+        audit = load_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
+                          options=options)
+        check_effect(options, renderer)
         for one in configs:
             load.check_rope(one, renderer.limits.max_length)
             check_embedding(audit.rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
         self.rows = audit.rows
         voice.say(f"data: {audit.source}: {audit.summary()}")
+        voice.say(f"  {audit.format}")
         for notice in audit.notices():
             voice.warn(notice)
 

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from tropism.api import Objects, Run, RunResult
 from tropism.config import DPOOptions, KDOptions, KTOOptions, MethodOptions, SFTOptions, explain, nearest
 from tropism.data.dataloader import read_batches
+from tropism.data.options import FormatOptions
+from tropism.data.templates import TemplateOptions
 from tropism.data.tree import PromptTree
 from tropism.data.trees import rows_of_trees
 from tropism.dist import connect
@@ -35,6 +37,9 @@ ARGUMENTS: dict[str, str] = {
     "processing_class": "tokenizer",
 }
 """What other trainers call our arguments."""
+
+_RENDERING = (*FormatOptions.model_fields, *TemplateOptions.model_fields)
+"""Options that say how text becomes token ids."""
 
 _NEVER = ("save_every",)
 """Options for which 0 or -1 means never, as elsewhere."""
@@ -155,7 +160,7 @@ class Trainer:
         if accumulation_steps < 1:
             raise UsageError(f"accumulation_steps {accumulation_steps}: a step takes at least one batch")
         _refuse_with(values, "train_dataloader", ("batch_size", "shuffle", "group_prompts", "seed", "eval_fraction",
-                                                  "eval_data", "max_prompt_length", "workers"))
+                                                  "eval_data", "max_prompt_length", "workers", *_RENDERING))
         values["data"] = "batches of a dataloader"
         if evaluation is not None:
             values["eval_data"] = "batches of a dataloader"
@@ -353,7 +358,7 @@ def _find_trees(values: Mapping[str, Any], objects: dict[str, Any]) -> None:
     if "eval_data" in values and ("train_trees" in objects) != ("evaluation_trees" in objects):
         raise UsageError("one of train_dataset and eval_dataset holds trees and the other does not; give both in one "
                          "form")
-    for name in ("eval_fraction", "max_prompt_length"):
+    for name in ("eval_fraction", "max_prompt_length", *_RENDERING):
         if "train_trees" in objects and name in values:
             raise UsageError(f"{name} has no effect on trees, which are taken as they are; leave it out"
                              + (" and give eval_dataset" if name == "eval_fraction" else ""))

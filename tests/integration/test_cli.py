@@ -23,10 +23,10 @@ def test_help_does_not_import_torch() -> None:
     assert "--beta" in done.stdout
 
 
-SHARED = ("batch_size data epochs eval_data eval_every eval_fraction export_dtype group_prompts layout learning_rate "
+SHARED = ("batch_size chat_template chat_template_kwargs columns data epochs eval_data eval_every eval_fraction export_dtype group_prompts layout learning_rate "
           "log_dir log_every max_grad_norm max_length max_prompt_length max_steps microbatch_tokens model optimizer "
           "output precision samples save_every schedule seed shuffle strict track trust_remote_code warmup_ratio "
-          "weight_decay workers")
+          "weight_decay workers format label_threshold pair_by_prompt supervise system_prompt")
 TEACHER = "divergence divergence_mix kd_weight store teacher temperature temperature_scaling top_k"
 PREFERENCE = f"{TEACHER} beta loss loss_weights reference"
 SURFACE = {
@@ -215,7 +215,7 @@ def test_an_existing_run_is_never_overwritten(capsys: pytest.CaptureFixture[str]
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": "c", "completion": "d", "label": "good"}\n',
      "data.jsonl:2: label 'good' is not true/false"),
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": \n', "data.jsonl:2: not valid JSON"),
-    ('{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "use `tropism dpo`"),
+    ('{"prompt": "a", "completion": "b"}\n', "use `tropism sft`"),
     ('{"question": "a", "answer": "b"}\n', "found: question, answer"),
     ("", "no rows"),
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": "a ", "completion": "c", "label": false}\n',

@@ -1,23 +1,30 @@
-"""The known shapes of a record, the reasons for leaving one out, and the faults that stop the run."""
+"""The plain shapes of a record, the reasons for leaving one out, and the faults that stop the run."""
 
 from typing import Any
 
 import pytest
 
 from helpers import case_rows, expected
-from tropism.data.formats import check_columns, understand
+from tropism.data.formats import FORMATS, Reading, View, recognise, understand
+from tropism.data.options import FormatOptions
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
 
 
+def understood(raw: RawRow, view: View) -> Row | Dropped:
+    shape = next(shape for shape in FORMATS["trl"].shapes if shape.view == view)
+    (row,) = understand(raw, Reading(FORMATS["trl"], shape, view, FormatOptions()))
+    return row
+
+
 def paired(**record: Any) -> Row | Dropped:
-    return understand(RawRow("f.jsonl:7", record), "paired")
+    return understood(RawRow("f.jsonl:7", record), "paired")
 
 
 def unpaired(**record: Any) -> Row | Dropped:
-    return understand(RawRow("f.jsonl:7", record), "unpaired")
+    return understood(RawRow("f.jsonl:7", record), "unpaired")
 
 
 def labelled(**record: Any) -> Row | Dropped:
@@ -115,7 +122,7 @@ def test_sides_that_answer_different_prompts() -> None:
 
 def test_case_11_shared_prefix() -> None:
     """M2: implicit prompts are shared messages, never shared letters; explicit ones are taken byte for byte."""
-    rows = {raw.record["id"]: understand(raw, "paired") for raw in case_rows("11-dpo-shared-prefix.jsonl")}
+    rows = {raw.record["id"]: understood(raw, "paired") for raw in case_rows("11-dpo-shared-prefix.jsonl")}
     assert rows["x1"].reason == Reason.NO_COMPLETION
     assert rows["x2"].reason == Reason.IDENTICAL_PAIR
     assert rows["x3"].reason == rows["x4"].reason == Reason.MISSING_FIELD
@@ -199,23 +206,26 @@ def rows_of(*records: dict[str, Any]) -> list[RawRow]:
 def test_missing_columns_name_the_found_ones() -> None:
     """H3: what is needed, what was found, and the command that fits the file."""
     with pytest.raises(DataError) as caught:
-        check_columns(rows_of({"question": "q", "answer": "a"}, {"question": "q", "score": 1}), "unpaired", "f.jsonl")
-    assert str(caught.value) == ("f.jsonl: no row has the fields (prompt, completion, label) or (messages, label); "
-                                 "found: question, answer, score.")
-    with pytest.raises(DataError, match=r"found: prompt, chosen, rejected\. These are pairs: use `tropism dpo`"):
-        check_columns(rows_of({"prompt": "p", "chosen": "c", "rejected": "r"}), "unpaired", "f.jsonl")
-    with pytest.raises(DataError, match="single labelled completions: use `tropism kto`"):
-        check_columns(rows_of({"prompt": "p", "completion": "c", "label": True}), "paired", "f.jsonl")
+        recognise(rows_of({"question": "q", "answer": "a"}, {"question": "q", "score": 1}), "unpaired", "f.jsonl")
+    assert str(caught.value) == (
+        "f.jsonl: no row has the columns (prompt, completion, label) or (messages, label), or those of another known "
+        "format; found: question, answer, score; rename them with --columns, as in --columns prompt=question.")
+    with pytest.raises(DataError, match=r"single labelled completions: use `tropism kto`, or make .* --pair"):
+        recognise(rows_of({"prompt": "p", "completion": "c", "label": True}), "paired", "f.jsonl")
+    with pytest.raises(DataError, match=r"pairs: use `tropism dpo`, or imitate .* --columns completion=chosen"):
+        recognise(rows_of({"prompt": "p", "chosen": "c", "rejected": "r"}), "single", "f.jsonl")
+    with pytest.raises(DataError, match="completions without labels: use `tropism sft`"):
+        recognise(rows_of({"prompt": "p", "completion": "c"}), "unpaired", "f.jsonl")
     with pytest.raises(DataError, match="found: none"):
-        check_columns(rows_of({}), "paired", "f.jsonl")
+        recognise(rows_of({}), "paired", "f.jsonl")
 
 
 def test_one_good_row_is_enough_to_go_on() -> None:
     """H3: rows that lack a field are then dropped one by one."""
     good = {"prompt": "p", "completion": "c", "label": True, "extra": 1}
-    check_columns(rows_of({"x": 1}, good), "unpaired", "f.jsonl")
-    check_columns(rows_of({"messages": [], "label": True}), "unpaired", "f.jsonl")
-    check_columns(rows_of({"chosen": [], "rejected": []}), "paired", "f.jsonl")
+    for view, rows in (("unpaired", [{"x": 1}, good]), ("unpaired", [{"messages": [], "label": True}]),
+                       ("paired", [{"chosen": [], "rejected": []}])):
+        assert recognise(rows_of(*rows), view, "f.jsonl").format.name == "trl"
 
 
 @pytest.mark.parametrize("prompt", ["Hi", [{"role": "user", "content": "Hi"}]])
@@ -224,7 +234,7 @@ def test_sides_that_repeat_the_prompt(prompt: Any) -> None:
     question = {"role": "user", "content": "Hi"}
     record = {"prompt": prompt, "chosen": [question, {"role": "assistant", "content": "a"}],
               "rejected": [question, {"role": "assistant", "content": "b"}]}
-    row = understand(RawRow("f:1", record), "paired")
+    row = understood(RawRow("f:1", record), "paired")
     assert isinstance(row, Row)
     assert row.prompt == (question,)
     assert [answer[0]["content"] for answer in row.completions] == ["a", "b"]

@@ -1,17 +1,19 @@
 """Rows from files of each kind, with the place of each, and what is said of a file that cannot be read."""
 
 import csv
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
 from tropism.data.rows import RawRow
-from tropism.data.sources import read
+from tropism.data.sources import absolute, open_source, read
 from tropism.errors import DataError
 
 ROWS = [{"prompt": "café \u2028 ", "completion": "a\nb", "label": True},
@@ -82,9 +84,12 @@ def test_bad_lines_are_named(write) -> None:
 def test_files_that_are_not_there_or_of_no_kind(write, tmp_path: Path) -> None:
     """H3: the path, and the kinds that are known."""
     assert refused(tmp_path / "none.jsonl") == f"{tmp_path / 'none.jsonl'}: no such file"
-    assert refused(tmp_path) == f"{tmp_path}: is a directory; name a file in it"
+    assert refused(tmp_path) == (f"{tmp_path}: no data file in this directory; known are .jsonl, .ndjson, .json, "
+                                 ".parquet, .arrow, .feather, .csv, .tsv")
     assert refused(str(write("d.txt", "x"))).endswith(
-        "unknown kind of file '.txt'; known are .jsonl, .ndjson, .json, .parquet, .csv")
+        "unknown kind of file '.txt'; known are .jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv, also "
+        "with .gz or .zst behind")
+    assert refused("a.jsonl,,b.jsonl") == "a.jsonl,,b.jsonl: a name is missing between the commas"
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.csv"])
@@ -115,7 +120,7 @@ def test_csv_faults(write) -> None:
     assert refused(write("d.csv", "prompt,label\na,1\nb,c,1\n")) == (
         "d.csv:3: more fields than the header has; is a comma unquoted?")
     assert refused(write("d.csv", 'prompt,label\n"a"b,1\n')).startswith("d.csv:2: not readable as CSV")
-    assert refused(write("d.csv", b"prompt,label\ncaf\xe9,1\n")).startswith("d.csv: not UTF-8")
+    assert refused(write("d.csv", b"prompt,label\na,1\ncaf\xe9,1\n")).startswith("d.csv:3: not UTF-8")
 
 
 def test_csv_cells(write) -> None:
@@ -150,3 +155,153 @@ def test_parquet_places_go_on_over_batches(tmp_path: Path) -> None:
     found = list(read(tmp_path / "d.parquet"))
     assert [raw.record["n"] for raw in found] == list(range(2500))
     assert found[-1].place == "d.parquet:row 2500"
+
+
+# --- other kinds, packed files ---------------------------------------------------------------------------------------
+
+
+def test_tsv(write) -> None:
+    """H3: commas and quotes as in CSV, with tabs between the fields."""
+    path = write("d.tsv", 'prompt\tcompletion\na, b\t"c\td"\n')
+    assert list(read(path)) == [RawRow("d.tsv:2", {"prompt": "a, b", "completion": "c\td"})]
+
+
+@pytest.mark.parametrize("form", ["file", "stream", "feather"])
+def test_arrow(tmp_path: Path, form: str) -> None:
+    """T4: the same as Parquet, in both of Arrow's forms."""
+    rows = [{"prompt": "a", "tools": [{"name": "f", "args": {"room": "hall"}}], "note": None},
+            {"prompt": "b", "tools": [{"name": "g", "args": {"unit": "m"}}], "note": "n"}]
+    table = pyarrow.Table.from_pylist(rows)
+    path = tmp_path / ("d.feather" if form == "feather" else "d.arrow")
+    if form == "feather":
+        pyarrow.feather.write_feather(table, str(path))
+    else:
+        new = pyarrow.ipc.new_file if form == "file" else pyarrow.ipc.new_stream
+        with pyarrow.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+            writer.write_table(table)
+    assert list(read(path)) == [RawRow(f"{path.name}:row {number}", row) for number, row in enumerate(rows, start=1)]
+    path.write_bytes(b"ARROW1 not really")
+    assert refused(path).startswith(f"{path.name}: not readable as Arrow")
+
+
+def pack(path: Path, content: bytes, packing: str) -> Path:
+    packed = path.with_name(path.name + packing)
+    if packing == ".gz":
+        packed.write_bytes(gzip.compress(content))
+    else:
+        with pyarrow.output_stream(str(packed), compression="zstd") as stream:
+            stream.write(content)
+    return packed
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
+def test_packed_files(tmp_path: Path, kind: str, packing: str) -> None:
+    """H3: the same rows, and the same lines as their places, as the file inside."""
+    path = tmp_path / f"d.{kind}"
+    rows = [{"prompt": "p", "completion": "a"}, {"prompt": "q", "completion": "b"}]
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif kind == "arrow":
+        pyarrow.feather.write_feather(pyarrow.Table.from_pylist(rows), str(path), compression="uncompressed")
+    elif kind == "csv":
+        path.write_text("prompt,completion\np,a\nq,b\n")
+    else:
+        path.write_text(as_jsonl(rows) if kind == "jsonl" else json.dumps(rows))
+    found = list(read(pack(path, path.read_bytes(), packing)))
+    assert [raw.record for raw in found] == rows
+    assert [raw.place.replace(packing, "") for raw in found] == [raw.place for raw in read(path)]
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst"])
+def test_packed_files_that_are_broken(tmp_path: Path, packing: str) -> None:
+    """H3: not packed at all, or cut off."""
+    path = tmp_path / f"d.jsonl{packing}"
+    path.write_bytes(b'{"a": 1}\n')
+    assert "cannot be read" in refused(path)
+    whole = pack(tmp_path / "e.jsonl", json.dumps({"a": list(range(5000))}).encode(), packing)
+    whole.write_bytes(whole.read_bytes()[:-200])
+    assert refused(whole).startswith(f"{whole}: cannot be read") or "not valid JSON" in refused(whole)
+
+
+# --- directories, mixtures, the hub ----------------------------------------------------------------------------------
+
+
+def test_a_directory(write, tmp_path: Path) -> None:
+    """H3: data files by name, below it too; hidden ones and descriptions are none."""
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", ".cache/d.jsonl", "dataset_info.json", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(name, json.dumps({"from": name}))
+    assert [raw.place for raw in read(tmp_path)] == ["a.jsonl:1", "b.jsonl:1", "sub/c.jsonl:1"]
+    assert [part.name for part in open_source(tmp_path)] == [tmp_path.name]
+
+
+def test_several_files_and_weights(write, tmp_path: Path) -> None:
+    """Each is a part of its own; a fraction is the same rows every time, and a larger one has all of a smaller."""
+    a, b = write("a.jsonl", as_jsonl([{"n": n} for n in range(200)])), write("b.jsonl", as_jsonl(ROWS))
+    parts = open_source(f"{a}, {b}:2")
+    assert [(part.name, part.weight) for part in parts] == [("a.jsonl", 1), ("b.jsonl", 2)]
+    assert [raw.place for raw in parts[1].read()] == ["b.jsonl:1", "b.jsonl:2"] * 2
+    shares = {weight: [raw.record["n"] for raw in read(f"{a}:{weight}")] for weight in ("0.25", "0.5", ".5", "1.5")}
+    assert 60 < len(shares["0.5"]) < 140
+    assert shares["0.5"] == sorted(shares["0.5"]) == shares[".5"]
+    assert set(shares["0.25"]) < set(shares["0.5"])
+    assert shares["1.5"] == list(range(200)) + shares["0.5"]
+    assert refused(f"{a}:0") == f"{a}:0: a weight of 0 takes no row; leave it out"
+    assert refused(f"{a},{tmp_path}/none.csv") == f"{tmp_path}/none.csv: no such file"
+
+
+def test_the_same_source_from_elsewhere(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `config.yaml` holds is read from any directory."""
+    write("a.jsonl", as_jsonl(ROWS))
+    monkeypatch.chdir(tmp_path)
+    assert absolute("a.jsonl") == f"{tmp_path}/a.jsonl"
+    assert absolute("a.jsonl:0.5, owner/data:2,.") == f"{tmp_path}/a.jsonl:0.5,owner/data:2,{tmp_path}"
+
+
+def test_names_with_commas_and_colons(write) -> None:
+    """What exists is a file, whatever its name looks like."""
+    assert len(list(read(str(write("a,b.jsonl", as_jsonl(ROWS)))))) == 2
+    path = write("c.jsonl", as_jsonl(ROWS))
+    odd = path.rename(path.with_name("c.jsonl:2"))
+    assert "unknown kind" in refused(str(odd))
+
+
+def test_places_of_files_that_share_a_name(write, tmp_path: Path) -> None:
+    """A place names one row."""
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        write(f"{folder}/d.jsonl", as_jsonl(ROWS))
+    places = [raw.place for raw in read(f"{tmp_path}/x/d.jsonl,{tmp_path}/y/d.jsonl")]
+    assert places == [f"{tmp_path}/{folder}/d.jsonl:{line}" for folder in "xy" for line in (1, 2)]
+    places = [raw.place for raw in read(f"{tmp_path}/x,{tmp_path}/y")]
+    assert places == [f"{folder}/d.jsonl:{line}" for folder in "xy" for line in (1, 2)]
+
+
+def test_a_dataset_of_the_hub(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its training files where it has such; without a network a sentence, and no traceback."""
+    import huggingface_hub
+
+    asked = []
+
+    def fetch(name: str, repo_type: str, allow_patterns: list[str]) -> str:
+        asked.append((name, repo_type))
+        assert "*.parquet" in allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert "has no data file" in refused("someone/some-data")
+    write("test.jsonl", as_jsonl(ROWS))
+    assert [raw.place for raw in read("someone/some-data")] == ["test.jsonl:1", "test.jsonl:2"]
+    write("train.jsonl", as_jsonl(ROWS[:1]))
+    assert [raw.place for raw in read("someone/some-data:2")] == ["train.jsonl:1"] * 2
+    assert asked == [("someone/some-data", "dataset")] * 3
+
+    def offline(*args: Any, **kwargs: Any) -> str:
+        raise ConnectionError("no\nroute")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    assert refused("someone/some-data") == (
+        "someone/some-data: no such file, and no dataset of this name could be fetched from the hub (ConnectionError: "
+        "no route). Check the name, log in, or download its files and name the directory")
+    assert refused("someone/data.jsonl") == "someone/data.jsonl: no such file"

@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from tropism.data.findings import Decode, Finding, both_labels, class_weights, of_rows
 from tropism.data.rows import Dropped, EncodedRow
+
+__all__ = ["Audit", "class_weights"]
 
 _LISTED = 1000  # dropped rows listed one by one in audit.json; all are counted
 
@@ -20,6 +23,7 @@ class Audit:
     read: int = 0
     dropped: list[Dropped] = field(default_factory=list)
     rows: list[EncodedRow] = field(default_factory=list)
+    format: str = ""
 
     def summary(self) -> str:
         """One line: `6 read, 1 kept: 3 empty_completion, 1 missing_field, 1 empty_prompt`."""
@@ -37,8 +41,8 @@ class Audit:
         desirable = sum(bool(row.desirable) for row in self.rows)
         return {"desirable": desirable, "undesirable": len(self.rows) - desirable}
 
-    def to_json(self) -> dict[str, Any]:
-        """The content of `audit.json` for this source."""
+    def to_json(self, decode: Decode | None = None) -> dict[str, Any]:
+        """The content of `audit.json` for this source; `decode` as in `findings`."""
         notes = Counter(note for row in self.rows for note in row.notes)
         keys = Counter((row.prompt_key, tuple(c.key for c in row.completions)) for row in self.rows)
         report: dict[str, Any] = {
@@ -50,27 +54,17 @@ class Audit:
             "labels": self.labels(),
             "prompts": len({row.prompt_key for row in self.rows}),
             "duplicates": sum(count - 1 for count in keys.values()),
-            "conflicts": len(self._conflicts()),
+            "conflicts": len(both_labels(self.rows)),
             "tokens": self._tokens(),
             "lengths": {"prompt": _quantiles([len(row.prompt_ids) for row in self.rows]),
                         "completion": _quantiles([len(c.ids) for row in self.rows for c in row.completions])},
+            "findings": [finding.to_json() for finding in self.findings(decode)],
             "dropped_rows": [{"place": drop.place, "reason": str(drop.reason), "detail": drop.detail}
                         for drop in self.dropped[:_LISTED]],
             "changed_rows": [{"place": row.place, "notes": sorted(row.notes)}
                              for row in self.rows if row.notes][:_LISTED],
         }
         return report
-
-    def _conflicts(self) -> set[tuple[bytes, bytes]]:
-        """(prompt, completion) pairs that carry both labels."""
-        seen: dict[tuple[bytes, bytes], bool | None] = {}
-        conflicts = set()
-        for row in self.rows:
-            if row.desirable is not None:
-                key = (row.prompt_key, row.completions[0].key)
-                if seen.setdefault(key, row.desirable) != row.desirable:
-                    conflicts.add(key)
-        return conflicts
 
     def _tokens(self) -> dict[str, int]:
         """Tokens of an epoch as if flat, and the share of them that are repeated prompts."""
@@ -79,28 +73,18 @@ class Audit:
         all_prompts = sum(len(row.prompt_ids) * len(row.completions) for row in self.rows)
         return {"flat": flat, "repeated_prompt": all_prompts - sum(prompts.values())}
 
+    def findings(self, decode: Decode | None = None) -> list[Finding]:
+        """What the rows say about themselves.
+
+        Args:
+            decode: ids to text; without it nobody looks into the answers.
+        """
+        return of_rows(self.rows, self.dropped, decode=decode)
+
     def notices(self) -> list[str]:
-        """Sentences a person should read before training."""
-        notes = Counter(note for row in self.rows for note in row.notes)
-        said = []
-        if notes["eos_added"]:
-            said.append(f"the chat template does not end the answers of {notes['eos_added']} rows: one eos was added "
-                        "to each")
-        if notes["text_changed"]:
-            first = next(row.place for row in self.rows if "text_changed" in row.notes)
-            said.append(f"{notes['text_changed']} rows do not read back as written (first {first}): "
-                        "tokenizer or template changes their text")
-        if notes["control_spelt"]:
-            first = next(row.place for row in self.rows if "control_spelt" in row.notes)
-            said.append(f"{notes['control_spelt']} rows spell control tokens in their text (first {first}): they are "
-                        "trained as plain characters")
-        for note, what in (("prompt_cut", "prompts were cut from the left"),
-                           ("completion_cut", "completions were cut and have no terminator")):
-            if notes[note]:
-                said.append(f"{notes[note]} {what}")
-        if conflicts := len(self._conflicts()):
-            said.append(f"{conflicts} completions carry both labels")
-        return said
+        """Sentences a person should read before training; what was left out is in `summary`."""
+        return [finding.text for finding in self.findings() if finding.severity != "info"
+                and finding.name != "left_out"]
 
 
 def _quantiles(values: Sequence[int]) -> dict[str, int]:
@@ -108,15 +92,3 @@ def _quantiles(values: Sequence[int]) -> dict[str, int]:
         return {}
     p50, p90, top = np.percentile(values, [50, 90, 100], method="higher")
     return {"p50": int(p50), "p90": int(p90), "max": int(top)}
-
-
-def class_weights(
-    desirable: int, undesirable: int, desirable_weight: float | Literal["auto"],
-    undesirable_weight: float | Literal["auto"],
-) -> tuple[float, float]:
-    """Numbers for the class weights: under `auto` the larger class has 1 and the other n_major / n_minor."""
-    major = max(desirable, undesirable)
-    auto = (major / desirable if desirable else 1.0, major / undesirable if undesirable else 1.0)
-    given = (desirable_weight, undesirable_weight)
-    return (auto[0] if given[0] == "auto" else float(given[0]),
-            auto[1] if given[1] == "auto" else float(given[1]))

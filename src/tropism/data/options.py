@@ -1,17 +1,60 @@
 """Options of reading and scheduling data."""
 
-from pydantic import Field
+from typing import Any, Literal
 
+from pydantic import Field, field_validator
+
+from tropism.data.templates import TemplateOptions
 from tropism.options import Options
 
+FormatName = Literal["trl", "openai", "sharegpt", "alpaca", "openrlhf", "coati", "nemo", "anthropic-hh", "axolotl",
+                     "ultrafeedback", "oasst", "rating", "feedback"]
 
-class DataOptions(Options):
+
+class FormatOptions(Options):
+    """How the records of a file are understood; by default, as their columns say."""
+
+    format: FormatName | None = None
+    """Format of the records, where their columns do not say it."""
+    columns: str | None = None
+    """Columns to rename before the records are looked at, comma-separated: prompt=question,completion=answer."""
+    label_threshold: float | None = None
+    """Rating from which on a completion is desirable, for data that have ratings or scores instead of labels."""
+    pair_by_prompt: bool = False
+    """Make pairs of labelled completions: the first desirable of a prompt with its first undesirable, and so on."""
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        """A mapping or list from Python or YAML is what the command line writes with commas."""
+        if isinstance(value, dict):
+            value = [f"{known}={column}" for known, column in value.items()]
+        return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+    @field_validator("columns")
+    @classmethod
+    def _renames(cls, value: str | None) -> str | None:
+        for entry in value.split(",") if value is not None else ():
+            known, equals, column = entry.partition("=")
+            if not (known.strip() and equals and column.strip()):
+                raise ValueError(f"{entry!r} is not NAME=COLUMN, as in prompt=question,completion=answer")
+        return value
+
+    @property
+    def renames(self) -> dict[str, str]:
+        """The name that each renamed column gets."""
+        entries = [entry.partition("=") for entry in (self.columns or "").split(",") if entry]
+        return {column.strip(): known.strip() for known, _, column in entries}
+
+
+class DataOptions(FormatOptions, TemplateOptions):
     """What to train on."""
 
     data: str
-    """Training rows: a JSON, JSONL, Parquet or CSV file."""
+    """Training rows: files (JSON, JSONL, Parquet, Arrow, CSV or TSV, also .gz and .zst), a directory of them, or the
+    name of a dataset on the hub; several with commas, and `:2` or `:0.5` behind one for twice or half of it."""
     eval_data: str | None = None
-    """Held-out rows, in a file of their own."""
+    """Held-out rows, in files of their own."""
     eval_fraction: float = Field(0.0, ge=0.0, lt=1.0)
     """Share of the prompts to hold out for evaluation, at least one; no prompt is on both sides."""
     max_length: int | None = Field(None, ge=2)
@@ -26,5 +69,3 @@ class DataOptions(Options):
     """Stop where a row would be left out, or where policy and reference differ before training."""
     workers: int = Field(0, ge=0)
     """Threads that render rows and prepare the next steps; no result depends on it."""
-
-

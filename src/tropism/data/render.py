@@ -1,8 +1,10 @@
 """Text to token ids: chat template, border between prompt and completion, terminator, truncation."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
@@ -11,6 +13,9 @@ from tropism.data.tree import Completion, token_ids
 from tropism.data.truncate import Limits, PromptCutter, fit
 from tropism.errors import DataError, ModelError
 
+_SYSTEM = ("system", "developer")
+_TOOLS = re.compile(r"\btools\b")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _PRIVATE = "\U000f0000"  # first of the private-use characters that stand in for spelt control tokens
 
 
@@ -24,13 +29,26 @@ class Renderer:
         tokenizer: a Hugging Face tokenizer.
         limits: token limits.
         supervise: which assistant messages of a completion count: the `last`, or `all` of a conversation.
+        template_kwargs: values for the chat template.
+        system_prompt: system message of conversations that have none.
+        template_name: what errors call the chat template.
+
+    Attributes:
+        stop_ids: terminators of the answers rendered so far.
+        saw_messages: whether any row had messages; a template does nothing for plain text.
     """
 
-    def __init__(self, tokenizer: Any, limits: Limits, supervise: Literal["last", "all"] = "last") -> None:
+    def __init__(self, tokenizer: Any, limits: Limits, supervise: Literal["last", "all"] = "last", *,
+                 template_kwargs: Mapping[str, Any] = MappingProxyType({}), system_prompt: str | None = None,
+                 template_name: str = "the chat template") -> None:
         self.text = TextTokenizer(tokenizer)
         self.limits = limits
         self.supervise = supervise
+        self.template_kwargs = dict(template_kwargs)
+        self.system_prompt = system_prompt
+        self.template_name = template_name
         self.stop_ids: set[int] = set()
+        self.saw_messages = False
         self._last_prompt: tuple[str, dict[str, str], list[int]] | None = None
 
     def encode(self, row: Row) -> EncodedRow | Dropped:
@@ -46,6 +64,7 @@ class Renderer:
             completions = [self._plain_completion(row.prompt, cutter.ids, str(text), notes)
                            for text in row.completions]
         else:
+            self.saw_messages = True
             conversation = _Conversation(self, row)
             cutter, split = conversation.cutter, conversation.split_text
             completions = [conversation.completion(tuple(answer), notes)  # type: ignore[arg-type]
@@ -85,17 +104,25 @@ class Renderer:
         return Completion.supervised(ids if ids and ids[-1] == eos else [*ids, eos])
 
     def template(self, messages: Sequence[Message], row: Row, *, generate: bool) -> str:
-        """The chat template's text for messages, with or without the start of an answer."""
+        """The chat template's text for messages, with or without the start of an answer.
+
+        Raises:
+            DataError: if the template refuses the messages, or would leave the row's tools out.
+            ModelError: if there is no template.
+        """
         tokenizer = self.text.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError("the data has messages, and this tokenizer has no chat template; use an instruct "
                              "model, or data with plain text prompts")
+        if row.tools and _TOOLS.search(str(tokenizer.chat_template)) is None:
+            raise DataError(f"{row.place}: the row has tools, and {self.template_name} has no place for them; choose "
+                            "another with --chat-template, or take the column 'tools' out")
         try:
             return str(tokenizer.apply_chat_template(
                 list(messages), tools=list(row.tools) if row.tools else None,
-                add_generation_prompt=generate, tokenize=False))
+                add_generation_prompt=generate, tokenize=False, **self.template_kwargs))
         except Exception as error:  # whatever a template raises is about this row
-            raise DataError(f"{row.place}: the chat template refuses these messages: {error}") from error
+            raise DataError(f"{row.place}: {self.template_name} refuses these messages: {error}") from error
 
     def prompt(self, text: str, spelt: dict[str, str]) -> list[int]:
         """Ids of a rendered prompt; neighbouring rows often share it, so the last one is remembered."""
@@ -127,6 +154,8 @@ class _Conversation:
     def __init__(self, renderer: Renderer, row: Row) -> None:
         self.renderer = renderer
         prompt: list[Message] = [dict(message) for message in row.prompt]  # type: ignore[arg-type]
+        if renderer.system_prompt is not None and not any(message["role"] in _SYSTEM for message in prompt):
+            prompt.insert(0, {"role": "system", "content": renderer.system_prompt})
         self.spelt: dict[str, str] = {}
         self._masks = self._find_spelt(prompt, row.completions, row.tools)
         self.row = replace(row, tools=tuple(self._masked(row.tools)) if row.tools else None)
@@ -137,11 +166,24 @@ class _Conversation:
             self.answers_from = len(self.prompt) if first is None else first
         head = self.prompt[: self.answers_from]
         self.prompt_text = renderer.template(head, self.row, generate=True) if head else ""
+        if head:
+            self._check_tools()
         ids = renderer.prompt(self.prompt_text, self.spelt) if self.prompt_text else []
         self.cutter = PromptCutter(ids, self._head(head, ids), lambda: self._shorter(head))
         users = [message.get("content") or "" for message in prompt if message["role"] == "user"]
         # Not the whole prompt: a later turn of a conversation holds the answers to its first turn.
         self.split_text = str(users[0]) if users else self.prompt_text
+
+    def _check_tools(self) -> None:
+        """T4: a template that looks for a schema's name elsewhere than the user has it shows nothing, in silence."""
+        for tool in self.row.tools or ():
+            inner = tool.get("function", tool) if isinstance(tool, dict) else None
+            name = inner.get("name") if isinstance(inner, dict) else None
+            # Any other name may be shown with quotes or escapes of the template's.
+            if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) and name not in self.prompt_text:
+                raise DataError(f"{self.row.place}: tool '{name}' does not reach the prompt: "
+                                f"{self.renderer.template_name} wants schemas of another shape, most likely "
+                                '{"type": "function", "function": {"name": ...}}')
 
     def _find_spelt(self, *given: Any) -> dict[str, str]:
         """Map each control token that messages or tools spell out to a private-use character of its own."""
@@ -229,8 +271,9 @@ class _Conversation:
     def _between(self, before: str, ids: list[int], start: str) -> tuple[list[int], bool]:
         """Ids of the text from the last terminator to the start of the next answer."""
         if not start.startswith(before):
-            raise DataError(f"{self.row.place}: the chat template renders earlier turns differently once the "
-                            "conversation goes on, so not all turns can be supervised at once")
+            raise DataError(f"{self.row.place}: {self.renderer.template_name} renders earlier turns differently once "
+                            "the conversation goes on, so not all turns can be supervised at once; --supervise last "
+                            "learns the last one")
         return self._continue(before, ids, start[len(before) :])
 
     def _continue(self, before: str, ids: list[int], text: str) -> tuple[list[int], bool]:
@@ -244,15 +287,19 @@ class _Conversation:
             # The generation prompt adds text that a finished answer does not have (a thinking tag, say).
             found = text.without_control(full).rfind(content.strip())
             if found < 0 or not content.strip():
-                raise DataError(f"{self.row.place}: the chat template does not show the answer as it is written")
+                raise DataError(f"{self.row.place}: {self.renderer.template_name} does not show the answer as it is "
+                                "written, so its tokens cannot be told apart; choose another with --chat-template")
             start = full[:found]
         rendered = full[len(start) :]
+        if content.strip() and not rendered.strip():
+            raise DataError(f"{self.row.place}: {self.renderer.template_name} shows nothing of the answer, so there is "
+                            "nothing to learn; choose another with --chat-template")
         plain = text.without_control(rendered)
         shown = content if content in plain else content.strip()
-        end = plain.rfind(shown) + len(shown) if shown and shown in plain else 0  # a tool call has no content
-        for match in text.control_pattern.finditer(rendered, end):
-            if match.group() in text.terminators:
-                return rendered[: match.start()], text.control[match.group()]
+        # A tool call has no content; and white space alone is found anywhere.
+        end = plain.rfind(shown) + len(shown) if shown.strip() and shown in plain else 0
+        if stop := text.terminator(rendered, end, content_shown=end > 0):
+            return rendered[: stop.start()], text.control[stop.group()]
         notes.add("eos_added")
         assert text.eos_id is not None
         # White space behind the answer is the template's way to part turns, not part of the answer.

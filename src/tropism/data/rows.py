@@ -20,6 +20,8 @@ class Reason(StrEnum):
     NO_COMPLETION = "no_completion"
     NO_SUPERVISED_TOKEN = "no_supervised_token"
     UNDESIRABLE = "undesirable"
+    UNPAIRED = "unpaired"
+    EQUAL_SCORES = "equal_scores"
 
 
 @dataclass(frozen=True, slots=True)

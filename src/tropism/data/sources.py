@@ -1,146 +1,177 @@
-"""Where rows come from: JSON, JSONL, Parquet, CSV files, or a list of dicts."""
+"""Where rows come from: files, directories, datasets on the hub, mixtures of them, or a list of dicts."""
 
-import csv
-import json
-import sys
+import hashlib
+import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tropism.data.files import KINDS, PACKINGS, DataFile, mapping
 from tropism.data.rows import RawRow
 from tropism.errors import DataError
 
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+Source = str | Path | Iterable[dict[str, Any]]
+"""A path; a text as in `open_source`; or rows as dicts."""
+
+_WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
-def read(source: str | Path | Iterable[dict[str, Any]]) -> Iterator[RawRow]:
-    """Yield the rows of a file, or of an iterable of dicts.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows that belong together and have one format: a file, a directory, a dataset of the hub, a list of dicts.
+
+    Args:
+        name: what errors call it.
+        files: its files, in order.
+        weight: how often its rows are taken; of a fraction, as many as it says, chosen by a hash of their place.
+        records: rows as dicts, where there are no files.
+    """
+
+    name: str
+    files: tuple[DataFile, ...] = ()
+    weight: float = 1.0
+    records: Iterable[dict[str, Any]] = field(default=())
+
+    def read(self) -> Iterator[RawRow]:
+        """Yield the rows, in file order; repeated rows after all others.
+
+        Raises:
+            DataError: for a line that cannot be read.
+        """
+        rows = self._once()
+        if self.weight == 1:
+            yield from rows
+            return
+        known = list(rows)
+        for _ in range(int(self.weight)):
+            yield from known
+        share = self.weight % 1
+        yield from (row for row in known if share and _point(row.place) < share)
+
+    def _once(self) -> Iterator[RawRow]:
+        for number, record in enumerate(self.records, start=1):
+            yield RawRow(f"row {number}", mapping(record, f"row {number}"))
+        for file in self.files:
+            yield from file.rows()
+
+
+def read(source: Source) -> Iterator[RawRow]:
+    """Yield the rows of a source, as `open_source` takes it.
 
     Raises:
-        DataError: if the file is missing, of an unknown kind, or a line of it cannot be read.
+        DataError: if it is missing, of an unknown kind, or a line of it cannot be read.
+    """
+    for part in open_source(source):
+        yield from part.read()
+
+
+def open_source(source: Source) -> list[Part]:
+    """The parts of a source.
+
+    Args:
+        source: rows as dicts, a path, or text: files, directories and names of datasets on the hub with commas between
+            them; `:2` or `:0.5` behind one takes its rows twice, or half of them.
+
+    Raises:
+        DataError: if one is missing.
     """
     if not isinstance(source, str | Path):
-        yield from (RawRow(f"row {number}", _mapping(record, f"row {number}"))
-                    for number, record in enumerate(source, start=1))
-        return
-    path = Path(source)
-    if not path.is_file():
-        what = "is a directory; name a file in it" if path.is_dir() else "no such file"
-        raise DataError(f"{path}: {what}")
-    kind = SUFFIXES.get(path.suffix.lower())
-    if kind is None:
-        raise DataError(f"{path}: unknown kind of file '{path.suffix}'; known are {', '.join(SUFFIXES)}")
+        return [Part("data", records=source)]
+    if isinstance(source, Path) or _exists(source):
+        named = [(str(source), 1.0)]
+    else:
+        named = [_weighted(entry.strip(), source) for entry in source.split(",")]
+    short = Counter(Path(name).name for name, _ in {entry[0]: entry for entry in named}.values())
+    parts = []
+    for name, weight in named:
+        label = name if short[Path(name).name] > 1 else Path(name).name
+        parts.append(_part(name, label, weight, prefix=f"{label}/" if len(named) > 1 else ""))
+    return parts
+
+
+def absolute(source: str) -> str:
+    """The same source from any working directory; names of datasets on the hub stay."""
+    def located(entry: str) -> str:
+        return os.path.abspath(os.path.expanduser(entry)) if _exists(entry) else entry
+
+    if _exists(source):
+        return located(source)
+    entries = []
+    for entry in source.split(","):
+        match = None if _exists(entry.strip()) else _WEIGHTED.fullmatch(entry.strip())
+        entries.append(f"{located(match.group(1))}:{match.group(2)}" if match else located(entry.strip()))
+    return ",".join(entries)
+
+
+def _exists(name: str) -> bool:
+    return os.path.exists(os.path.expanduser(name))  # unlike a Path, not shocked by a list longer than a file's name
+
+
+def _weighted(entry: str, source: str) -> tuple[str, float]:
+    if not entry:
+        raise DataError(f"{source}: a name is missing between the commas")
+    match = _WEIGHTED.fullmatch(entry)
+    if match is None or _exists(entry):
+        return entry, 1.0
+    weight = float(match.group(2))
+    if not weight:
+        raise DataError(f"{entry}: a weight of 0 takes no row; leave it out")
+    return match.group(1), weight
+
+
+def _part(name: str, label: str, weight: float, prefix: str) -> Part:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = _in_directory(path, prefix)
+        if not files:
+            raise DataError(f"{path}: no data file in this directory; known are {', '.join(KINDS)}")
+        return Part(label, files, weight)
+    if path.is_file():
+        return Part(label, (DataFile(path, label),), weight)
+    if _HUB_NAME.fullmatch(name) and DataFile(path, label).kind is None:
+        return Part(name, _from_hub(name, prefix), weight)
+    raise DataError(f"{path}: no such file")
+
+
+def _in_directory(path: Path, prefix: str) -> tuple[DataFile, ...]:
+    """Data files below a directory by their names; hidden ones and descriptions of the data are none."""
+    found = []
+    for entry in sorted(path.rglob("*")):
+        inside = entry.relative_to(path)
+        file = DataFile(entry, prefix + inside.as_posix())
+        if (file.kind and entry.is_file() and entry.name not in _NOT_ROWS
+                and not any(piece.startswith(".") for piece in inside.parts)):
+            found.append(file)
+    return tuple(found)
+
+
+def _from_hub(name: str, prefix: str) -> tuple[DataFile, ...]:
+    """Data files of a dataset on the hub; of one that has files or folders called `train...`, only these."""
     try:
-        yield from {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "csv": _csv}[kind](path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _mapping(record: Any, place: str) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: a row must be an object with named fields, not {type(record).__name__}")
-    return record
-
-
-def _parse(text: str | bytes, place: str) -> Any:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise DataError(f"{name}: no such file; to read it from the hub, pip install huggingface_hub") from None
+    wanted = [f"*{suffix}{packing}" for suffix in KINDS for packing in ("", *PACKINGS)]
     try:
-        return json.loads(text)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON: {error.msg} at column {error.colno}") from None
+        path = Path(snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
+    except Exception as error:  # every way in which a download fails ends the same for the user
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise DataError(f"{name}: no such file, and no dataset of this name could be fetched from the hub "
+                        f"({type(error).__name__}: {reason}). Check the name, log in, or download its files and name "
+                        "the directory") from None
+    files = _in_directory(path, prefix)
+    train = tuple(file for file in files
+                  if any(piece.startswith("train") for piece in file.path.relative_to(path).parts))
+    if not files:
+        raise DataError(f"{name}: this dataset of the hub has no data file; known are {', '.join(KINDS)}")
+    return train or files
 
 
-def _jsonl(path: Path) -> Iterator[RawRow]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if text.strip():
-                place = f"{path.name}:{number}"
-                yield RawRow(place, _mapping(_parse(text, place), place))
-
-
-def _json(path: Path) -> Iterator[RawRow]:
-    """A JSON array of rows, an object with the rows under `data`, or JSONL that is called .json."""
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    first = content.lstrip()[:1]
-    if first == b"{" and _is_jsonl(content.lstrip()):
-        yield from _jsonl(path)
-        return
-    value = _parse(content, path.name)
-    if isinstance(value, dict) and isinstance(value.get("data"), list):
-        value = value["data"]
-    if not isinstance(value, list):
-        raise DataError(f"{path.name}: expected an array of rows, or an object with an array under 'data'")
-    for number, record in enumerate(value, start=1):
-        place = f"{path.name}:row {number}"
-        yield RawRow(place, _mapping(record, place))
-
-
-def _is_jsonl(content: bytes) -> bool:
-    """Whether the first line is a row of its own, and not the whole file with its rows under `data`."""
-    first, _, rest = content.partition(b"\n")
-    try:
-        row = json.loads(first)
-    except ValueError:
-        return False
-    return bool(rest.strip()) or not isinstance(row.get("data"), list)
-
-
-def _parquet(path: Path) -> Iterator[RawRow]:
-    import pyarrow.parquet as parquet  # slow to import, and most data is JSONL
-
-    try:
-        file = parquet.ParquetFile(path)
-        batches = file.iter_batches(batch_size=1024)
-        number = 0
-        for batch in batches:
-            for record in batch.to_pylist():
-                number += 1
-                yield RawRow(f"{path.name}:row {number}", _without_filler(record))
-    except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
-        raise DataError(f"{path.name}: not readable as Parquet: {error}") from None
-
-
-def _without_filler(value: Any) -> Any:
-    """Drop the None entries that a columnar file adds inside nested objects: no user wrote those keys."""
-    if isinstance(value, dict):
-        return {key: _nested(entry) for key, entry in value.items()}
-    return value
-
-
-def _nested(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _nested(entry) for key, entry in value.items() if entry is not None}
-    if isinstance(value, list):
-        return [_nested(entry) for entry in value]
-    return value
-
-
-def _csv(path: Path) -> Iterator[RawRow]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.reader(lines, strict=True)
-            header = next(reader, [])
-            end = reader.line_num
-            for cells in reader:
-                place, end = f"{path.name}:{end + 1}", reader.line_num
-                if len(cells) > len(header):
-                    raise DataError(f"{place}: more fields than the header has; is a comma unquoted?")
-                if cells:  # a blank line has none; a short line leaves fields out: absent, not null
-                    yield RawRow(place, {key: _cell(value) for key, value in zip(header, cells, strict=False)})
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path.name}: not UTF-8 ({error.reason} at byte {error.start})") from None
-    except csv.Error as error:
-        raise DataError(f"{path.name}:{reader.line_num}: not readable as CSV: {error}") from None
-
-
-def _cell(value: str) -> Any:
-    """A CSV cell is text, unless it spells a list of messages."""
-    if value.startswith("[{") and value.rstrip().endswith("}]"):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
+def _point(place: str) -> float:
+    """A place as a number in [0, 1), the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) / 2**64

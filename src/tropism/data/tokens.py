@@ -3,14 +3,37 @@
 import copy
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
 from tropism.errors import ModelError
 
 _WINDOW = 16  # tokens of context in which a completion's text is checked against its ids
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token for a person's eyes.
+
+    Args:
+        id: its id.
+        text: what it adds to the text before it; the vocabulary's own spelling where that is no whole character.
+        supervised: whether it is learned.
+    """
+
+    id: int
+    text: str
+    supervised: bool = False
+
+    @property
+    def visible(self) -> str:
+        """The text with line ends and what no terminal should be sent spelt out."""
+        return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode()
+                       for c in self.text)
 
 
 class TextTokenizer:
@@ -68,6 +91,39 @@ class TextTokenizer:
     def decode(self, ids: list[int]) -> str:
         """Text of ids, control tokens spelt out."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def pieces(self, ids: Sequence[int], before: Sequence[int] = (), mask: Sequence[bool] = ()) -> list[Piece]:
+        """Tokens one by one.
+
+        Args:
+            ids: the tokens.
+            before: what stands in front of them, which may change how the first one reads.
+            mask: which are supervised; none by default.
+        """
+        whole = [*before[-_WINDOW:], *ids]
+        start = len(whole) - len(ids)
+        found = []
+        for number, token_id in enumerate(ids):
+            left = max(start + number - _WINDOW, 0)
+            lead = self.decode(whole[left : start + number])
+            grown = self.decode(whole[left : start + number + 1])
+            text = grown[len(lead) :] if grown.startswith(lead) else ""
+            if not text or "\ufffd" in text:  # part of a character, or what a decoder swallows
+                text = str(self.tokenizer.convert_ids_to_tokens(token_id))
+            found.append(Piece(token_id, text, bool(mask) and bool(mask[number])))
+        return found
+
+    def supervised_text(self, before: Sequence[int], ids: Sequence[int], mask: Sequence[bool]) -> list[str]:
+        """M1: the exact text that is learned: decoded behind what stands in front, one entry per stretch."""
+        found: list[str] = []
+        position = 0
+        for learned, group in groupby(mask):
+            end = position + len(list(group))
+            if learned:
+                lead, whole = (self.decode([*before, *ids[:stop]]) for stop in (position, end))
+                found.append(whole[len(lead) :] if whole.startswith(lead) else self.decode(list(ids[position:end])))
+            position = end
+        return found
 
     def encode_spelt(self, text: str, spelt: Mapping[str, str]) -> list[int]:
         """Ids of rendered text in which the keys of `spelt` stand for control tokens that a user wrote out.
@@ -151,6 +207,27 @@ class TextTokenizer:
         for marker, name in spelt.items():
             text = text.replace(marker, name)
         return text
+
+    def terminator(self, rendered: str, end: int, *, content_shown: bool) -> re.Match[str] | None:
+        """Where an answer ends: the first special token of those that end the rendered text.
+
+        Not the first one behind the content, since a call of a tool may open with one; and not the last, since some
+        templates end a whole conversation with one more. Where the text ends otherwise it is the first behind the
+        content, if that is shown.
+
+        Args:
+            rendered: an answer and what the template puts behind it.
+            end: where its content ends.
+            content_shown: whether the content was found, so that `end` means something.
+        """
+        specials = [match for match in self.control_pattern.finditer(rendered, end)
+                    if match.group() in self.terminators]
+        found, border = None, len(rendered)
+        for match in reversed(specials):
+            if rendered[match.end() : border].strip():
+                break
+            found, border = match, match.start()
+        return found or (specials[0] if specials and content_shown else None)
 
     def without_control(self, text: str) -> str:
         """Text of the same length in which control tokens are blanked, to search for an answer in."""

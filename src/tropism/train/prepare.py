@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tropism.data.audit import Audit
+from tropism.data.findings import leakage
 from tropism.data.formats import View
 from tropism.data.load import load_rows
 from tropism.data.options import DataOptions
@@ -14,6 +15,7 @@ from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Schedule
 from tropism.data.split import split_by_prompt
+from tropism.data.templates import check_effect, make_renderer
 from tropism.data.tree import PromptTree
 from tropism.data.truncate import Limits
 from tropism.errors import DataError, UsageError
@@ -55,11 +57,12 @@ class Prepared:
 
     def to_json(self) -> dict[str, Any]:
         """Content of `audit.json`."""
-        report = self.audit.to_json()
+        report = self.audit.to_json(self.renderer.text.decode)
+        report["findings"] += [finding.to_json() for finding in leakage(self.train, self.evaluation)]
         report["split"] = {"train": len(self.train), "eval": len(self.evaluation),
                            "prompts_on_both_sides": self.prompts_on_both_sides()}
         if self.eval_audit is not None:
-            report["eval"] = self.eval_audit.to_json()
+            report["eval"] = self.eval_audit.to_json(self.renderer.text.decode)
         return report
 
 
@@ -92,10 +95,10 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
     """
     if options.eval_data and options.eval_fraction:
         raise UsageError("eval_data and eval_fraction exclude each other: hold out rows of --data, or bring your own")
-    renderer = Renderer(tokenizer, limits(options, *configs))
+    renderer = make_renderer(tokenizer, limits(options, *configs), options)
 
     def load(source: Source) -> Audit:
-        return load_rows(source, renderer, view, strict=options.strict, workers=options.workers)
+        return load_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options)
 
     audit = load(options.data if train is None else train)
     rows, held_out, eval_audit = audit.rows, list[EncodedRow](), None
@@ -105,6 +108,7 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
     elif other is not None:
         eval_audit = load(other)
         held_out = eval_audit.rows
+    check_effect(options, renderer)
     if view == "unpaired":
         check_classes(rows)
     return Prepared(rows, held_out, audit, eval_audit, renderer, renderer.limits.max_length)
@@ -212,6 +216,8 @@ def introduce(data: Prepared, method: Method, voice: Voice) -> None:
     for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
         if audit is not None:
             voice.say(f"{name}: {audit.source}: {audit.summary()}")
+            if audit.format:
+                voice.say(f"  {audit.format}")
             for drop in audit.dropped[:3]:
                 voice.say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
             for notice in audit.notices():

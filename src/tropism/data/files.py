@@ -1,0 +1,221 @@
+"""One file to records: JSON, JSONL, Parquet, Arrow, CSV and TSV, plain or compressed."""
+
+import csv
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tropism.data.rows import RawRow
+from tropism.errors import DataError
+
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
+         ".feather": "arrow", ".csv": "csv", ".tsv": "tsv"}
+PACKINGS = (".gz", ".zst")
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file of a known kind.
+
+    Args:
+        path: where it is.
+        name: what places call it.
+    """
+
+    path: Path
+    name: str
+
+    @property
+    def kind(self) -> str | None:
+        """Kind by the file's name; None if it is not known."""
+        suffixes = [suffix.lower() for suffix in self.path.suffixes]
+        if suffixes and suffixes[-1] in PACKINGS:
+            suffixes.pop()
+        return KINDS.get(suffixes[-1]) if suffixes else None
+
+    def rows(self) -> Iterator[RawRow]:
+        """Yield the rows of the file.
+
+        Raises:
+            DataError: if its kind is not known, or a line of it cannot be read.
+        """
+        if self.kind is None:
+            raise DataError(f"{self.path}: unknown kind of file '{self.path.suffix}'; known are {', '.join(KINDS)}, "
+                            f"also with {' or '.join(PACKINGS)} behind")
+        try:
+            yield from _READERS[self.kind](self)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{self.path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+    def open(self) -> BinaryIO:
+        """The file's bytes, unpacked."""
+        packing = self.path.suffix.lower()
+        if packing == ".gz":
+            return gzip.open(self.path, "rb")  # type: ignore[return-value]
+        if packing != ".zst":
+            return self.path.open("rb")
+        import pyarrow  # slow to import, and most data is JSONL
+
+        if not pyarrow.Codec.is_available("zstd"):
+            raise DataError(f"{self.path}: this build of pyarrow cannot unpack zstd: install pyarrow from PyPI, or "
+                            "unpack the file")
+        return io.BufferedReader(pyarrow.input_stream(str(self.path), compression="zstd"))
+
+
+def mapping(record: Any, place: str) -> dict[str, Any]:
+    """A row as it must be.
+
+    Raises:
+        DataError: if it is not an object.
+    """
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: a row must be an object with named fields, not {type(record).__name__}")
+    return record
+
+
+def _parse(text: str | bytes, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: not valid JSON: {error.msg} at column {error.colno}") from None
+
+
+def _jsonl(file: DataFile) -> Iterator[RawRow]:
+    with file.open() as lines:
+        for number, line in enumerate(lines, start=1):
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if text.strip():
+                place = f"{file.name}:{number}"
+                yield RawRow(place, mapping(_parse(text, place), place))
+
+
+def _json(file: DataFile) -> Iterator[RawRow]:
+    """A JSON array of rows, an object with the rows under `data`, or JSONL that is called .json."""
+    with file.open() as stream:
+        content = stream.read().removeprefix(b"\xef\xbb\xbf")
+    first = content.lstrip()[:1]
+    if first == b"{" and _is_jsonl(content.lstrip()):
+        yield from _jsonl(file)
+        return
+    value = _parse(content, file.name)
+    if isinstance(value, dict) and isinstance(value.get("data"), list):
+        value = value["data"]
+    if not isinstance(value, list):
+        raise DataError(f"{file.name}: expected an array of rows, or an object with an array under 'data'")
+    for number, record in enumerate(value, start=1):
+        place = f"{file.name}:row {number}"
+        yield RawRow(place, mapping(record, place))
+
+
+def _is_jsonl(content: bytes) -> bool:
+    """Whether the first line is a row of its own, and not the whole file with its rows under `data`."""
+    first, _, rest = content.partition(b"\n")
+    try:
+        row = json.loads(first)
+    except ValueError:
+        return False
+    return bool(rest.strip()) or not isinstance(row.get("data"), list)
+
+
+def _parquet(file: DataFile) -> Iterator[RawRow]:
+    import pyarrow.parquet as parquet
+
+    try:
+        with file.open() as stream:
+            # A packed file has no random access, which Parquet needs.
+            source = stream if file.path.suffix.lower() not in PACKINGS else io.BytesIO(stream.read())
+            yield from _of_batches(file, parquet.ParquetFile(source).iter_batches(batch_size=1024))
+    except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
+        raise DataError(f"{file.name}: not readable as Parquet: {error}") from None
+
+
+def _arrow(file: DataFile) -> Iterator[RawRow]:
+    """Arrow's file format, which Feather is, or its stream format, in which the library datasets saves."""
+    import pyarrow
+
+    try:
+        with file.open() as stream:
+            if file.path.suffix.lower() not in PACKINGS and stream.read(6) == b"ARROW1":
+                reader = pyarrow.ipc.open_file(stream)
+                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+                yield from _of_batches(file, batches)
+                return
+        with file.open() as stream:
+            content = stream.read()
+        if content.startswith(b"ARROW1"):
+            reader = pyarrow.ipc.open_file(io.BytesIO(content))
+            yield from _of_batches(file, (reader.get_batch(number) for number in range(reader.num_record_batches)))
+        else:
+            yield from _of_batches(file, pyarrow.ipc.open_stream(io.BytesIO(content)))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file.name}: not readable as Arrow: {error}") from None
+
+
+def _of_batches(file: DataFile, batches: Any) -> Iterator[RawRow]:
+    number = 0
+    for batch in batches:
+        for record in batch.to_pylist():
+            number += 1
+            # The columns stay, null or not; of the keys inside them only those that are not null were written by
+            # the user, the others come from neighbouring rows.
+            yield RawRow(f"{file.name}:row {number}", {key: _nested(entry) for key, entry in record.items()})
+
+
+def _nested(value: Any) -> Any:
+    """Without the None entries that a columnar file adds inside nested objects."""
+    if isinstance(value, dict):
+        return {key: _nested(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [_nested(entry) for entry in value]
+    return value
+
+
+def _csv(file: DataFile) -> Iterator[RawRow]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    try:
+        with io.TextIOWrapper(file.open(), encoding="utf-8-sig", newline="") as lines:
+            reader = csv.reader(lines, strict=True, delimiter="\t" if file.kind == "tsv" else ",")
+            header = next(reader, [])
+            end = reader.line_num
+            for cells in reader:
+                place, end = f"{file.name}:{end + 1}", reader.line_num
+                if len(cells) > len(header):
+                    raise DataError(f"{place}: more fields than the header has; is a comma unquoted?")
+                if cells:  # a blank line has none; a short line leaves fields out: absent, not null
+                    yield RawRow(place, {key: _cell(value) for key, value in zip(header, cells, strict=False)})
+    except UnicodeDecodeError:
+        raise DataError(_undecodable(file)) from None
+    except csv.Error as error:
+        raise DataError(f"{file.name}:{reader.line_num}: not readable as CSV: {error}") from None
+
+
+def _undecodable(file: DataFile) -> str:
+    """The first line that is not UTF-8; text streams decode in blocks, and do not know."""
+    with file.open() as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"{file.name}:{number}: not UTF-8 ({error.reason} at byte {error.start})"
+    return f"{file.name}: not UTF-8"
+
+
+def _cell(value: str) -> Any:
+    """A CSV cell is text, unless it spells a list of messages."""
+    if value.startswith("[{") and value.rstrip().endswith("}]"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+_READERS = {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "arrow": _arrow, "csv": _csv, "tsv": _csv}
