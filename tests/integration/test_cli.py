@@ -23,7 +23,8 @@ def test_help_does_not_import_torch() -> None:
     assert "--beta" in done.stdout
 
 
-SHARED = ("batch_size chat_template chat_template_kwargs columns data epochs eval_data eval_every eval_fraction export_dtype group_prompts layout learning_rate "
+SHARED = ("batch_size chat_template chat_template_kwargs columns "
+          "data epochs eval_data eval_every eval_fraction export_dtype group_prompts layout learning_rate "
           "log_dir log_every max_grad_norm max_length max_prompt_length max_steps microbatch_tokens model optimizer "
           "output precision samples save_every schedule seed shuffle strict track trust_remote_code warmup_ratio "
           "weight_decay workers format label_threshold pair_by_prompt supervise system_prompt")
