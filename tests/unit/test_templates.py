@@ -171,6 +171,10 @@ def test_odd_templates_are_noticed() -> None:
     """T1: two BOS; tokens that the tokenizer does not know."""
     twice = Renderer(build_tokenizer(chat_template="{{ bos_token }}{{ bos_token }}" + CHATML), LIMITS)
     assert [(finding.name, finding.severity) for finding in look_at_template(twice)] == [("two_bos", "warning")]
+    every_turn = Renderer(build_tokenizer(bos_token="<|user|>", chat_template=(
+        "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|user|>{% endif %}")), LIMITS)
+    assert "two_bos" not in [finding.name for finding in look_at_template(every_turn)]
     foreign = Renderer(build_tokenizer(chat_template=template_text("chatml")), LIMITS)
     finding, = look_at_template(foreign)
     assert finding.name == "template_tokens"

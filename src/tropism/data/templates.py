@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -173,7 +174,9 @@ def look_at_template(renderer: Renderer) -> list[Finding]:
         found.append(Finding("template_tokens", "notice",
                              f"{name} writes {', '.join(unknown)}, for which the tokenizer has no token: they are read "
                              "as plain characters. If the model does not expect that, take a template of its family"))
-    begins = text.encode(prompt).count(text.bos_id) if text.bos_id is not None else 1
+    # Those in front only: some templates begin every turn with it.
+    leading = list(takewhile(lambda token: token == text.bos_id, text.encode(prompt)))
+    begins = len(leading) if text.bos_id is not None else 1
     if begins > 1:
         found.append(Finding("two_bos", "warning", f"{name} writes {begins} BOS; take all but one out of it"))
     elif begins == 0 and text.encode_prompt("a")[:1] == [text.bos_id]:
