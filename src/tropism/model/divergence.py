@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tropism.losses.divergence import LOWEST, tail_logp
-from tropism.model.head import Head, accumulate, product, score
+from tropism.model.head import Head, backpropagate, score
 from tropism.shapes import Hidden, PerToken, TokenIndex
 
 # Logits of one model at once, in elements: 16 MiB in float32 on a CPU; on a GPU more, since each chunk adds to the
@@ -148,30 +148,14 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_logps: Tensor, of_divergence: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target_ids = ctx.saved_tensors
-        head: Head = ctx.head
-        compute = head.compute or weight.dtype
-        weight_c = weight.to(compute)
-        wide = torch.promote_types(compute, torch.float32)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            inputs = hidden[rows].to(compute)
-            logits, bend = head.logits(inputs, weight_c)
+
+        def change_of(rows: slice, logits: Tensor) -> Tensor:
             away = ctx.comparison.of(rows, logits, ctx.targets)[1].mul_(of_divergence[rows, None])
             change = score(logits, torch.logsumexp(logits, dim=-1), target_ids[rows]).mul_(of_logps[rows, None])
             change[:, : away.shape[1]] += away
-            change = head.to_raw(change, bend)
-            narrow = change.to(compute)
-            if grad_hidden is not None:
-                grad_hidden[rows] = product(narrow, weight_c).to(hidden.dtype)
-            if grad_weight is not None:
-                accumulate(grad_weight, narrow.t(), inputs)
-            if grad_bias is not None:
-                grad_bias += change.sum(0)
-        return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
-                None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None)
+            return change
+
+        return (*backpropagate(ctx, hidden, weight, bias, change_of), None, None, None, None, None)
 
 
 def _chunk(weight: Tensor) -> int:

@@ -4,6 +4,7 @@ Logits exist for one chunk of positions at a time and are formed again in the ba
 not grow with positions x vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,28 +117,43 @@ class _LinearLogProb(torch.autograd.Function):
         hidden, weight, bias, targets, slope = ctx.saved_tensors
         if slope is not None:
             return (upstream[:, None] * slope).to(hidden.dtype), None, None, None, None, None
-        head: Head = ctx.head
-        compute = head.compute or weight.dtype
-        weight_c = weight.to(compute)
-        wide = torch.promote_types(compute, torch.float32)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if ctx.needs_input_grad[2] else None
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            inputs = hidden[rows].to(compute)
-            logits, bend = head.logits(inputs, weight_c)
-            change = head.to_raw(score(logits, torch.logsumexp(logits, dim=-1), targets[rows]), bend)
-            change *= upstream[rows, None]
-            narrow = change.to(compute)
-            if grad_hidden is not None:
-                grad_hidden[rows] = product(narrow, weight_c).to(hidden.dtype)
-            if grad_weight is not None:
-                accumulate(grad_weight, narrow.t(), inputs)
-            if grad_bias is not None:
-                grad_bias += change.sum(0)
-        return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
-                None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None)
+
+        def change_of(rows: slice, logits: Tensor) -> Tensor:
+            change = score(logits, torch.logsumexp(logits, dim=-1), targets[rows])
+            return change.mul_(upstream[rows, None])
+
+        return (*backpropagate(ctx, hidden, weight, bias, change_of), None, None, None)
+
+
+def backpropagate(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
+                  change_of: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients by hidden states, weight and bias, as many as are asked for; logits are formed again chunk by chunk.
+
+    Args:
+        ctx: of an autograd function whose first three inputs these are, with its `head` and `chunk`.
+        change_of: gives the derivative of the loss by the logits of some positions, and may overwrite them.
+    """
+    head: Head = ctx.head
+    compute = head.compute or weight.dtype
+    weight_c = weight.to(compute)
+    wide = torch.promote_types(compute, torch.float32)
+    grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+    for start in range(0, len(hidden), ctx.chunk):
+        rows = slice(start, start + ctx.chunk)
+        inputs = hidden[rows].to(compute)
+        logits, bend = head.logits(inputs, weight_c)
+        change = head.to_raw(change_of(rows, logits), bend)
+        narrow = change.to(compute)
+        if grad_hidden is not None:
+            grad_hidden[rows] = product(narrow, weight_c).to(hidden.dtype)
+        if grad_weight is not None:
+            accumulate(grad_weight, narrow.t(), inputs)
+        if grad_bias is not None:
+            grad_bias += change.sum(0)
+    return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype))
 
 
 def score(logits: Tensor, log_z: Tensor, targets: Tensor) -> Tensor:

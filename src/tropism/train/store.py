@@ -10,6 +10,7 @@ complete files only, and two runs may write side by side.
 
 import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from tropism.errors import OutputError, ReferenceMismatchError
+from tropism.train.publish import publish
 from tropism.train.topk import TopKStore
 
 VERSION = 1
@@ -80,21 +82,9 @@ class ScoreStore:
             return
         keys = np.frombuffer(b"".join(entries), dtype=np.uint8).reshape(len(entries), 16)
         logps = np.array(list(entries.values()), dtype=np.float64)
-        name = _checksum(keys, logps)
-        target = self.path / f"{name}.npz"
-        temporary = self.path / f".{name}.{os.getpid()}"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not (self.path / "meta.json").exists():
-                temporary.write_text(json.dumps(self.meta, indent=2) + "\n", encoding="utf-8")
-                temporary.replace(self.path / "meta.json")
-            with temporary.open("wb") as file:
-                np.savez(file, keys=keys, logps=logps)
-            temporary.replace(target)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise OutputError(f"{self.path}: the reference store cannot be written: {error.strerror}") from error
+        content = io.BytesIO()
+        np.savez(content, keys=keys, logps=logps)
+        publish(self.path, self.meta, f"{_checksum(keys, logps)}.npz", content.getvalue(), "reference")
 
 
 def _checksum(keys: Any, logps: Any) -> str:

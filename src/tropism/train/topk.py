@@ -8,10 +8,7 @@ A file holds, for some (prompt, completion) keys, `keys [n, 16]`, `offsets [n + 
 read from the disk when a step asks for them, so memory does not grow with the store.
 """
 
-import contextlib
 import hashlib
-import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from tropism.errors import OutputError, ReferenceMismatchError
+from tropism.train.publish import publish
 
 Entry = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
 """ids `[n, k]`, logps `[n, k]`, tail `[n]` of one completion's supervised tokens."""
@@ -117,19 +115,8 @@ class TopKStore:
             "keys": np.frombuffer(b"".join(entries), dtype=np.uint8).reshape(len(entries), 16),
             "offsets": np.cumsum([0, *(len(entry[2]) for entry in entries.values())], dtype=np.int64),
             "ids": ids.astype(_id_dtype(vocabulary)), "logps": logps, "tail": tail}
-        name = _checksum(arrays)
-        temporary = self.path / f".{name}.{os.getpid()}"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not (self.path / "meta.json").exists():
-                temporary.write_text(json.dumps(self.meta, indent=2) + "\n", encoding="utf-8")
-                temporary.replace(self.path / "meta.json")
-            temporary.write_bytes(save({key: np.ascontiguousarray(value) for key, value in arrays.items()}))
-            temporary.replace(self.path / f"{name}.safetensors")
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise OutputError(f"{self.path}: the teacher's store cannot be written: {error.strerror}") from error
+        content = save({key: np.ascontiguousarray(value) for key, value in arrays.items()})
+        publish(self.path, self.meta, f"{_checksum(arrays)}.safetensors", content, "teacher's")
 
     def check_space(self, needed_bytes: int) -> None:
         """Find out before the teacher's pass whether it fits on the disk.
