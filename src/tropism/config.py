@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tropism.data.formats import View
-from tropism.data.options import DataOptions, FormatOptions
+from tropism.data.options import DataOptions, FormatOptions, LengthOptions
 from tropism.data.sources import absolute
 from tropism.data.templates import TemplateOptions
 from tropism.errors import UsageError
@@ -159,7 +159,7 @@ class KDOptions(TeacherOptions, MethodOptions):
     """Peak learning rate."""
 
 
-class ScoringOptions(FormatOptions, TemplateOptions):
+class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions):
     """Options of evaluating and scoring a model that is not trained."""
 
     data: str
@@ -168,10 +168,6 @@ class ScoringOptions(FormatOptions, TemplateOptions):
     """Another model, to compare with: a Hugging Face directory, a hub id, a GGUF file, or a run directory."""
     beta: float = Field(0.1, gt=0.0)
     """What a log-ratio is multiplied with to be a reward."""
-    max_length: int | None = Field(None, ge=2)
-    """Tokens of a prompt with its completion; by default the model's limit, at most 2048."""
-    max_prompt_length: int | None = Field(None, ge=1)
-    """Tokens of a prompt; a longer one is cut from the left."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """Dtype of the computation: bf16 on GPUs, fp32 on CPUs."""
     layout: Literal["auto", "tree", "padded"] = "auto"
@@ -186,7 +182,7 @@ class ScoringOptions(FormatOptions, TemplateOptions):
     """Run code that comes with a model."""
 
 
-class InspectOptions(FormatOptions, TemplateOptions):
+class InspectOptions(FormatOptions, TemplateOptions, LengthOptions):
     """Options of looking at data as training would see them."""
 
     model: str
@@ -196,10 +192,6 @@ class InspectOptions(FormatOptions, TemplateOptions):
     """Method that the data is meant for; by default, what the fields of the rows say."""
     eval_data: str | None = None
     """Held-out rows, to see whether training rows are among them."""
-    max_length: int | None = Field(None, ge=2)
-    """Tokens of a prompt with its completion; by default the model's limit, at most 2048."""
-    max_prompt_length: int | None = Field(None, ge=1)
-    """Tokens of a prompt; a longer one is cut from the left."""
     batch_size: int = Field(32, ge=1)
     """Rows of a step, to say what shared prompts save."""
     rows: int = Field(3, ge=0)

@@ -149,7 +149,7 @@ class _Scoring:
 
 
 def figures(scores: Scores, beta: float) -> dict[str, float]:
-    """The set in figures, by the keys of `metrics.jsonl`.
+    """The set in figures, by the keys that `docs/evaluate.md` explains.
 
     Args:
         beta: what a log-ratio is multiplied with to be a reward.

@@ -145,8 +145,9 @@ def test_what_a_method_needs() -> None:
     """DESIGN 1: reference, teacher and step-wide inputs follow from the rows of the table."""
     def needs(view: Any, loss: str, **options: Any) -> set[str]:
         method = method_of(view, loss, **options)
-        return {name for name in ("reference", "teacher", "reference_point", "sorting")
-                if getattr(method, f"needs_{name}")} | ({"shift"} if method.needs("shift") else set())
+        asked = {"teacher"} if any(term.row.needs_teacher for term in method.terms) else set()
+        return asked | ({"shift"} if method.needs("shift") else set()) | {
+            name for name in ("reference", "reference_point", "sorting") if getattr(method, f"needs_{name}")}
 
     assert needs("paired", "sigmoid") == {"reference"}
     assert needs("paired", "simpo,sft") == set()

@@ -47,7 +47,16 @@ class FormatOptions(Options):
         return {column.strip(): known.strip() for known, _, column in entries}
 
 
-class DataOptions(FormatOptions, TemplateOptions):
+class LengthOptions(Options):
+    """How long a row may be."""
+
+    max_length: int | None = Field(None, ge=2)
+    """Tokens of a prompt with its completion; by default the model's limit, at most 2048."""
+    max_prompt_length: int | None = Field(None, ge=1)
+    """Tokens of a prompt; a longer one is cut from the left."""
+
+
+class DataOptions(FormatOptions, TemplateOptions, LengthOptions):
     """What to train on."""
 
     data: str
@@ -57,10 +66,6 @@ class DataOptions(FormatOptions, TemplateOptions):
     """Held-out rows, in files of their own."""
     eval_fraction: float = Field(0.0, ge=0.0, lt=1.0)
     """Share of the prompts to hold out for evaluation, at least one; no prompt is on both sides."""
-    max_length: int | None = Field(None, ge=2)
-    """Tokens of a prompt with its completion; by default the model's limit, at most 2048."""
-    max_prompt_length: int | None = Field(None, ge=1)
-    """Tokens of a prompt; a longer one is cut from the left."""
     shuffle: bool = True
     """Permute the rows afresh in every epoch; false keeps file order."""
     group_prompts: bool = False

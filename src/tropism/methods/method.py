@@ -96,11 +96,6 @@ class Method:
         return any(term.row.needs_reference for term in self.terms)
 
     @property
-    def needs_teacher(self) -> bool:
-        """Whether some term looks at a teacher."""
-        return any(term.row.needs_teacher for term in self.terms)
-
-    @property
     def needs_reference_point(self) -> bool:
         """Whether steps need mismatched completions."""
         return self.needs("reference_point")

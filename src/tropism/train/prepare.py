@@ -3,13 +3,13 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tropism.data.audit import Audit
 from tropism.data.findings import leakage
 from tropism.data.formats import View
 from tropism.data.load import load_rows
-from tropism.data.options import DataOptions
+from tropism.data.options import DataOptions, LengthOptions
 from tropism.data.pack import plant
 from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow
@@ -141,20 +141,6 @@ def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
         check_classes(rows)
     return Prepared(list(rows), list(evaluation), audits[0], audits[1] if evaluation else None, renderer,
                     max(needed, renderer.limits.max_length))
-
-
-class LengthOptions(Protocol):
-    """Options with token limits."""
-
-    @property
-    def max_length(self) -> int | None:
-        """Tokens of a prompt with its completion."""
-        ...
-
-    @property
-    def max_prompt_length(self) -> int | None:
-        """Tokens of a prompt."""
-        ...
 
 
 def limits(options: LengthOptions, *configs: Any) -> Limits:
