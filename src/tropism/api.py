@@ -1,8 +1,9 @@
 """One call that runs a method from options to a model directory. The command line is this call."""
 
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,28 @@ from tropism.data.load import check_embedding
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule, Steps
 from tropism.dist import World, connect
-from tropism.errors import ModelError, ReferenceMismatchError, TropismError, UsageError
+from tropism.errors import ModelError, OutputError, ReferenceMismatchError, StoppedEarly, TropismError, UsageError
 from tropism.methods import Method
 from tropism.methods.build import build_method, effective
 from tropism.model import load
 from tropism.model.probe import choose_layout
+from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
-from tropism.observe.manifest import Manifest, text_fingerprints
-from tropism.observe.metrics import BOOKKEEPING
+from tropism.observe.lock import owned
+from tropism.observe.manifest import Manifest, libraries, text_fingerprints
 from tropism.observe.rundir import RunDirectory
-from tropism.observe.track import Trackers
 from tropism.observe.track import check as check_trackers
-from tropism.train import models
+from tropism.train import checkpoint, models, resume
 from tropism.train import reference as references
 from tropism.train import teacher as teachers
 from tropism.train.evaluate import Evaluator
-from tropism.train.loop import Plan, Record, check_first_step, train
+from tropism.train.halt import Halt
+from tropism.train.keep import Notes, check_metric
+from tropism.train.loop import check_first_step
 from tropism.train.memory import keep_freed_memory
 from tropism.train.optim import build_updater, check_given
 from tropism.train.options import TeacherOptions
+from tropism.train.origin import Origin, find
 from tropism.train.prepare import (
     Prepared,
     Source,
@@ -40,34 +44,13 @@ from tropism.train.prepare import (
     prepare_data,
     prepare_rows,
     probe_trees,
+    steps_fingerprint,
 )
-from tropism.train.samples import Sampler
+from tropism.train.session import RunResult, Session, result_of
 from tropism.train.step import Engine
+from tropism.train.stopping import make_rule
 from tropism.train.store import check_writable, default_root
 from tropism.train.work import Planner, all_trees, has_partners, own_trees
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run left behind.
-
-    Args:
-        directory: the run directory.
-        model: the trained model's directory.
-        steps: optimiser steps done.
-        seconds: wall time.
-        before, after: evaluation records at step 0 and at the end, or the first and last train records where
-            nothing was held out.
-        samples: prompts with the answers before and after.
-    """
-
-    directory: Path
-    model: Path
-    steps: int
-    seconds: float
-    before: dict[str, float]
-    after: dict[str, float]
-    samples: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -130,7 +113,7 @@ class Run:
         self.reference = self._other("reference")
         self.teacher = self._other("teacher")
         self.live = self.values.get("reference") == "live"
-        self.trackers = options.track.split(",") if options.track else []
+        self.halt = Halt(world)
         self._open()
 
     def _other(self, name: str) -> Any:
@@ -143,7 +126,7 @@ class Run:
     def _open(self) -> None:
         """Tokenizer, data and method: all that can be checked before a model is loaded."""
         options, objects, remote = self.options, self.objects, self.options.trust_remote_code
-        check_trackers(self.trackers)
+        check_trackers(options.track.split(",") if options.track else [])
         named = self.named
         if isinstance(named, load.Source):
             config = load.load_config(named, trust_remote_code=remote)
@@ -173,11 +156,14 @@ class Run:
         if any(other != prints[0] for other in prints):
             raise UsageError("the processes read different data; each needs all of it, since the steps are shared out "
                              "here (no DistributedSampler)")
+        check_metric(options.keep_best, self.method, bool(data.evaluation))
+        make_rule(options.stop_metric, options.stop_patience, options.stop_delta, self.method, bool(data.evaluation))
         self.schedule: Steps = self._check_partners(objects.steps) if objects.steps else make_schedule(
             options, options, data.train, self.method.needs_reference_point)
         self.config = config
         self.engine: Engine | None = None
         self._idle: list[torch.nn.Parameter] = []
+        self._owns = False
 
     def _check_partners(self, steps: GivenSchedule) -> GivenSchedule:
         """Each given step has a partner for each of its rows, where the method needs them."""
@@ -189,29 +175,102 @@ class Run:
         return steps
 
     def fit(self) -> RunResult:
-        """Train, and leave a run directory."""
+        """Train, or go on training, and leave a run directory.
+
+        Raises:
+            StoppedEarly: if it was stopped, or its time was up; it can go on.
+        """
         began = time.monotonic()
         directory = RunDirectory(Path(self.options.output).expanduser())
-        self.world.on_main(directory.refuse_if_used)
+        with ExitStack() as ownership:
+            if self.options.resume != "never":  # what it goes on from must not change under its eyes
+                self.world.on_main(lambda: self._own(directory, ownership) if directory.holds_run else None)
+            return self._fit(directory, ownership, began)
+
+    def _own(self, directory: RunDirectory, ownership: ExitStack) -> None:
+        """Keep other processes out of the run directory, until the run ends in whatever way."""
+        if not self._owns:
+            directory.make()
+            ownership.enter_context(owned(directory.path, self.voice.warn))
+            self._owns = True
+            ownership.callback(setattr, self, "_owns", False)
+
+    def _fit(self, directory: RunDirectory, ownership: ExitStack, began: float) -> RunResult:
+        options = self.options
+        self.halt = Halt(self.world, options.max_seconds, began)
+        origin = self.world.broadcast(self.world.on_main(
+            lambda: find(directory, options.resume, options.fall_back)))
         self._introduce()
-        manifest = self.world.on_main(lambda: self._begin(directory))
+        if origin is not None and resume.is_over(origin, directory, self.schedule.total_steps, self._written(),
+                                                 self._fingerprints(), self.voice):
+            return result_of(directory, origin.manifest)
+        self.world.on_main(lambda: self._own(directory, ownership))
+        manifest = None if origin else self.world.on_main(lambda: self._begin(directory))
         try:
-            return self._train(directory, manifest, began)
+            with self.halt.listening():
+                session = self._sit_down(directory, manifest, origin, began)
+                manifest = session.manifest
+                return session.train()
         except BaseException as error:
-            if manifest is not None:
-                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-                manifest.end(status, error=str(error) or type(error).__name__)
-            if isinstance(error, torch.OutOfMemoryError):
-                raise TropismError(
-                    f"the GPU ran out of memory; --microbatch-tokens below {self.numerics.budget} takes less, and "
-                    f"changes no result ({str(error).splitlines()[0]})") from error
+            self._give_up(directory, manifest, error)
             raise
+
+    def _sit_down(self, directory: RunDirectory, manifest: Manifest | None, origin: Origin | None,
+                  began: float) -> Session:
+        """The engine as it stands where the run goes on, and what a sitting needs besides."""
+        options, world = self.options, self.world
+        trainer = origin.trainer if origin else None
+        engine = self.build(fresh=trainer is None)
+        keep = world.is_main and options.export_dtype != "float32"
+        initial = engine.model.snapshot() if keep else None
+        if origin is not None:
+            resume.check_same(origin.manifest, self.facts, directory.path,
+                              "".join(f"; {entry}" for entry in resume.libraries_that_differ(
+                                  origin.manifest.get("libraries", {}))))
+            if trainer is not None:
+                resume.load(engine, origin)
+            manifest = world.on_main(lambda: self._begin(directory, origin))
+        if manifest is not None:
+            manifest.add(**self.facts)
+        frozen = {name: str(self.facts[name]) for name in ("policy", "reference", "teacher") if name in self.facts}
+        prints = self._fingerprints() | frozen
+        notes = Notes({"fingerprints": prints, "options": self._written(), "libraries": libraries(),
+                       "world_size": world.size}, began=began)
+        if trainer is not None:
+            notes.resume(trainer)
+        return Session(options, self._written(), engine, self.planner, self.data, self.tokenizer,
+                       self.evaluator if self.data.evaluation else None, directory, manifest, self.voice, self.halt,
+                       notes, options.workers, origin, initial)
+
+    def _give_up(self, directory: RunDirectory, manifest: Manifest | None, error: BaseException) -> None:
+        """The manifest's last word, and the error in the words of this run where it needs any.
+
+        Raises:
+            TropismError: in place of an error that says too little.
+        """
+        if isinstance(error, StoppedEarly):
+            kept = self.world.broadcast(bool(checkpoint.listed(directory.checkpoints)) if self.world.is_main else False)
+            self.world.on_main(lambda: manifest.end("stopped", reason=str(error)) if manifest is not None else None)
+            command = f"tropism resume {directory.path}" if self.objects == Objects() else "resume='auto' in Python"
+            raise StoppedEarly(f"stopped: {error}. " + (
+                f"Go on with: {command}" if kept else f"There is no checkpoint yet: {command} begins at step 1, with "
+                                                      "the scores that are in the store")) from error
+        if manifest is not None:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            with suppress(OutputError):  # a disk that is full or gone; the error itself says more
+                manifest.end(status, error=str(error) or type(error).__name__)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise TropismError(
+                f"the GPU ran out of memory; --microbatch-tokens below {self.numerics.budget} takes less, and "
+                f"changes no result ({str(error).splitlines()[0]})") from error
 
     def _introduce(self) -> None:
         """What was read, and what is about to be done."""
         options, own = self.options, self.objects.optimizer is None
         introduce(self.data, self.method, self.voice)
         held_out = f", {len(self.data.evaluation)} rows held out" if self.data.evaluation else ""
+        if len(self.held_out) < len(self.data.evaluation):
+            held_out += f" ({len(self.held_out)} of them evaluated, the same every time)"
         size = "a dataloader's batches" if self.objects.steps is not None else str(options.batch_size)
         rate = f"{options.learning_rate:g}" if own else "the optimizer's own"
         self.voice.say(f"plan: {len(self.data.train)} rows{held_out}; {self.schedule.total_steps} steps of {size}, "
@@ -228,22 +287,42 @@ class Run:
         distilled = isinstance(self.options, TeacherOptions)
         of_teacher: dict[str, Any] = teachers.effective(self.options) if distilled else {}  # type: ignore[arg-type]
         return (self.options.dump() | effective(self.method, self.values) | of_teacher
-                | {"precision": self.numerics.precision})
+                | {"precision": self.numerics.precision, "resume": "never", "fall_back": False})
 
-    def _begin(self, directory: RunDirectory) -> Manifest:
-        """Make the run directory and write what is known before the model is loaded."""
+    def _fingerprints(self) -> dict[str, str]:
+        """Of everything that decides which ids are trained on, and in which steps."""
+        given = {} if self.objects.steps is None else {"steps": steps_fingerprint(self.objects.steps)}
+        return self.data.fingerprints() | text_fingerprints(self.tokenizer) | given
+
+    def _begin(self, directory: RunDirectory, origin: Origin | None = None) -> Manifest:
+        """Make the run directory and write what is known before the model is loaded; or bring one that is there to
+        where the run goes on."""
         options = self.options
+        if origin is None:
+            directory.refuse_if_used(besides=("lock",))  # by a process that was faster, and has ended since
         directory.create()
+        if origin is not None:
+            resume.begin_again(directory, origin)
         directory.write_config(self._written())
         directory.write_json("audit.json", self.data.to_json())
         model = self.named.absolute if isinstance(self.named, load.Source) else options.model
-        return Manifest(directory, {
+        facts = {
             "method": options.method, "model": model, "seed": options.seed,
             "world_size": self.world.size, "device": str(self.world.device), "precision": self.numerics.precision,
-            "fingerprints": self.data.fingerprints() | text_fingerprints(self.tokenizer)})
+            "fingerprints": self._fingerprints()}
+        if self.world.device.type == "cuda":
+            facts["device_name"] = torch.cuda.get_device_name(self.world.device)
+        manifest = Manifest(directory, facts, origin.manifest if origin else None, origin.step if origin else 0)
+        prints = {**manifest.facts["fingerprints"], "config": file_hash(directory.path / "config.yaml")}
+        manifest.add(fingerprints=prints)  # of this sitting: options that may change may have changed
+        return manifest
 
-    def build(self) -> Engine:
-        """Model, layout, reference, teacher and optimiser, each checked as soon as it can be; built once."""
+    def build(self, fresh: bool = True) -> Engine:
+        """Model, layout, reference, teacher and optimiser, each checked as soon as it can be; built once.
+
+        Args:
+            fresh: policy and reference must agree: the run does not go on from where it has trained already.
+        """
         if self.engine is not None:
             return self.engine
         options, world, method = self.options, self.world, self.method
@@ -264,28 +343,28 @@ class Run:
         if oversized:
             self.voice.warn(f"{oversized} prompts with their completions exceed microbatch_tokens "
                             f"{self.numerics.budget} and get a pass of their own")
-        held_out = all_trees(self.data.evaluation, range(len(self.data.evaluation)), method, self.data.max_length)
+        held_out = all_trees(self.held_out, range(len(self.held_out)), method, self.data.max_length)
         reference = teacher = None
         if self.teacher is not None:
             teacher = models.build_teacher(
                 model, self.teacher, options, self.tokenizer,  # type: ignore[arg-type]
                 own_trees(self.data.train, self.schedule) + held_out, probes, self.numerics, self.store, world,
-                self.voice)
+                self.voice, self.halt)
         if method.needs_reference:
             reference = models.build_reference(model, self.reference, self.live, trees + held_out, probes,
-                                               self.numerics, self.store, world, self.voice)
+                                               self.numerics, self.store, world, self.voice, self.halt)
         updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
                                             self.objects.scheduler)
         self.engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
                              rounding=probe.per_root_token)
         self.facts: dict[str, Any] = {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
-        self._check(self.engine)
+        self._check(self.engine, fresh)
         return self.engine
 
-    def _check(self, engine: Engine) -> None:
+    def _check(self, engine: Engine, fresh: bool) -> None:
         """Policy and reference agree before step 1, where they must."""
         own = engine.reference is not None and self.reference is None
-        if own:
+        if own and fresh:
             agree, sentence = check_first_step(engine, self.planner)
             if not agree and self.options.strict:
                 raise ReferenceMismatchError(sentence)
@@ -295,45 +374,18 @@ class Run:
         self.facts |= {"reference": engine.reference.fingerprint} if engine.reference else {}
         self.facts |= {"teacher": engine.teacher.fingerprint} if engine.teacher else {}
 
-    def _train(self, directory: RunDirectory, manifest: Manifest | None, began: float) -> RunResult:
-        engine, data, options = self.build(), self.data, self.options
-        if manifest is not None:
-            manifest.add(**self.facts)
-        sampler = Sampler(data.evaluation or data.train, held_out=bool(data.evaluation), count=options.samples,
-                          tokenizer=self.tokenizer, stop_ids=sorted(data.renderer.stop_ids),
-                          max_positions=load.max_positions(engine.model.module.config))
-        dtype = getattr(torch, options.export_dtype)
-        copies = 1 + (self.schedule.total_steps - 1) // (options.save_every or self.schedule.total_steps)
-        self.world.on_main(lambda: load.check_space(engine.model.module, directory.path, dtype, copies))
-        answers = sampler.ask(engine.model) if self.world.is_main else []
-        keep = self.world.is_main and options.export_dtype != "float32"
-        initial = engine.model.snapshot() if keep else None
-        records = self._follow(directory, train(
-            engine, self.planner, partial(self._evaluate, self.evaluator) if data.evaluation else None, self._plan(),
-            lambda step: self.world.on_main(lambda: self._keep(engine, directory, step))))
-        samples: list[dict[str, Any]] = []
-        if self.world.is_main:
-            samples = sampler.compare(answers, sampler.ask(engine.model))
-            for sample in samples:
-                directory.append_sample(sample)
-            self._export(engine, directory.model)
-            if initial is not None:
-                share = load.survived_rounding(engine.model.module, initial, dtype)
-                self.voice.say(f"export in {options.export_dtype}: {share:.1%} of the changed weights survive it")
-        shown = [record for record in records if record.split == "eval"] or records
-        before, after = shown[0].metrics, shown[-1].metrics
-        seconds = time.monotonic() - began
-        if manifest is not None:
-            manifest.end("done", steps=self.schedule.total_steps, seconds=round(seconds, 3))
-        what = f"{len(data.evaluation)} held-out rows" if data.evaluation else "training steps, first and last"
-        self.voice.before_after(f"{what}: before and after", before, after, leave_out=BOOKKEEPING)
-        self.voice.say(f"model: {directory.model}  ({self.schedule.total_steps} steps, {seconds:.0f} s)")
-        return RunResult(directory.path, directory.model, self.schedule.total_steps, seconds, before, after, samples)
+    @cached_property
+    def held_out(self) -> list[EncodedRow]:
+        """The rows that are evaluated: all that are held out, or so many of them at even distances."""
+        rows, limit = self.data.evaluation, self.options.eval_limit
+        if limit is None or limit >= len(rows):
+            return rows
+        return [rows[number * len(rows) // limit] for number in range(limit)]
 
     @cached_property
     def evaluator(self) -> Evaluator:
         """Evaluates the held-out rows; the first time says what the initial policy makes of them."""
-        return Evaluator(self.data.evaluation, self.numerics.budget, self.data.max_length)
+        return Evaluator(self.held_out, self.numerics.budget, self.data.max_length)
 
     def evaluate(self) -> dict[str, float]:
         """The evaluation record of the policy as it is now.
@@ -344,53 +396,10 @@ class Run:
         if not self.data.evaluation:
             raise UsageError("there is nothing to evaluate on: give eval_dataset, or eval_fraction")
         engine = self.build()
-        return self._evaluate(self.evaluator, engine)
+        with self.voice.bar("evaluate") as report:
+            return self.evaluator(engine, report)
 
     def release(self) -> None:
         """Let weights that the given optimiser does not hold learn again."""
         for parameter in self._idle:
             parameter.requires_grad_(True)
-
-    def _plan(self) -> Plan:
-        options = self.options
-        every = options.eval_every if options.eval_every is not None else max(1, self.schedule.total_steps // 10)
-        return Plan(options.log_every, every, options.save_every or 0, options.workers)
-
-    def _evaluate(self, evaluator: Evaluator, engine: Engine) -> dict[str, float]:
-        with self.voice.bar("evaluate") as report:
-            return evaluator(engine, report)
-
-    def _follow(self, directory: RunDirectory, records: Any) -> list[Record]:
-        """Write each record as it comes, and show it."""
-        kept: list[Record] = []
-        trackers = None
-        if self.world.is_main and self.trackers:
-            logs = Path(self.options.log_dir).expanduser() if self.options.log_dir else directory.path / "logs"
-            trackers = Trackers(self.trackers, directory.path.name, logs, self._written(), self.voice.warn)
-        try:
-            with self.voice.bar("train") as report:
-                for record in records:
-                    kept.append(record)
-                    if self.world.is_main:
-                        directory.append_record(record.to_json())
-                    if trackers is not None:
-                        trackers.log(record.metrics, record.step, record.split)
-                    if record.split == "train":
-                        metrics = record.metrics
-                        shown = {"loss": f"{metrics['loss']:.4f}"}
-                        if "rewards/margins" in metrics:
-                            shown["margin"] = f"{metrics['rewards/margins']:+.4f}"
-                        shown["tokens/s"] = f"{metrics['tokens_per_second']:.0f}"
-                        report(record.step, self.schedule.total_steps, **shown)
-        finally:
-            if trackers is not None:
-                trackers.finish()
-        return kept
-
-    def _keep(self, engine: Engine, directory: RunDirectory, step: int) -> None:
-        with directory.checkpoint(step) as path:
-            self._export(engine, path / "model")
-
-    def _export(self, engine: Engine, path: Path) -> None:
-        dtype = getattr(torch, self.options.export_dtype)
-        load.export(engine.model.module, self.tokenizer, path, dtype, self.data.renderer.stop_ids)

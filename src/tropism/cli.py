@@ -156,6 +156,18 @@ def train(config: Path) -> int:
 
 
 @app.command
+def resume(run: Path) -> int:
+    """Go on with a run that was stopped, from its last checkpoint. --KEY VALUE changes an option that may change.
+
+    Parameters
+    ----------
+    run
+        A run directory, or one of its checkpoints.
+    """
+    raise UsageError(f"{run}: `tropism resume` is resolved before it is called")
+
+
+@app.command
 def demo(*, output: Path | None = None) -> int:
     """Train a small model on feedback that comes with the package, and show what changed.
 
@@ -169,6 +181,30 @@ def demo(*, output: Path | None = None) -> int:
 
     run_demo(output or free_name(Path("demo-run")))
     return 0
+
+
+@app.command
+def verify(run: Path, /, *, json: Path | None = None) -> int:
+    """Say whether a run directory is as it was written, and whether the run could be repeated here: exit code 0 or 1.
+
+    Parameters
+    ----------
+    run
+        A run directory.
+    json
+        Also write the findings to this file; - is the screen, in place of the text.
+    """
+    from tropism import verify as verifying  # imports torch: not for --help
+    from tropism.observe.console import Voice
+
+    verdict = verifying.verify(run)
+    if json == Path("-"):
+        print(verifying.to_text(verdict), end="")
+    else:
+        verifying.show(verdict, Voice())
+        if json is not None:
+            verifying.write(verdict, json)
+    return 0 if verdict.intact and verdict.repeatable else 1
 
 
 @store.command(name="list")
@@ -211,7 +247,7 @@ def store_clean(fingerprint: str | None = None, *, store: Path | None = None) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 when done, 1 when failed, 2 for a usage or data error."""
+    """Run a command. Returns 0 when done, 1 when failed, 2 for a usage or data error, 75 when stopped and resumable."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
@@ -239,6 +275,8 @@ def _with_config(tokens: list[str]) -> list[str]:
         if method is None:
             raise UsageError(f"{tokens[1]}: has no `method:`; it is one of {', '.join(METHODS)}")
         return [method, *_spelt_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
+    if tokens[:1] == ["resume"] and not {"--help", "-h"} & set(tokens):
+        return _resumed(tokens[1:])
     for position, token in enumerate(tokens):
         name, joined, path = token.partition("=")
         if name == "--config" and tokens[0] in METHODS:
@@ -251,6 +289,31 @@ def _with_config(tokens: list[str]) -> list[str]:
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
             return [tokens[0], *_spelt_out(_for_loss(values, rest, path), rest), *rest]
     return tokens
+
+
+def _resumed(tokens: list[str]) -> list[str]:
+    """`resume RUN ...` as the command that began the run, with what is given changed."""
+    if not tokens or tokens[0].startswith("-"):
+        raise UsageError("tropism resume needs a run directory: tropism resume RUN")
+    named = Path(tokens[0]).expanduser()
+    run = named.parent.parent if named.parent.name == "checkpoints" else named
+    if not run.is_dir():
+        raise UsageError(f"{named}: there is no run to go on with: no such directory")
+    if not (run / "config.yaml").is_file():
+        raise UsageError(f"{named}: there is no run to go on with: {run} has no config.yaml. A run that was stopped "
+                         "before it wrote one is begun again by its own command")
+    method, values = read_yaml(run / "config.yaml")
+    if method is None:
+        raise UsageError(f"{run / 'config.yaml'}: has no `method:`")
+    if objects := [name for name, value in values.items() if isinstance(value, str)
+                   and ("given in Python" in value or value == "batches of a dataloader")]:
+        raise UsageError(f"{named}: began in Python, with objects ({', '.join(objects)}); go on there, with "
+                         "resume='auto'")
+    rest = tokens[1:]
+    values = {name: value for name, value in values.items() if name not in ("output", "resume", "fall_back")}
+    if any(token.partition("=")[0] in ("--output", "--resume") for token in rest):
+        raise UsageError("tropism resume goes on in the run's own directory; leave --output and --resume out")
+    return [method, *_spelt_out(values, rest), *rest, f"--output={run}", f"--resume={named}"]
 
 
 def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[str, Any]:

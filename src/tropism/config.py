@@ -45,6 +45,8 @@ class MethodOptions(DataOptions, RunOptions):
         check_options(self.view, self.values)
         if self.log_dir is not None and self.track is None:
             raise UsageError("log_dir has no effect without track")
+        if self.fall_back and self.resume == "never":
+            raise UsageError("fall_back has no effect without resume")
         return self
 
     @property

@@ -1,5 +1,9 @@
 """The errors that a user can meet. Each says where, what, and what to do; none shows a traceback."""
 
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
 
 class TropismError(Exception):
     """Base of all errors meant for a user's eyes. `exit_code` is what the command line returns."""
@@ -25,6 +29,12 @@ class OutputExistsError(TropismError):
     exit_code = 2
 
 
+class OutputLockedError(TropismError):
+    """Another process writes to the run directory."""
+
+    exit_code = 2
+
+
 class ModelError(TropismError):
     """A model or tokenizer that cannot be loaded or served exactly."""
 
@@ -39,5 +49,40 @@ class NonFiniteError(TropismError):
     """A loss, gradient or log-prob was NaN or infinite. The update was not applied; the rows are named."""
 
 
+class NothingLearntError(TropismError):
+    """A step with a learning rate above 0 changed no trainable weight."""
+
+
 class OutputError(TropismError):
     """The run directory or the store could not be written."""
+
+    @classmethod
+    def because(cls, path: Path, error: BaseException, needed_bytes: int = 0, what: str = "cannot be written",
+                ) -> "OutputError":
+        """What could not be written and why; where the disk is full, how much is needed and how much is free.
+
+        Args:
+            path: of the file or directory.
+            error: of the system.
+            needed_bytes: that were to be written; 0 where that is not known.
+            what: happened, in words.
+        """
+        reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+        room = ""
+        if needed_bytes:
+            with suppress(OSError):
+                parent = next(parent for parent in path.absolute().parents if parent.exists())
+                room = f" ({needed_bytes:,} bytes are needed, {shutil.disk_usage(parent).free:,} are free)"
+        return cls(f"{path}: {what}: {reason}{room}")
+
+
+class CheckpointError(TropismError):
+    """A checkpoint, or a run that shall go on, that cannot be used in full. The text says which part."""
+
+    exit_code = 2
+
+
+class StoppedEarly(TropismError):
+    """The run was asked to stop before its end, and can go on where it stopped."""
+
+    exit_code = 75

@@ -4,7 +4,7 @@ At world size 1 every verb is its simplest case: no process group exists and not
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -56,6 +56,20 @@ class World:
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, device=None)
         return box[0]
+
+    def max(self, values: Sequence[int]) -> list[int]:
+        """Elementwise maximum of small numbers over ranks, on every rank: how a decision is taken together."""
+        if self.size == 1:
+            return list(values)
+        highest = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        return [int(value) for value in highest.tolist()]
+
+    def broadcast_into(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors with those of the main rank. All ranks name equal ones in equal order."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
 
     def on_main(self, action: Callable[[], T]) -> T | None:
         """What the main rank alone does; an error of it is raised on every rank, so that none waits for it."""

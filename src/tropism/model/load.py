@@ -178,11 +178,13 @@ def max_positions(config: Any) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int]) -> None:
+def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
+           weights: dict[str, torch.Tensor] | None = None) -> None:
     """Write safetensors, config, tokenizer, chat template and generation config that load as they are.
 
     Args:
         stop_ids: the terminators that were trained; generation stops at them, and at those it had before.
+        weights: a state dict in place of the model's own.
 
     Raises:
         OutputError: if the disk refuses; `path` is then as it was.
@@ -191,33 +193,42 @@ def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write(model, tokenizer, partial, dtype, stop_ids)
+        _write(model, tokenizer, partial, dtype, stop_ids, model.state_dict() if weights is None else weights)
+        shutil.rmtree(path, ignore_errors=True)  # of a run that was killed at its end, and went on
         partial.replace(path)
     except (OSError, SafetensorError) as error:
-        raise OutputError(f"{path}: the model could not be written: {_first_line(error)}") from error
+        needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+        failure = OutputError.because(path, error, needed, "the model could not be written")
+        shutil.rmtree(partial, ignore_errors=True)  # half a model is of no use, and may be what fills the disk
+        raise failure from error
 
 
-def check_space(model: Any, path: Path, dtype: torch.dtype, copies: int = 1) -> None:
+def check_space(model: Any, path: Path, dtype: torch.dtype, copies: int = 1, beside: int = 0) -> None:
     """Find out before training whether the result fits on the disk, with what is kept on the way.
+
+    Args:
+        copies: models that are written.
+        beside: bytes of whatever else is.
 
     Raises:
         OutputError: saying how much is needed and how much is free.
     """
-    needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize * copies
+    needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize * copies + beside
     free = shutil.disk_usage(path).free
     if free < needed * 1.05:
-        what = "the model" if copies == 1 else f"{copies} models"
+        what = ("the model" if copies == 1 else f"{copies} models") + (" and the checkpoints" if beside else "")
         raise OutputError(f"{path}: {what} will take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
 
 
-def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int]) -> None:
+def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
+           weights: dict[str, torch.Tensor]) -> None:
     before = model.generation_config.eos_token_id
     known = before if isinstance(before, list) else [] if before is None else [before]
     stops = [*known, *sorted(set(stop_ids) - set(known))]
     model.generation_config.eos_token_id = stops[0] if len(stops) == 1 else stops
     converted: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, and are written once
     state = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in weights.items():
         here = (tensor.data_ptr(), tensor.shape)
         if here not in converted:
             converted[here] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)

@@ -13,18 +13,33 @@ SCHEMA_VERSION = 1
 _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
 
-class Manifest:
-    """Facts of a run, written again whenever some are added."""
+def libraries() -> dict[str, str]:
+    """Versions of what results depend on."""
+    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
-    def __init__(self, directory: RunDirectory, facts: dict[str, Any]) -> None:
+
+class Manifest:
+    """Facts of a run, written again whenever some are added.
+
+    Args:
+        directory: of the run.
+        facts: known when it begins.
+        earlier: the manifest of the sittings before, where the run goes on; what it says stays.
+        step: the step that it goes on after.
+    """
+
+    def __init__(self, directory: RunDirectory, facts: dict[str, Any], earlier: dict[str, Any] | None = None,
+                 step: int = 0) -> None:
         self.directory = directory
-        self.facts: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "started": _now(),
-            "python": platform.python_version(),
-            "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
-            **facts,
-        }
+        begun = {"schema_version": SCHEMA_VERSION, "started": _now(), "python": platform.python_version(),
+                 "libraries": libraries(), **facts}
+        self.facts: dict[str, Any] = begun
+        if earlier:
+            gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason")
+            kept = {name: fact for name, fact in earlier.items() if name not in gone}
+            sitting = {"step": step, "time": begun["started"], "world_size": facts.get("world_size"),
+                       "libraries": begun["libraries"]}
+            self.facts = {**begun, **kept, "resumed": [*earlier.get("resumed", []), sitting]}
         self.add(status="running")
 
     def add(self, **facts: Any) -> None:
@@ -33,7 +48,7 @@ class Manifest:
         self.directory.write_json("manifest.json", self.facts)
 
     def end(self, status: str, **facts: Any) -> None:
-        """The last word: `done`, `interrupted` or `failed`."""
+        """The last word: `done`, `stopped`, `interrupted` or `failed`."""
         self.add(status=status, ended=_now(), **facts)
 
 

@@ -3,14 +3,21 @@
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tropism.errors import OutputError, OutputExistsError
+from tropism.observe.files import append_line, write_whole
+
+GROWING = ("metrics.jsonl", "samples.jsonl", "notices.jsonl", "skipped.jsonl")
+"""Files of a run that grow line by line; a run that goes on cuts them back to where it goes on."""
+
+_TEMPORARY = re.compile(r"\.writable|\.(config\.yaml|[a-z]+\.json)\.\d+")
+"""What is written under another name first, and then renamed."""
 
 
 class RunDirectory:
@@ -19,27 +26,52 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def refuse_if_used(self) -> None:
+    def refuse_if_used(self, besides: Collection[str] = ()) -> None:
         """Stop before anything is spent.
+
+        Args:
+            besides: names that may be there.
 
         Raises:
             OutputExistsError: if the directory holds anything already.
         """
         path = self.path
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(entry.name not in besides for entry in path.iterdir())):
+            on = f", or go on with the run that is there: tropism resume {path}" if self.holds_run else ""
             raise OutputExistsError(f"{path} exists and is not empty; nothing was changed. Choose another place: "
-                                    f"--output {free_name(path)}")
+                                    f"--output {free_name(path)}{on}")
 
-    def create(self) -> None:
-        """Make the directory.
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run began here, however far it came."""
+        if not self.path.is_dir():
+            return False
+        names = {entry.name for entry in self.path.iterdir()}
+        return bool(names & {"config.yaml", "manifest.json"}) or (
+            bool(names) and all(_is_temporary(name) or name == "lock" for name in names))
+
+    def make(self) -> None:
+        """Make the directory if it is not there.
 
         Raises:
-            OutputExistsError: if it holds anything already.
-            OutputError: if it cannot be made or written.
+            OutputError: if it cannot be made.
         """
-        self.refuse_if_used()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError.because(self.path, error) from error
+
+    def create(self) -> None:
+        """Make the directory, or look whether the one that is there can be written. What a kill left half written goes.
+
+        Raises:
+            OutputError: if it cannot be made or written.
+        """
+        self.make()
+        try:
+            for entry in self.path.iterdir():
+                if _is_temporary(entry.name):
+                    entry.unlink()
             probe = self.path / ".writable"
             probe.touch()
             probe.unlink()
@@ -47,24 +79,48 @@ class RunDirectory:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     @property
-    def model(self) -> Path:
-        """Where the result goes."""
-        return self.path / "model"
+    def checkpoints(self) -> Path:
+        """Where the run is kept on the way."""
+        return self.path / "checkpoints"
 
-    @contextmanager
-    def checkpoint(self, step: int) -> Iterator[Path]:
-        """A directory for what is kept after a step; it counts only with its COMPLETE file, written last.
+    @property
+    def logs(self) -> tuple[Path, ...]:
+        """Files that grow line by line."""
+        return tuple(self.path / name for name in GROWING)
+
+    def offsets(self) -> dict[str, int]:
+        """How long the files are that grow."""
+        return {file.name: file.stat().st_size for file in self.logs if file.exists()}
+
+    def truncate(self, offsets: dict[str, int]) -> None:
+        """Cut the files that grow back to what they were; one that is not named goes.
 
         Raises:
             OutputError: if the disk refuses.
         """
-        path = self.path / "checkpoints" / f"step-{step:08d}"
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            yield path
-            (path / "COMPLETE").touch()
-        except OSError as error:
-            raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+        for file in self.logs:
+            try:
+                if not file.exists():
+                    continue
+                if file.name in offsets:
+                    os.truncate(file, offsets[file.name])
+                else:
+                    file.unlink()
+            except OSError as error:
+                raise OutputError(f"{file}: cannot be written: {error.strerror}") from error
+
+    def records(self) -> list[dict[str, Any]]:
+        """What `metrics.jsonl` holds so far; a last line that a kill cut off is left out."""
+        file = self.path / "metrics.jsonl"
+        if not file.exists():
+            return []
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    @property
+    def model(self) -> Path:
+        """Where the result goes."""
+        return self.path / "model"
 
     def write_config(self, options: dict[str, Any]) -> None:
         """`config.yaml`: every option with its value."""
@@ -84,21 +140,20 @@ class RunDirectory:
         """One line of `samples.jsonl`."""
         self._append("samples.jsonl", sample)
 
+    def append_line(self, name: str, value: dict[str, Any]) -> None:
+        """One line of a file that grows."""
+        assert name in GROWING
+        self._append(name, value)
+
     def _append(self, name: str, value: dict[str, Any]) -> None:
-        try:
-            with (self.path / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(value, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise OutputError(f"{self.path / name}: cannot be written: {error.strerror}") from error
+        append_line(self.path / name, json.dumps(value, ensure_ascii=False))
 
     def _replace(self, name: str, text: str) -> None:
-        target = self.path / name
-        temporary = target.with_name(f".{name}.{os.getpid()}")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(target)
-        except OSError as error:
-            raise OutputError(f"{target}: cannot be written: {error.strerror}") from error
+        write_whole(self.path / name, text.encode())
+
+
+def _is_temporary(name: str) -> bool:
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def free_name(path: Path) -> Path:

@@ -1,21 +1,25 @@
 """The training loop: a generator of records. It reads like the algorithm; observers only read what it yields."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from tropism.errors import NonFiniteError
+from tropism.errors import StoppedEarly
 from tropism.losses.scored import Scored
-from tropism.observe.metrics import means
-from tropism.train.evaluate import point_record
-from tropism.train.memory import peak_gib
-from tropism.train.step import Engine, StepOutcome, train_step
+from tropism.train.halt import Halt
+from tropism.train.interval import Due, Interval
+from tropism.train.moved import FirstStep
+from tropism.train.nonfinite import BadStep
+from tropism.train.step import Engine, train_step
+from tropism.train.window import Progress, Window
 from tropism.train.work import Planner, StepWork
+
+Evaluate = Callable[[Engine], dict[str, float]]
+"""Gives the metrics of the policy as it is (an `Evaluator`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class Record:
     step: int
     split: str
     metrics: dict[str, float]
+    skipped: tuple[BadStep, ...] = ()
+    """Steps of its window that were not finite and left out."""
 
     def to_json(self) -> dict[str, Any]:
         """The line as it is written."""
@@ -36,117 +42,206 @@ class Plan:
     """When to do what.
 
     Args:
-        log_every: steps per train record.
-        eval_every: steps between evaluations; 0 for start and end only.
-        save_every: steps between saved models; 0 saves none on the way.
+        log_every: between train records.
+        eval_every: between evaluations; 0 for start and end only.
+        save_every: between checkpoints, with one at the end; 0 saves none unless the run is stopped.
         workers: threads that prepare steps ahead.
     """
 
-    log_every: int
-    eval_every: int
-    save_every: int = 0
+    log_every: Interval | int
+    eval_every: Interval | int
+    save_every: Interval | int = 0
     workers: int = 0
 
 
-@dataclass
-class _Window:
-    """The steps since the last record."""
+class Keeper(Protocol):
+    """Keeps a run as it stands."""
 
-    outcomes: list[StepOutcome] = field(default_factory=list)
-    tokens: int = 0
-    began: float = field(default_factory=time.monotonic)
+    @property
+    def failed(self) -> bool:
+        """Whether a save that went on beside the steps has failed."""
+        ...
+
+    def save(self, progress: Progress) -> None:
+        """Begin to save; called by all ranks."""
+        ...
+
+    def wait(self) -> None:
+        """Come back when everything is on the disk; called by all ranks.
+
+        Raises:
+            OutputError: on all of them, if it could not be written.
+        """
+        ...
 
 
-def train(engine: Engine, planner: Planner, evaluate: Callable[[Engine], dict[str, float]] | None,
-          plan: Plan, save: Callable[[int], None] = lambda step: None) -> Iterator[Record]:
-    """Run the whole schedule.
+class _NoKeeper:
+    failed = False
+
+    def save(self, progress: Progress) -> None:
+        """Nothing is kept."""
+
+    def wait(self) -> None:
+        """Nothing is awaited."""
+
+
+def train(engine: Engine, planner: Planner, evaluate: Evaluate | None, plan: Plan, progress: Progress | None = None,
+          keeper: Keeper | None = None, halt: Halt | None = None) -> Iterator[Record]:
+    """Run what is left of the schedule.
 
     Args:
-        evaluate: gives the metrics of the policy as it is (an `Evaluator`); None if nothing is held out.
-        save: keeps the policy as it is after a step.
+        evaluate: None if nothing is held out.
+        progress: where to go on; by default before step 1.
+        keeper: keeps the run at the steps that the plan says, and where it is stopped.
+        halt: says when to stop.
 
     Raises:
-        NonFiniteError: at the first record after a step whose loss or gradient was not finite; that step changed
-            nothing. The rows are named.
+        NothingLearntError: if the first step with a learning rate above 0 changes no weight.
+        NonFiniteError: at the first record or save after a step whose loss or gradient was not finite; that step
+            changed nothing. The rows are named.
+        StoppedEarly: where `halt` said so; the run is kept, and was evaluated after that.
+        OutputError: if the keeper could not write.
     """
-    schedule = planner.schedule
-    totals = {"examples": 0, "tokens": 0, "tokens/computed": 0}
-    if evaluate is not None:
-        yield Record(0, "eval", evaluate(engine))
-    window = _Window()
-    for work in _prepared(planner, plan.workers):
-        window.outcomes.append(train_step(engine, work))
-        window.tokens += work.flat_tokens
-        totals["examples"] += work.units
-        totals["tokens"] += work.flat_tokens
-        totals["tokens/computed"] += work.computed_tokens
-        last = work.step == schedule.total_steps
-        if last or work.step % plan.log_every == 0:
-            metrics = _read(engine, window, planner.rows)
-            metrics |= {"learning_rate": window.outcomes[-1].learning_rate,
-                        "epoch": schedule.epochs_after(work.step), **totals}
-            yield Record(work.step, "train", metrics)
-            window = _Window()
-        if evaluate is not None and (last or (plan.eval_every and work.step % plan.eval_every == 0)):
-            paused = time.monotonic()
-            yield Record(work.step, "eval", evaluate(engine))
-            window.began += time.monotonic() - paused  # an evaluation is no part of a step's time
-        if plan.save_every and work.step % plan.save_every == 0 and not last:
-            paused = time.monotonic()
-            save(work.step)
-            window.began += time.monotonic() - paused
+    run = _Run(engine, planner, evaluate, progress or Progress(), keeper or _NoKeeper(), halt or Halt(engine.world))
+    progress, halt = run.progress, run.halt
+    timers = _Timers(plan, planner)
+    if evaluate is not None and progress.evaluation_due:
+        yield run.evaluated()
+    progress.evaluation_due = False
+    first = FirstStep(engine.model.module, done=progress.step > 0)
+    for work in _prepared(planner, plan.workers, progress.step + 1):
+        began = time.monotonic()
+        outcome = train_step(engine, work)
+        progress.add(outcome, work.units, work.flat_tokens, work.computed_tokens)
+        first.look(outcome)
+        halt.took("step", time.monotonic() - began)
+        due = timers.after(work.step, halt, run.keeper, evaluate is not None)
+        if due.log:
+            yield run.record()
+        progress.evaluation_due = evaluate is not None and (due.evaluate or halt.ending is not None)
+        if due.failed:
+            run.keeper.wait()
+        if due.stop:
+            yield from run.stopped(halt.reason(due.stop))
+        if progress.evaluation_due:
+            yield run.evaluated()
+        if halt.ending and progress.window.steps:
+            yield run.record()
+        if due.save or (halt.ending and plan.save_every):
+            run.save()
+        if halt.ending:
+            break
+    run.keeper.wait()
 
 
-def _prepared(planner: Planner, workers: int) -> Iterator[StepWork]:
+@dataclass(frozen=True)
+class _Run:
+    """What the loop does at a step, besides the step."""
+
+    engine: Engine
+    planner: Planner
+    evaluate: Evaluate | None
+    progress: Progress
+    keeper: Keeper
+    halt: Halt
+
+    def record(self) -> Record:
+        """The train record of the window, which begins anew."""
+        progress, step = self.progress, self.progress.step
+        metrics = progress.window.read(self.engine, self.planner.rows, progress.tolerance)
+        metrics |= {"learning_rate": progress.learning_rate, "epoch": self.planner.schedule.epochs_after(step),
+                    **progress.totals}
+        skipped = tuple(progress.window.skipped)
+        progress.window = Window()
+        return Record(step, "train", metrics, skipped)
+
+    def evaluated(self) -> Record:
+        """The evaluation that is due. Where it is stopped in the middle, the run is kept and still owes it."""
+        assert self.evaluate is not None
+        began = time.monotonic()
+        try:
+            record = Record(self.progress.step, "eval", self.evaluate(self.engine))
+        except StoppedEarly:
+            if self.progress.step:
+                self.save()
+                self.keeper.wait()
+            raise
+        self.progress.evaluation_due = False
+        self._paused("evaluate", began)
+        return record
+
+    def save(self) -> None:
+        """Keep the run as it stands."""
+        began = time.monotonic()
+        self.progress.window.settle(self.engine, self.planner.rows, self.progress.tolerance)
+        self.keeper.save(self.progress)
+        self._paused("stall", began)
+
+    def stopped(self, reason: str) -> Iterator[Record]:
+        """Keep the run, then evaluate it: what is kept does not know of that evaluation, as a straight run would not.
+
+        Raises:
+            StoppedEarly: at the end.
+        """
+        self.save()
+        self.keeper.wait()
+        if self.evaluate is not None:
+            yield Record(self.progress.step, "eval", self.evaluate(self.engine))
+        raise StoppedEarly(reason)
+
+    def _paused(self, what: str, began: float) -> None:
+        """It was no part of a step's time."""
+        seconds = time.monotonic() - began
+        self.halt.took(what, seconds)
+        self.progress.window.pause(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """What comes after a step; the same on every rank."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+    failed: bool
+    stop: int
+
+
+class _Timers:
+    """Decides what comes after each step."""
+
+    def __init__(self, plan: Plan, planner: Planner) -> None:
+        self.total = planner.schedule.total_steps
+        self.dues = [Due(every if isinstance(every, Interval) else Interval(every), planner.schedule.epochs_after)
+                     for every in (plan.log_every, plan.eval_every, plan.save_every)]
+        self.world = planner.world
+
+    def after(self, step: int, halt: Halt, keeper: Keeper, evaluates: bool) -> _Now:
+        """All ranks ask together. What depends on a clock is the main rank's to say; any rank may want to stop."""
+        last = step == self.total
+        found = [last or (one.after(step) and (self.world.is_main or one.interval.unit != "seconds"))
+                 for one in self.dues]
+        found[2] = found[2] and self.dues[2].interval.every > 0
+        wish = halt.wish(last, evaluates and found[1])
+        log, evaluate, save, failed, stop = self.world.max([*map(int, found), int(keeper.failed), wish])
+        for one, now in zip(self.dues, (log, evaluate, save), strict=True):
+            if now:
+                one.done()
+        return _Now(bool(log), bool(evaluate), bool(save), bool(failed), stop)
+
+
+def _prepared(planner: Planner, workers: int, first: int) -> Iterator[StepWork]:
     """Each step's work in order; with workers, some steps ahead."""
-    steps = range(1, planner.schedule.total_steps + 1)
+    steps = range(first, planner.schedule.total_steps + 1)
     if not workers:
         yield from map(planner.work, steps)
         return
     with ThreadPoolExecutor(workers) as pool:
         ahead = [pool.submit(planner.work, step) for step in steps[: workers + 1]]
-        for step in steps:
-            if step + workers + 1 <= len(steps):
-                ahead.append(pool.submit(planner.work, step + workers + 1))
+        for place in range(len(steps)):
+            if place + workers + 1 < len(steps):
+                ahead.append(pool.submit(planner.work, steps[place + workers + 1]))
             yield ahead.pop(0).result()
-
-
-def _read(engine: Engine, window: _Window, rows: Any) -> dict[str, float]:
-    """The window's metrics: the one place where the host waits for the device."""
-    world, device = engine.world, engine.model.device
-    keys = engine.method.metric_keys
-    sums = torch.stack([outcome.tally.stacked(keys, device) for outcome in window.outcomes]).sum(0)
-    totals = world.sum(sums)
-    finite = torch.stack([outcome.finite for outcome in window.outcomes])
-    if not bool(finite.all()):
-        raise _non_finite(engine, window, rows)
-    metrics = engine.method.combine(means(keys, totals.cpu()))
-    outcome = window.outcomes[-1]
-    if outcome.point is not None:
-        metrics |= point_record(outcome.point)
-    seconds = max(time.monotonic() - window.began, 1e-9)
-    metrics["grad_norm"] = float(outcome.grad_norm)
-    metrics["step_time"] = seconds / len(window.outcomes)
-    metrics["tokens_per_second"] = window.tokens / seconds
-    metrics["memory/peak_gib"] = peak_gib(device)
-    return metrics
-
-
-def _non_finite(engine: Engine, window: _Window, rows: Any) -> NonFiniteError:
-    """The error of the first step that was not finite, with the rows whose loss was not."""
-    outcome = next(outcome for outcome in window.outcomes if not bool(outcome.finite))
-    bad = [(math.isfinite(own), index) for values, indices in outcome.losses
-           for loss, own, index in zip(*values.tolist(), indices, strict=True) if not math.isfinite(loss)]
-    found = [entry for part in engine.world.gather(bad) for entry in part]
-    # What comes from the whole step carries one row's NaN into the losses of others, which are not to blame.
-    named = [rows[index] for innocent, index in found if not innocent] or [rows[index] for _, index in found]
-    if named:
-        listed = ", ".join(f"{row.id} ({row.place})" if row.id != row.place else row.id for row in named[:10])
-        what = f"the loss of {len(named)} rows is not finite: {listed}"
-    else:
-        what = f"all losses are finite, but the gradient is not (norm {float(outcome.grad_norm)})"
-    return NonFiniteError(f"step {outcome.step}: {what}. The step changed nothing. A lower learning rate or "
-                          "--max-grad-norm, or fp32 instead of bf16, may help; look at these rows first")
 
 
 def check_first_step(engine: Engine, planner: Planner) -> tuple[bool, str]:
@@ -173,4 +268,3 @@ def check_first_step(engine: Engine, planner: Planner) -> tuple[bool, str]:
     known = engine.method.at_start([planner.rows[index].desirable for index in planner.schedule.step(1)])
     return True, "policy and reference agree before training" + (
         f"; the first loss will be {known:.6f}" if known is not None else "")
-

@@ -16,6 +16,7 @@ from tropism.model.probe import Layout, choose_layout
 from tropism.observe.console import Voice
 from tropism.train import reference as references
 from tropism.train import teacher as teachers
+from tropism.train.halt import Halt
 from tropism.train.options import TeacherOptions
 
 Named = load.Source | Any
@@ -121,7 +122,7 @@ def check_teacher(named: Named | None, config: Any, tokenizer: Any, top_k: int |
 
 def build_reference(policy: LanguageModel, named: Named | None, live: bool, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
-                    voice: Voice) -> references.Reference:
+                    voice: Voice, halt: Halt) -> references.Reference:
     """Stored scores by default, of the policy as it is now or of another model; or a copy in memory.
 
     Args:
@@ -129,19 +130,20 @@ def build_reference(policy: LanguageModel, named: Named | None, live: bool, tree
         live: keep it, or a copy of the policy, in memory.
         trees: every (prompt, completion) that will be asked for.
         probes: as `choose_layout` takes them.
+        halt: may stop the pass.
     """
     if live:
         return references.LiveReference(references.freeze(policy))
     frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with voice.bar("reference") as report:
-        built = references.build(frozen, trees, numerics.budget, store, world, report)
+        built = references.build(frozen, trees, numerics.budget, store, world, halt.watching(report))
     _tell_damaged(built.damaged, "reference", voice)
     return built
 
 
 def build_teacher(policy: LanguageModel, named: Named, options: TeacherOptions, tokenizer: Any,
                   trees: list[PromptTree], probes: Sequence[PromptTree], numerics: Numerics, store: Path,
-                  world: World, voice: Voice) -> teachers.Teacher:
+                  world: World, voice: Voice, halt: Halt) -> teachers.Teacher:
     """A teacher in memory, or its likeliest tokens from the store."""
     model = numerics.frozen(named, probes, "auto", "teacher")
     rows = [len(one.module.get_output_embeddings().weight) for one in (policy, model)]
@@ -153,7 +155,8 @@ def build_teacher(policy: LanguageModel, named: Named, options: TeacherOptions, 
     if options.top_k is None:
         return teachers.LiveTeacher(model, comparison)
     with voice.bar("teacher") as report:
-        built = teachers.build(model, trees, options, comparison, numerics.budget, store, world, voice.say, report)
+        built = teachers.build(model, trees, options, comparison, numerics.budget, store, world, voice.say,
+                               halt.watching(report))
     _tell_damaged(built.store.damaged, "teacher", voice)
     return built
 

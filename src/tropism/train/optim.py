@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from transformers import get_scheduler
 
+from tropism.dist.state import check_plain
 from tropism.errors import UsageError
 from tropism.train.options import RunOptions
 
@@ -51,10 +52,19 @@ def learning_rates(schedule: str, peak: float, steps: int, warmup_ratio: float) 
 class Updater(Protocol):
     """Changes the weights once per step."""
 
+    optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
 
     def apply(self, step: int, finite: torch.Tensor) -> float:
         """Apply the gradients of step `step` (from 1), or nothing where `finite` is False; its learning rate."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Plain values beside the optimiser's own state."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state()`."""
         ...
 
 
@@ -76,6 +86,13 @@ class Scheduled:
         rate = self.rate(step)
         step_if_finite(self.optimizer, rate, finite)
         return rate
+
+    def state(self) -> dict[str, Any]:
+        """As `Updater` says: the rate is a function of the step."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """As `Updater` says."""
 
 
 class Given:
@@ -100,6 +117,29 @@ class Given:
                 self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         return rate
+
+    def state(self) -> dict[str, Any]:
+        """As `Updater` says."""
+        return {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """As `Updater` says."""
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+
+def why_not_kept(updater: Updater) -> str | None:
+    """Why no checkpoint could hold an optimiser or scheduler that the user brought; None if one can."""
+    optimizer = updater.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return f"the optimizer, a {type(optimizer).__name__}, is no torch.optim.Optimizer"
+    try:
+        for group in optimizer.param_groups:
+            check_plain({name: value for name, value in group.items() if name != "params"}, "the optimizer")
+        check_plain(updater.state(), "the scheduler")
+    except (UsageError, AttributeError) as error:
+        return str(error)
+    return None
 
 
 def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any = None,

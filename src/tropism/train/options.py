@@ -1,10 +1,11 @@
 """Options of the model and the run."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tropism.options import Options
+from tropism.train.interval import Interval, seconds_of
 
 Schedule = Literal["linear", "cosine", "constant", "polynomial", "cosine_with_min_lr", "inverse_sqrt"]
 
@@ -51,7 +52,7 @@ class RunOptions(Options):
     model: str
     """The policy: a Hugging Face directory, a hub id, or a GGUF file."""
     output: str
-    """The run directory; it must not hold anything yet."""
+    """The run directory; it must not hold anything yet, unless the run in it goes on."""
     trust_remote_code: bool = False
     """Run code that comes with a model."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
@@ -80,12 +81,38 @@ class RunOptions(Options):
     """Weight decay, on matrices only; decoupled in AdamW."""
     max_grad_norm: float = Field(1.0, ge=0.0)
     """Clip the gradient to this global norm; 0 does not clip."""
-    eval_every: int | None = Field(None, ge=0)
-    """Steps between evaluations; by default a tenth of the run; 0 evaluates at start and end only."""
-    log_every: int = Field(1, ge=1)
-    """Steps per line of metrics.jsonl."""
-    save_every: int | None = Field(None, ge=1)
-    """Steps between models that are kept on the way, in RUN/checkpoints; by default only the last is kept."""
+    eval_every: int | str | None = None
+    """How often to evaluate: steps (50), epochs (0.25ep) or time (30min); by default a tenth of the run; 0 evaluates
+    at start and end only."""
+    eval_limit: int | None = Field(None, ge=1)
+    """Evaluate this many of the held-out rows, evenly spread, and the same every time; by default all."""
+    log_every: int | str = 1
+    """How often to write a line of metrics.jsonl: steps (1), epochs (0.1ep) or time (30s)."""
+    save_every: int | str | None = None
+    """How often to write a checkpoint: steps (500), epochs (1ep) or time (30min); by default only when the run is
+    stopped."""
+    keep: int = Field(2, ge=0)
+    """Checkpoints that stay, the newest ones; 0 keeps all."""
+    keep_best: str | None = None
+    """Metric of the evaluations, such as loss or rewards/auc; the checkpoint that is best by it stays too."""
+    checkpoint_model: bool = False
+    """Put the model into every checkpoint too, as Hugging Face loads it."""
+    max_time: str | None = None
+    """Stop in time before so long (3h, 90min), with a checkpoint and an evaluation, and exit code 75."""
+    resume: str = "never"
+    """`auto` goes on with the run in output if there is one, `never` refuses it; or the path of the run or of one of
+    its checkpoints."""
+    fall_back: bool = False
+    """Go on from the newest checkpoint that is whole, where a later one is damaged."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a step whose loss, log-prob or gradient is not finite does to the run: `stop`, or `skip` the step, which
+    changes nothing in any case; ten in a row stop it too."""
+    stop_metric: str | None = None
+    """Metric of the evaluations, such as loss or rewards/auc, by which the run ends early when it gets no better."""
+    stop_patience: int | None = Field(None, ge=1)
+    """Evaluations in a row without a better value that end the run, by default 3."""
+    stop_delta: float | None = Field(None, ge=0.0)
+    """By how much a value must be better to count, by default 0."""
     track: str | None = None
     """Also log to these trackers, comma-separated: tensorboard, wandb, trackio, mlflow and others."""
     log_dir: str | None = None
@@ -96,3 +123,31 @@ class RunOptions(Options):
     """Held-out prompts that are answered before and after training."""
     export_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Dtype of the exported weights."""
+
+    @field_validator("eval_every", "log_every", "save_every", mode="before")
+    @classmethod
+    def _interval(cls, value: Any) -> Any:
+        """Steps are a number, whoever wrote them; everything else stays as it was written."""
+        if value is None or isinstance(value, bool):
+            return value
+        found = Interval.parse(value)
+        return int(found.every) if found.unit == "steps" else str(value).strip()
+
+    @field_validator("log_every", "save_every")
+    @classmethod
+    def _not_never(cls, value: int | str | None) -> int | str | None:
+        if value == 0:
+            raise ValueError("Input should be greater than or equal to 1 (got 0)")
+        return value
+
+    @field_validator("max_time", mode="before")
+    @classmethod
+    def _time(cls, value: Any) -> Any:
+        if value is not None and not seconds_of(str(value)):
+            raise ValueError(f"{value!r} is no time; it takes 90s, 30min, 3h or 1h30min")
+        return value
+
+    @property
+    def max_seconds(self) -> float | None:
+        """`max_time` in seconds."""
+        return None if self.max_time is None else seconds_of(self.max_time)

@@ -13,7 +13,7 @@ from tropism.data.options import DataOptions, LengthOptions
 from tropism.data.pack import plant
 from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import Schedule
+from tropism.data.schedule import GivenSchedule, Schedule
 from tropism.data.split import split_by_prompt
 from tropism.data.templates import check_effect, make_renderer
 from tropism.data.tree import PromptTree
@@ -75,6 +75,11 @@ def data_fingerprint(rows: Sequence[EncodedRow]) -> str:
             digest.update(completion.key)
         digest.update(str(row.desirable).encode())
     return digest.hexdigest()
+
+
+def steps_fingerprint(steps: GivenSchedule) -> str:
+    """Hash of which rows each step takes, where the seed and the options do not say it."""
+    return hashlib.blake2b(repr(steps.steps).encode(), digest_size=16).hexdigest()
 
 
 Source = str | Iterable[dict[str, Any]]

@@ -17,14 +17,14 @@ from tropism.data.collate import Batch, collate
 from tropism.data.pack import cost, scoring_packs, share
 from tropism.data.tree import PromptTree
 from tropism.dist.world import World
-from tropism.errors import ModelError, ReferenceMismatchError
+from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
 from tropism.model.logps import LanguageModel
 from tropism.train.store import VERSION, ScoreStore
 
 _WRITE_EVERY_S = 10.0  # at most this much of the pass is lost by a kill
 
 Report = Callable[[int, int], None]
-"""Called with (packs done, packs in all)."""
+"""Called with (packs done, packs in all) by all ranks alike; it may stop them by `StoppedEarly`."""
 
 
 class Reference(Protocol):
@@ -128,16 +128,21 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
     planned = rounds(missing, world.size)
     fresh: dict[bytes, float] = {}
     written = time.monotonic()
-    for number, packs_of_ranks in enumerate(planned, start=1):
-        own = _score_pack(model, packs_of_ranks[world.rank]) if packs_of_ranks[world.rank] else {}
-        for scores in world.gather(own):
-            fresh.update((key, value) for key, value in scores.items() if key not in known)
-        report(min(number * world.size, len(missing)), len(missing))
-        if world.is_main and time.monotonic() - written > _WRITE_EVERY_S:
-            store.add({key: value for key, value in fresh.items() if key not in known})
-            known.update(fresh)
-            fresh = {}
-            written = time.monotonic()
+    try:
+        for number, packs_of_ranks in enumerate(planned, start=1):
+            own = _score_pack(model, packs_of_ranks[world.rank]) if packs_of_ranks[world.rank] else {}
+            for scores in world.gather(own):
+                fresh.update((key, value) for key, value in scores.items() if key not in known)
+            report(min(number * world.size, len(missing)), len(missing))
+            if world.is_main and time.monotonic() - written > _WRITE_EVERY_S:
+                store.add({key: value for key, value in fresh.items() if key not in known})
+                known.update(fresh)
+                fresh = {}
+                written = time.monotonic()
+    except StoppedEarly:  # from the report: the next time begins where this one stopped
+        if world.is_main:
+            store.add(fresh)
+        raise
     if world.is_main:
         store.add(fresh)
     known.update(fresh)

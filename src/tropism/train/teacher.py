@@ -16,7 +16,7 @@ from tropism.data.collate import Batch, collate
 from tropism.data.pack import scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.dist.world import World
-from tropism.errors import ReferenceMismatchError, TropismError
+from tropism.errors import ReferenceMismatchError, StoppedEarly, TropismError
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
 from tropism.methods.build import DEFAULT_KD_WEIGHT
 from tropism.model.divergence import Comparison, Exact, Targets, TopK, top_k
@@ -153,6 +153,18 @@ class StoredTeacher:
         return TopK(ids, logps, tail)
 
 
+def stored_name(of_model: str, options: TeacherOptions, vocabulary: int) -> str:
+    """The fingerprint under which a teacher's likeliest tokens are stored.
+
+    Args:
+        of_model: fingerprint of the teacher.
+        vocabulary: ids that student and teacher share.
+    """
+    temperature = options.temperature or 1.0
+    return hashlib.blake2b(f"{of_model} top {options.top_k} of {vocabulary} at {temperature!r}".encode(),
+                           digest_size=16).hexdigest()
+
+
 def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOptions, comparison: Comparison,
           budget: int, root: Path, world: World, say: Callable[[str], None],
           report: Report = lambda done, total: None) -> StoredTeacher:
@@ -170,9 +182,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
     """
     k, vocabulary = options.top_k or 0, comparison.vocabulary
     of_model = fingerprint(model)
-    name = hashlib.blake2b(f"{of_model} top {k} of {vocabulary} at {comparison.temperature!r}".encode(),
-                           digest_size=16).hexdigest()
-    store = TopKStore(root, name, {
+    store = TopKStore(root, stored_name(of_model, options, vocabulary), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout,
         "holds": f"top {k} at temperature {comparison.temperature:g}", "teacher": of_model})
     store.open()
@@ -208,7 +218,11 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
         found = _top_k_of(model, own, comparison, k) if own else {}
         fresh.update(found)
         size += sum(ids.nbytes + logps.nbytes for ids, logps, _ in found.values())
-        report(min(number * world.size, len(packs)), len(packs))
+        try:
+            report(min(number * world.size, len(packs)), len(packs))
+        except StoppedEarly:  # the next time begins where this one stopped
+            store.add(fresh, comparison.vocabulary)
+            raise
         if time.monotonic() - written > _WRITE_EVERY_S or size > _WRITE_EVERY_BYTES:
             store.add(fresh, comparison.vocabulary)
             fresh, written, size = {}, time.monotonic(), 0

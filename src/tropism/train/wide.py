@@ -43,6 +43,14 @@ class RunningMean:
             before = torch.zeros_like(self._next) if self.sums is None else self.sums
             self.sums, self._next = torch.where(finite, self._next, before), None
 
+    def state(self) -> list[float] | None:
+        """Plain values that `restore` takes."""
+        return None if self.sums is None else self.sums.tolist()
+
+    def restore(self, state: list[float] | None, device: torch.device) -> None:
+        """Go on from `state()`."""
+        self.sums = None if state is None else torch.tensor(state, dtype=torch.float64, device=device)
+
 
 def rewards_of_step(method: Method, found: Found, device: torch.device) -> Tensor:
     """`[2]` sum and count of this rank's rewards."""

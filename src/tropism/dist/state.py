@@ -1,0 +1,153 @@
+"""State of a model and its optimiser by fully qualified names, as torch.distributed.checkpoint writes and reads it.
+
+Names do not depend on how tensors are sharded, so what one world wrote another can read. Only tensors go through
+torch.distributed.checkpoint: what is no tensor is handed out beside them, as plain values.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from tropism.errors import CheckpointError, UsageError
+
+Plain = dict[str, Any]
+
+# Said at every save and load without a process group, which is what we ask for.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+@dataclass
+class TrainingState:
+    """Everything that an update reads and changes.
+
+    Args:
+        tensors: `model/NAME` and `optimizer/NAME/KEY`, sharing memory with the module and the optimiser.
+        tied: second names of tensors that are there under another.
+        groups: options of the optimiser's groups, with the names of their weights.
+        values: state of the optimiser that is no tensor, by weight and key.
+    """
+
+    tensors: dict[str, Tensor]
+    tied: dict[str, str]
+    groups: list[Plain]
+    values: dict[str, Plain] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> "TrainingState":
+        """The state as it is."""
+        model, optim = get_state_dict(module, optimizer)
+        state = cls({}, {}, [dict(group) for group in optim["param_groups"]])
+        seen: dict[tuple[int, torch.Size, Any], str] = {}
+        for name, tensor in model.items():
+            key = f"model/{name}"
+            if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel():
+                place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+                if place in seen:
+                    state.tied[key] = seen[place]
+                    continue
+                seen[place] = key
+            state.tensors[key] = tensor
+        entries: Mapping[str, Any] = optim["state"]
+        for name, entry in entries.items():
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    state.tensors[f"optimizer/{name}/{key}"] = value
+                else:
+                    state.values.setdefault(name, {})[key] = value
+        return state
+
+    def copied(self) -> dict[str, Tensor]:
+        """The tensors as they are now, on the CPU, where no later step changes them."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+
+    def apply(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Give the state to a module and its optimiser; nothing may be missing or left over."""
+        model: Plain = {}
+        entries: dict[str, Plain] = {name: dict(values) for name, values in self.values.items()}
+        everything = self.tensors | {name: self.tensors[other] for name, other in self.tied.items()}
+        for name, tensor in everything.items():
+            kind, _, rest = name.partition("/")
+            if kind == "model":
+                model[rest] = tensor
+            else:
+                weight, _, key = rest.rpartition("/")
+                entries.setdefault(weight, {})[key] = tensor
+        set_state_dict(module, optimizer, model_state_dict=model,
+                       optim_state_dict={"state": entries, "param_groups": self.groups},
+                       options=StateDictOptions(strict=True))
+
+
+def check_plain(value: Any, what: str) -> None:
+    """Stop where a value could not be written down and read back as it is.
+
+    Raises:
+        UsageError: saying what it belongs to.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return
+    if isinstance(value, list | tuple):
+        for entry in value:
+            check_plain(entry, what)
+        return
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        for entry in value.values():
+            check_plain(entry, what)
+        return
+    raise UsageError(f"{what} holds a {type(value).__name__}, which a checkpoint cannot keep (numbers, text and lists "
+                     "it can)")
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write tensors into a directory, by this process alone.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    try:
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, sync_files=False), no_dist=True)
+    except CheckpointException as error:
+        raise _cause(error) from error
+
+
+def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Read a directory into tensors, in place, by this process alone. Its metadata is a pickle: check it first.
+
+    Raises:
+        CheckpointError: naming what is missing, left over or of another size or type; nothing was changed then.
+    """
+    reader = dcp.FileSystemReader(path)
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+        for problem, names in (("is missing", tensors.keys() - stored.keys()),
+                               ("is not part of this run", stored.keys() - tensors.keys())):
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                raise CheckpointError(f"{path}: {min(names)}{more} {problem}")
+        for name, tensor in tensors.items():
+            entry = stored[name]
+            kept = (tuple(entry.size), entry.properties.dtype)
+            if kept != (tuple(tensor.shape), tensor.dtype):
+                raise CheckpointError(f"{path}: {name} is {list(kept[0])} {kept[1]} there and {list(tensor.shape)} "
+                                      f"{tensor.dtype} in this run")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """The error behind one that is not even an `Exception`; one of the disk first."""
+    causes = [cause for cause, _ in error.failures.values()]
+    found = next((cause for cause in causes if isinstance(cause, OSError)), causes[0] if causes else error)
+    if not isinstance(found, OSError) and "write" in str(found).lower():  # torch's writer has errors of its own
+        return OSError(28, str(found).splitlines()[0])
+    return found if isinstance(found, Exception) else RuntimeError(str(found))

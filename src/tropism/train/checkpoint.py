@@ -1,0 +1,186 @@
+"""A checkpoint on the disk: written whole, or not there.
+
+    RUN/checkpoints/step-00000100/state/         tensors, by torch.distributed.checkpoint
+                                  trainer.json   everything else that the run needs to go on
+                                  model/         the model as Hugging Face loads it, where that was asked for
+                                  files.json     size and hash of every file above
+                                  COMPLETE       the hash of files.json; written last, after all else is on the disk
+
+Nothing is opened before its hash was compared with the one that was written: the metadata of `state/` is a pickle.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tropism.dist.state import write_tensors
+from tropism.errors import CheckpointError, OutputError
+
+SCHEMA_VERSION = 1
+_NAME = re.compile(r"step-(\d{8,})")
+_CHUNK_BYTES = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that was finished; whether it is still whole is another question (`verify`)."""
+
+    path: Path
+    step: int
+
+    @property
+    def state(self) -> Path:
+        """Where its tensors lie."""
+        return self.path / "state"
+
+
+def place_of(root: Path, step: int) -> Path:
+    """The directory of the checkpoint after a step, in RUN/checkpoints."""
+    return root / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a directory's name says, if it says one."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+def listed(root: Path) -> list[Checkpoint]:
+    """Finished checkpoints in RUN/checkpoints, oldest first."""
+    found = [Checkpoint(path, step) for path in (root.iterdir() if root.is_dir() else ())
+             if (step := step_of(path)) is not None and (path / "COMPLETE").is_file()]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, Any],
+          model: Callable[[Path], None] | None = None, synced: tuple[Path, ...] = ()) -> int:
+    """Write a checkpoint.
+
+    Args:
+        root: RUN/checkpoints.
+        tensors: on the CPU.
+        trainer: plain values.
+        model: writes a model directory to a path.
+        synced: files whose size the checkpoint remembers; they are brought to the disk before it counts.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        OutputError: if the disk refuses, with the bytes that are needed and free. What was written of it is removed.
+    """
+    path = place_of(root, step)
+    try:
+        remove(path)
+        path.mkdir(parents=True)
+        write_tensors(tensors, path / "state")
+        content = json.dumps({"schema_version": SCHEMA_VERSION, **trainer}, indent=1)
+        (path / "trainer.json").write_text(content, encoding="utf-8")
+        if model is not None:
+            model(path / "model")
+        files = {str(file.relative_to(path)): entry for file, entry in _hashed(path)}
+        (path / "files.json").write_text(json.dumps(files, indent=1), encoding="utf-8")
+        for file in (*synced, *path.rglob("*"), path):
+            _sync(file)
+        (path / "COMPLETE").write_text(_digest(path / "files.json") + "\n", encoding="utf-8")
+        for file in (path / "COMPLETE", path, root, root.parent):
+            _sync(file)
+    except (OSError, OutputError) as error:
+        free = _free(root)
+        shutil.rmtree(path, ignore_errors=True)
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        raise OutputError(f"{path}: the checkpoint could not be written: {reason}. It takes {needed} bytes for its "
+                          f"tensors, and {free} bytes were free. What was there before is untouched") from error
+    return sum(entry["bytes"] for entry in files.values())
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, which stops to count before its files begin to go."""
+    (path / "COMPLETE").unlink(missing_ok=True)
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def set_aside(path: Path) -> None:
+    """Let a checkpoint no longer count. Its files stay until the next one is written."""
+    (path / "COMPLETE").unlink(missing_ok=True)
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Compare every file with what was written, and hand out `trainer.json`.
+
+    Raises:
+        CheckpointError: with a sentence of its own for each thing that can be wrong.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint")
+    _check_version(path / "trainer.json")
+    if not (path / "COMPLETE").is_file():
+        raise CheckpointError(f"{path}: was never finished (it has no file COMPLETE)")
+    if not (path / "files.json").is_file():
+        raise CheckpointError(f"{path / 'files.json'}: is missing")
+    if _digest(path / "files.json") != (path / "COMPLETE").read_bytes().decode(errors="replace").strip():
+        raise CheckpointError(f"{path / 'files.json'}: is damaged, or COMPLETE is: its hash is not the one in COMPLETE")
+    files = json.loads((path / "files.json").read_text(encoding="utf-8"))
+    for name, entry in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: is missing")
+        if file.stat().st_size != entry["bytes"]:
+            raise CheckpointError(f"{file}: is damaged: it has {file.stat().st_size} bytes of {entry['bytes']}")
+    with ThreadPoolExecutor() as pool:
+        for name, digest in zip(files, pool.map(lambda name: _digest(path / name), files), strict=True):
+            if digest != files[name]["blake2b"]:
+                raise CheckpointError(f"{path / name}: is damaged: its content is not what was written")
+    trainer: dict[str, Any] = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    return trainer
+
+
+def _check_version(file: Path) -> None:
+    """Before hashes: another version may hash in another way. What cannot be read is damaged, and found to be."""
+    try:
+        version = json.loads(file.read_text(encoding="utf-8"))["schema_version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if version != SCHEMA_VERSION:
+        raise CheckpointError(f"{file}: has schema version {version}, and this version of Tropism reads "
+                              f"{SCHEMA_VERSION}")
+
+
+def _hashed(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            yield file, {"bytes": file.stat().st_size, "blake2b": _digest(file)}
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    with file.open("rb") as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    if not path.exists():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _free(path: Path) -> int:
+    place = next(place for place in (path, *path.parents) if place.exists())
+    return shutil.disk_usage(place).free

@@ -1,0 +1,253 @@
+"""Keeping a run while it goes on: tensors are copied within a step and written beside the next ones."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tropism.dist.state import TrainingState, check_plain
+from tropism.dist.world import World
+from tropism.errors import OutputError, TropismError, UsageError
+from tropism.methods import Method
+from tropism.observe.metrics import direction
+from tropism.observe.rundir import RunDirectory
+from tropism.train import checkpoint
+from tropism.train.halt import Halt
+from tropism.train.randomness import random_state
+from tropism.train.step import Engine
+from tropism.train.stopping import evaluation_keys
+from tropism.train.window import Progress
+
+_SLOWEST_DISK = 100e6
+"""Bytes per second that the first save is expected to write, before any was measured."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay.
+
+    Args:
+        newest: how many of the newest; 0 for all.
+        best: metric of the evaluations by which one more stays, if it is not among them.
+    """
+
+    newest: int = 2
+    best: str | None = None
+
+    def kept(self, steps: list[int], best: int | None) -> set[int]:
+        """Those that stay, of finished ones."""
+        newest = sorted(steps)[-self.newest:] if self.newest else steps
+        return {*newest, *([best] if best in steps else [])}
+
+
+@dataclass
+class Notes:
+    """What a checkpoint keeps of everything around the loop; plain values.
+
+    Args:
+        fixed: fingerprints, options, libraries and world size that it belongs to.
+        answers: given before training.
+        baselines: of the evaluator.
+        evaluation: the last evaluation record.
+        guards: state of whatever watches the records, by its name.
+        seconds: that earlier sittings took.
+        began: when this sitting began, of the monotonic clock.
+    """
+
+    fixed: dict[str, Any]
+    answers: list[str] = field(default_factory=list)
+    baselines: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    guards: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the run so far."""
+        return self.seconds + time.monotonic() - self.began
+
+    def resume(self, trainer: dict[str, Any]) -> None:
+        """Take over what a checkpoint kept."""
+        self.answers, self.baselines = list(trainer["answers"]), dict(trainer["baselines"])
+        self.evaluation, self.guards = dict(trainer["evaluation"]), dict(trainer["guards"])
+        self.seconds = float(trainer["seconds"])
+
+    def state(self) -> dict[str, Any]:
+        """What is written down."""
+        return {**self.fixed, "answers": list(self.answers), "baselines": dict(self.baselines),
+                "evaluation": dict(self.evaluation), "guards": json.loads(json.dumps(self.guards)),
+                "seconds": self.elapsed}
+
+
+class Saver:
+    """Writes checkpoints of a run, one at a time. The main rank writes; all ranks hold the same.
+
+    Args:
+        engine: what is kept.
+        directory: of the run.
+        notes: what is kept around it; whoever changes them is seen by the next save.
+        retention: which checkpoints stay.
+        halt: is told how long a save takes.
+        say: takes a line for each save.
+        model: writes the weights of a state dict as a model directory; None for none.
+    """
+
+    def __init__(self, engine: Engine, directory: RunDirectory, notes: Notes, retention: Retention, halt: Halt,
+                 say: Callable[[str], None], model: Callable[[dict[str, Any], Path], None] | None = None) -> None:
+        self.engine = engine
+        self.world: World = engine.world
+        self.directory = directory
+        self.notes = notes
+        self.retention = retention
+        self.halt = halt
+        self.say = say
+        self.model = model
+        self.root = directory.checkpoints
+        self.best: tuple[int, float] | None = self._best_so_far() if self.world.is_main else None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        halt.took("save", self.estimate_bytes() / _SLOWEST_DISK)
+
+    def estimate_bytes(self) -> int:
+        """About what one checkpoint takes, before there is one."""
+        weights = sum(weight.nbytes for weight in self.engine.model.module.state_dict().values())
+        per_weight = 2 if "adam" in type(self.engine.updater.optimizer).__name__.lower() else 1
+        return weights + per_weight * sum(parameter.nbytes for parameter in self.engine.updater.parameters)
+
+    def finished(self) -> list[checkpoint.Checkpoint]:
+        """What is there already."""
+        return checkpoint.listed(self.root)
+
+    @property
+    def failed(self) -> bool:
+        """A save in the background has failed; `wait` says how."""
+        return self._failure is not None
+
+    def save(self, progress: Progress) -> None:
+        """Copy what is to be kept, and begin to write it. All ranks call this together.
+
+        Raises:
+            OutputError: if the save before this one failed.
+        """
+        self.wait()
+        self.world.on_main(lambda: self._begin(progress))
+
+    def wait(self) -> None:
+        """Come back when the save in hand is on the disk. All ranks call this together.
+
+        Raises:
+            OutputError: if it could not be written.
+        """
+        self.world.on_main(self._join)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure if isinstance(failure, TropismError) else OutputError(
+                f"{self.root}: the checkpoint could not be written: {type(failure).__name__}: {failure}")
+
+    def _begin(self, progress: Progress) -> None:
+        began = time.monotonic()
+        updater = self.engine.updater
+        state = TrainingState.of(self.engine.model.module, updater.optimizer)
+        tensors = state.copied()
+        check_plain([state.groups, state.values], "the optimizer")
+        trainer = {
+            **progress.state(), **self.notes.state(), "offsets": self.directory.offsets(),
+            "shift": self.engine.shift.state(), "random": random_state(), "updater": updater.state(),
+            "optimizer": {"groups": state.groups, "values": state.values},
+            "saved": datetime.now(UTC).isoformat(timespec="seconds")}
+        trainer["stall_s"] = time.monotonic() - began
+        # A daemon: whoever leaves the run in a hurry does not wait for it, and what is unfinished does not count.
+        self._thread = threading.Thread(target=self._write, args=(progress.step, tensors, state.tied, trainer),
+                                        name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, step: int, tensors: dict[str, Any], tied: dict[str, str], trainer: dict[str, Any]) -> None:
+        """In the background: write, publish, tidy up."""
+        began = time.monotonic()
+        try:
+            write_model = self.model
+            model = None
+            if write_model is not None:
+                everything = tensors | {name: tensors[other] for name, other in tied.items()}
+                weights = {name.removeprefix("model/"): tensor for name, tensor in everything.items()
+                           if name.startswith("model/")}
+                model = lambda path: write_model(weights, path)  # noqa: E731
+            size = checkpoint.write(self.root, step, tensors, trainer, model, self.directory.logs)
+            self._publish(step, trainer["evaluation"])
+        except BaseException as error:  # told at the next step, by whoever asks
+            self._failure = error
+            return
+        seconds = time.monotonic() - began
+        self.halt.took("save", trainer["stall_s"] + seconds)
+        self.say(f"checkpoint: step {step}, {size / 2**20:.1f} MiB in {seconds:.2f} s beside the training, which stood "
+                 f"still for {trainer['stall_s']:.3f} s")
+
+    def _publish(self, step: int, evaluation: dict[str, Any]) -> None:
+        """Say which is the best, and remove those that need not stay."""
+        metric = self.retention.best
+        if metric is not None and metric in evaluation:
+            value = evaluation[metric]
+            if self.best is None or _better(metric, value, self.best[1]):
+                self.best = (step, value)
+        try:
+            if self.best is not None:
+                _replace(self.root / "best.json", {
+                    "checkpoint": checkpoint.place_of(self.root, self.best[0]).name, "step": self.best[0],
+                    "metric": metric, "value": self.best[1]})
+            finished = {one.step for one in checkpoint.listed(self.root)}
+            stay = self.retention.kept(sorted(finished), self.best[0] if self.best else None) | {step}
+            for path in self.root.iterdir():
+                if (found := checkpoint.step_of(path)) is not None and found not in stay:
+                    checkpoint.remove(path)
+        except OSError as error:
+            raise OutputError(f"{self.root}: cannot be tidied up: {error.strerror}") from error
+
+    def _best_so_far(self) -> tuple[int, float] | None:
+        """Of the checkpoints that are there, earlier ones first."""
+        best: tuple[int, float] | None = None
+        metric = self.retention.best
+        for one in checkpoint.listed(self.root) if metric else ():
+            try:
+                found = json.loads((one.path / "trainer.json").read_text(encoding="utf-8"))["evaluation"]
+            except (OSError, ValueError, KeyError):
+                continue
+            if metric is not None and metric in found and (best is None or _better(metric, found[metric], best[1])):
+                best = (one.step, found[metric])
+        return best
+
+
+def check_metric(metric: str | None, method: Method, has_evaluation: bool) -> None:
+    """Stop before anything is spent where no evaluation could say which checkpoint is the best.
+
+    Raises:
+        UsageError: naming the metrics that there are.
+    """
+    if metric is None:
+        return
+    known = evaluation_keys(method)
+    if metric not in known:
+        raise UsageError(f"keep_best: {metric!r} is not one of {', '.join(known)}")
+    if not has_evaluation:
+        raise UsageError(f"keep_best {metric} needs rows to evaluate: --eval-fraction 0.1 holds some out, --eval-data "
+                         "names a file of them")
+
+
+def _better(metric: str, value: float, other: float) -> bool:
+    return value > other if direction(metric) == "higher" else value < other
+
+
+def _replace(target: Path, value: dict[str, Any]) -> None:
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(target)
