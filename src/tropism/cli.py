@@ -192,18 +192,15 @@ def verify(run: Path, /, *, json: Path | None = None) -> int:
     run
         A run directory.
     json
-        Also write the findings to this file; - is the screen, in place of the text.
+        Also write the findings to this file.
     """
     from tropism import verify as verifying  # imports torch: not for --help
     from tropism.observe.console import Voice
 
     verdict = verifying.verify(run)
-    if json == Path("-"):
-        print(verifying.to_text(verdict), end="")
-    else:
-        verifying.show(verdict, Voice())
-        if json is not None:
-            verifying.write(verdict, json)
+    verifying.show(verdict, Voice())
+    if json is not None:
+        verifying.write(verdict, json)
     return 0 if verdict.intact and verdict.repeatable else 1
 
 

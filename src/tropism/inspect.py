@@ -21,6 +21,7 @@ from tropism.data.tokens import Piece
 from tropism.errors import DataError, ModelError, OutputError, TropismError
 from tropism.model import load
 from tropism.observe.console import Voice
+from tropism.observe.files import write_whole
 from tropism.observe.page import render_page
 from tropism.train.prepare import limits
 
@@ -268,6 +269,6 @@ def write_html(inspection: Inspection, path: Path) -> None:
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+        raise OutputError.because(path, error) from error
+    write_whole(path, text.encode(errors="backslashreplace"))

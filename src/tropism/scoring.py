@@ -28,6 +28,7 @@ from tropism.model import load
 from tropism.model.divergence import Comparison
 from tropism.model.logps import LanguageModel, summed
 from tropism.observe.console import Voice
+from tropism.observe.files import write_whole
 from tropism.train.evaluate import ranking
 from tropism.train.models import Numerics, config_of, numerics_of, tokenizer_of
 from tropism.train.prepare import limits, probe_trees
@@ -251,7 +252,7 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
     except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise OutputError(f"{path}: cannot be written: {str(error).splitlines()[0]}") from error
+        raise OutputError.because(path, error) from error
 
 
 def write_figures(content: dict[str, Any], path: Path) -> None:
@@ -261,12 +262,7 @@ def write_figures(content: dict[str, Any], path: Path) -> None:
         OutputError: if the disk refuses.
     """
     check_writable(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def check_target(path: Path) -> None:
@@ -295,7 +291,7 @@ def check_writable(path: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+        raise OutputError.because(path, error) from error
 
 
 def original_columns(data: str) -> dict[str, dict[str, Any]]:

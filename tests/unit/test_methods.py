@@ -276,7 +276,7 @@ def test_pair_metrics() -> None:
     assert means == pytest.approx({
         "loss": want["sigmoid"], "rewards/chosen": want["reward_chosen"], "rewards/rejected": want["reward_rejected"],
         "rewards/margins": want["logged_margin"], "rewards/accuracies": 1.0, "logps/chosen": -12.0,
-        "logps/rejected": -15.0}, abs=1e-6)
+        "logps/rejected": -15.0, "saturated": 0.0}, abs=1e-6)
 
 
 def test_rewards_of_losses_without_a_reference() -> None:
@@ -315,7 +315,7 @@ def test_kto_metrics_count_each_class() -> None:
     assert means["rewards/margins"] == pytest.approx(0.10)
     assert (means["logps/chosen"], means["logps/rejected"]) == (pytest.approx(-80.5 / 3), pytest.approx(-108.5 / 3))
     one_sided = means_of(method, *fixture([0, 2, 3]), wide)
-    assert one_sided.keys() == {"loss", "rewards/chosen", "logps/chosen"}
+    assert one_sided.keys() == {"loss", "rewards/chosen", "logps/chosen", "saturated"}
 
 
 def test_records_of_several_terms() -> None:

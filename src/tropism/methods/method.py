@@ -15,6 +15,9 @@ from tropism.losses.scored import Scored
 from tropism.methods.table import LossRow, Reward
 from tropism.shapes import PerCompletion, PerUnit, Scalar
 
+FLAT = 1e-3
+"""A sigmoid this near to 0 or 1 is flat: its slope is a thousandth or less of its size."""
+
 Sums = dict[str, tuple[Tensor, Tensor | int]]
 """(sum, count) of each metric."""
 
@@ -193,6 +196,8 @@ class Method:
                        for term, values, count in zip(self.terms, losses, counts, strict=True)}
         if self.view == "single":
             return found
+        if self.tells_saturation:
+            found["saturated"] = (self._saturated(units, losses).double().sum(), len(units.members))
         rewards = self.unit_rewards(scored, units)
         number = len(units.members)
         if self.view == "paired":
@@ -212,12 +217,32 @@ class Method:
         return found
 
     @property
+    def tells_saturation(self) -> bool:
+        """Whether the value of a unit's loss says that its derivative is nearly 0."""
+        term = self.preference
+        return term is not None and bool(term.row.flat) and not term.options.get("label_smoothing") and not self.wpo
+
+    def _saturated(self, units: Units, losses: Sequence[PerUnit]) -> Tensor:
+        """`[U]` which units have a sigmoid within FLAT of an end where the loss has no slope."""
+        term = self.preference
+        assert term is not None
+        values = next(own for other, own in zip(self.terms, losses, strict=True) if other is term).detach()
+        if units.desirable is not None:
+            weights = [torch.full_like(values, term.options[name]) for name in ("desirable_weight",
+                                                                                "undesirable_weight")]
+            values = values / torch.where(units.desirable, *weights)
+        if term.row.flat == "ends":
+            return (values < FLAT) | (values > 1 - FLAT)
+        return values < -math.log1p(-FLAT)
+
+    @property
     def metric_keys(self) -> tuple[str, ...]:
         """Keys of `metrics`, the same on every rank whatever it has seen."""
         keys = tuple(term.key for term in self.terms)
         if self.view == "single":
             return keys
         keys += ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+        keys += ("saturated",) if self.tells_saturation else ()
         return (*keys, "rewards/margins", "rewards/accuracies") if self.view == "paired" else keys
 
     def combine(self, means: Mapping[str, float]) -> dict[str, float]:

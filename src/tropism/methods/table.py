@@ -35,6 +35,8 @@ class LossRow:
         nll: for a loss that is published with a likelihood term: the option that weighs it, or a fixed weight.
         weighted: WPO may weigh it.
         needs_teacher: looks at the divergence from a teacher.
+        flat: where the loss of a unit has no slope any more: nowhere that its value tells, where it is nearly 0
+            (`low`; under label smoothing nowhere), or where it is nearly 0 or nearly its weight (`ends`).
     """
 
     name: str
@@ -48,6 +50,7 @@ class LossRow:
     nll: str | float | None = None
     weighted: bool = True
     needs_teacher: bool = False
+    flat: Literal["", "low", "ends"] = ""
 
     @property
     def needs_reference(self) -> bool:
@@ -96,31 +99,31 @@ _WEIGHTS = {**_BETA, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 _KD = {"reward": None, "weighted": False, "needs_teacher": True}
 
 _ROWS = (
-    LossRow("sigmoid", "paired", pairwise.sigmoid, "DPO on summed log-probs", {**_SMOOTH, **_LINK}),
+    LossRow("sigmoid", "paired", pairwise.sigmoid, "DPO on summed log-probs", {**_SMOOTH, **_LINK}, flat="low"),
     LossRow("robust", "paired", pairwise.robust, "DPO unbiased under flipped labels",
             {**_BETA, "label_smoothing": 0.1, **_LINK}),
     LossRow("ipo", "paired", pairwise.ipo, "IPO on summed log-probs, as DPO takes them", {**_BETA, **_LINK}),
     LossRow("ipo_mean", "paired", pairwise.ipo_mean, "IPO on log-probs per token", {**_BETA, **_LINK},
             reward="mean_logratio"),
-    LossRow("hinge", "paired", pairwise.hinge, "hinge on summed log-probs (SLiC)", {**_BETA, **_LINK}),
+    LossRow("hinge", "paired", pairwise.hinge, "hinge on summed log-probs (SLiC)", {**_BETA, **_LINK}, flat="low"),
     LossRow("exo_pair", "paired", pairwise.exo_pair, "EXO on pairs, reverse KL to smoothed labels",
             {**_BETA, "label_smoothing": 1e-3, **_LINK}),
     LossRow("nca_pair", "paired", pairwise.nca_pair, "noise contrastive alignment on pairs", _BETA),
-    LossRow("bco_pair", "paired", pairwise.bco_pair, "binary classifier on both sides, no shift", _BETA),
+    LossRow("bco_pair", "paired", pairwise.bco_pair, "binary classifier on both sides, no shift", _BETA, flat="low"),
     LossRow("sppo_hard", "paired", pairwise.sppo_hard, "SPPO with win probabilities 1 and 0", _BETA),
     LossRow("apo_zero", "paired", pairwise.apo_zero, "APO-zero: chosen up, rejected down", _BETA),
     LossRow("apo_down", "paired", pairwise.apo_down, "APO-down: chosen down, rejected further", _BETA),
     LossRow("discopop", "paired", pairwise.discopop, "DiscoPOP's log-ratio modulated loss",
             {**_BETA, "discopop_tau": 0.05, **_LINK}),
     LossRow("sigmoid_norm", "paired", pairwise.sigmoid_norm, "DPO on log-probs per token", {"beta": 5.0, **_LINK},
-            reward="mean_logratio"),
+            reward="mean_logratio", flat="low"),
     LossRow("aot", "paired", transport.aot, "AOT: margins of policy and reference, sorted over the whole step",
             _SMOOTH, wide=("partner",), weighted=False),
     LossRow("aot_unpaired", "paired", transport.aot_unpaired,
             "AOT: chosen and rejected log-ratios, sorted over the whole step", _SMOOTH,
             wide=("chosen_partner", "rejected_partner"), weighted=False),
     LossRow("simpo", "paired", reference_free.simpo, "SimPO on log-probs per token, no reference",
-            {"beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0}, reward="mean_logp"),
+            {"beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0}, reward="mean_logp", flat="low"),
     LossRow("cpo", "paired", reference_free.cpo, "CPO on summed log-probs with its likelihood term, no reference",
             {**_SMOOTH, "cpo_alpha": 1.0}, reward="logp", nll="cpo_alpha"),
     LossRow("orpo", "paired", reference_free.odds_ratio, "ORPO: likelihood plus beta x odds term, no reference",
@@ -131,13 +134,13 @@ _ROWS = (
             covers=_tokens, **_KD),  # type: ignore[arg-type]
 
     LossRow("kto", "unpaired", unpaired.kto, "KTO with the reference point pooled over the whole step", _WEIGHTS,
-            wide=("reference_point",)),
+            wide=("reference_point",), flat="ends"),
     LossRow("apo_zero_unpaired", "unpaired", unpaired.apo_zero_unpaired, "APO-zero: desirable up, undesirable down",
-            _WEIGHTS),
+            _WEIGHTS, flat="ends"),
     LossRow("kto_no_reference_point", "unpaired", unpaired.kto_no_reference_point, "KTO with reference point 0",
-            _WEIGHTS),
+            _WEIGHTS, flat="ends"),
     LossRow("bco", "unpaired", unpaired.bco, "BCO, shifted by the running mean of all rewards", _WEIGHTS,
-            wide=("shift",)),
+            wide=("shift",), flat="low"),
     LossRow("sft", "unpaired", _nll_desirable, "likelihood of desirable completions, per token", reward=None,
             covers=_tokens_if_desirable, weighted=False),
     LossRow("divergence", "unpaired", _divergence_of_one, "divergence from the teacher, per token",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,32 +16,42 @@ class Metric:
     unit: str
     per: str
     meaning: str
+    better: Literal["", "lower", "higher"] = ""
+    """Which way an evaluation gets better; empty where neither is."""
 
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in (
-    Metric("loss", "nats", "unit", "what is minimised: mean loss of a completion (KTO), a pair (DPO) or a token (SFT)"),
-    Metric("loss/*", "nats", "unit or token", "each loss by its name, before its weight, where there are several"),
-    Metric("kd/ce", "nats", "token", "cross-entropy of the completions under the student"),
-    Metric("kd/divergence", "nats", "token", "divergence of the student from the teacher"),
-    Metric("perplexity", "", "token", "exp of the cross-entropy per supervised token (SFT, KD)"),
+    Metric("loss", "nats", "unit", "what is minimised: mean loss of a completion (KTO), a pair (DPO) or a token (SFT)",
+           "lower"),
+    Metric("loss/*", "nats", "unit or token", "each loss by its name, before its weight, where there are several",
+           "lower"),
+    Metric("kd/ce", "nats", "token", "cross-entropy of the completions under the student", "lower"),
+    Metric("kd/divergence", "nats", "token", "divergence of the student from the teacher", "lower"),
+    Metric("perplexity", "", "token", "exp of the cross-entropy per supervised token (SFT, KD)", "lower"),
     Metric("rewards/chosen", "nats", "completion", "mean reward of chosen or desirable completions: beta x log-ratio, "
-           "or for a loss without a reference beta x log-prob"),
-    Metric("rewards/rejected", "nats", "completion", "the same of rejected or undesirable ones"),
-    Metric("rewards/margins", "nats", "pair or class", "chosen minus rejected reward; KTO: of the class means"),
-    Metric("rewards/accuracies", "share", "pair", "pairs with a margin above 0; a margin of 0 counts one half"),
-    Metric("rewards/accuracies_low", "share", "prompt", "lower end of its 95 % interval"),
-    Metric("rewards/accuracies_high", "share", "prompt", "upper end of its 95 % interval"),
-    Metric("rewards/auc", "share", "completion", "how often a desirable reward exceeds an undesirable one"),
-    Metric("rewards/auc_low", "share", "prompt", "lower end of its 95 % interval"),
-    Metric("rewards/auc_high", "share", "prompt", "upper end of its 95 % interval"),
-    Metric("logps/chosen", "nats", "completion", "mean log-prob of chosen or desirable completions"),
-    Metric("logps/rejected", "nats", "completion", "the same of rejected or undesirable ones"),
+           "or for a loss without a reference beta x log-prob", "higher"),
+    Metric("rewards/rejected", "nats", "completion", "the same of rejected or undesirable ones", "lower"),
+    Metric("rewards/margins", "nats", "pair or class", "chosen minus rejected reward; KTO: of the class means",
+           "higher"),
+    Metric("rewards/accuracies", "share", "pair", "pairs with a margin above 0; a margin of 0 counts one half",
+           "higher"),
+    Metric("rewards/accuracies_low", "share", "prompt", "lower end of its 95 % interval", "higher"),
+    Metric("rewards/accuracies_high", "share", "prompt", "upper end of its 95 % interval", "higher"),
+    Metric("rewards/auc", "share", "completion", "how often a desirable reward exceeds an undesirable one", "higher"),
+    Metric("rewards/auc_low", "share", "prompt", "lower end of its 95 % interval", "higher"),
+    Metric("rewards/auc_high", "share", "prompt", "upper end of its 95 % interval", "higher"),
+    Metric("logps/chosen", "nats", "completion", "mean log-prob of chosen or desirable completions", "higher"),
+    Metric("logps/rejected", "nats", "completion", "the same of rejected or undesirable ones", "lower"),
+    Metric("saturated", "share", "unit", "units whose loss is flat where they are, and which teach nothing: its "
+           "derivative is below a thousandth of the largest"),
     Metric("kl", "nats", "step", "KTO's reference point: kl/raw, but at least 0"),
     Metric("kl/raw", "nats", "unit", "mean log-ratio of the mismatched completions of the step"),
     Metric("kl/stderr", "nats", "mismatched pair", "standard error of kl/raw"),
     Metric("baselines/logps", "share", "", "AUC or accuracy of the initial policy's summed log-prob as the score"),
     Metric("baselines/logps_per_token", "share", "", "the same of its log-prob per token"),
     Metric("baselines/length", "share", "", "the same of the completion's length alone"),
+    Metric("skipped", "steps", "", "steps of this record that were not finite and changed nothing (--on-nonfinite "
+           "skip); absent if there are none"),
     Metric("grad_norm", "nats", "step", "global norm of the gradient before clipping"),
     Metric("learning_rate", "", "step", "learning rate of the step"),
     Metric("epoch", "epochs", "", "passes over the training data so far"),
@@ -51,6 +62,12 @@ METRICS: dict[str, Metric] = {metric.key: metric for metric in (
     Metric("step_time", "s", "step", "wall time of a step"),
     Metric("memory/peak_gib", "GiB", "", "peak GPU memory; on a CPU, peak resident memory of the process"),
 )}
+
+
+def direction(key: str) -> Literal["", "lower", "higher"]:
+    """Which way a metric of an evaluation gets better; empty where neither is, or for an unknown one."""
+    metric = METRICS.get(key) or METRICS.get(f"{key.split('/')[0]}/*")
+    return metric.better if metric else ""
 
 
 BOOKKEEPING = frozenset(("learning_rate", "epoch", "examples", "tokens", "tokens/computed", "tokens_per_second",

@@ -49,12 +49,15 @@ class Evaluator:
         model = engine.model
         trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length)
         packs = scoring_packs(trees, self.budget, model.layout)
-        own = share([sum(map(cost, pack)) for pack in packs], engine.world.size)[engine.world.rank]
+        shares = share([sum(map(cost, pack)) for pack in packs], engine.world.size)
+        own, rounds = shares[engine.world.rank], max(map(len, shares))
         found: dict[bytes, Values] = {}
-        for done, index in enumerate(own, start=1):
-            keys = [key for tree in packs[index] for key in tree.score_keys]
-            found |= dict(zip(keys, _values(engine, packs[index]), strict=True))
-            report(done, len(own))
+        for number in range(rounds):
+            if number < len(own):
+                pack = packs[own[number]]
+                keys = [key for tree in pack for key in tree.score_keys]
+                found |= dict(zip(keys, _values(engine, pack), strict=True))
+            report(number + 1, rounds)  # by all ranks alike: it may stop them
         return {key: value for part in engine.world.gather(found) for key, value in part.items()}
 
     def _record(self, engine: Engine, found: dict[bytes, Values]) -> dict[str, float]:
@@ -91,7 +94,7 @@ class Evaluator:
                 wide = Wide(wide.reference_point, wide.shift, *sorted_partners(side_values(method, scored, units)))
             losses = method.losses(scored, units, wide)
         sums = method.metrics(scored, units, losses, method.counts(self.rows), noise)
-        terms = {term.key for term in method.terms}
+        terms = {"saturated", *(term.key for term in method.terms)}  # what follows from the losses
         record = method.combine({key: float(total) / int(count) for key, (total, count) in sums.items()
                                  if int(count) and (known or key not in terms)})
         if point is not None:

@@ -1,12 +1,11 @@
 """Files of the store: written under another name, then renamed, so that a killed run leaves whole files only."""
 
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from tropism.errors import OutputError
+from tropism.observe.files import write_whole
 
 
 def publish(directory: Path, meta: dict[str, Any], name: str, content: bytes, what: str) -> None:
@@ -20,15 +19,11 @@ def publish(directory: Path, meta: dict[str, Any], name: str, content: bytes, wh
     Raises:
         OutputError: if the disk refuses.
     """
-    temporary = directory / f".{name}.{os.getpid()}"
+    failure = f"the {what} store cannot be written"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not (directory / "meta.json").exists():
-            temporary.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-            temporary.replace(directory / "meta.json")
-        temporary.write_bytes(content)
-        temporary.replace(directory / name)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise OutputError(f"{directory}: the {what} store cannot be written: {error.strerror}") from error
+        raise OutputError.because(directory, error, len(content), failure) from error
+    if not (directory / "meta.json").exists():
+        write_whole(directory / "meta.json", (json.dumps(meta, indent=2) + "\n").encode(), failure)
+    write_whole(directory / name, content, failure)

@@ -84,8 +84,8 @@ class StepOutcome:
     finite: Tensor
     point: ReferencePoint | None
     losses: list[tuple[Tensor, tuple[int, ...]]] = field(default_factory=list)
-    """`[2, U]` loss of each unit of this rank's packs, NaN where a log-prob was not finite; and 0, or NaN where one of
-    its own was not. With its rows."""
+    """`[3, U]` for the units of each of this rank's packs, with their rows: the loss, NaN where a log-prob was not
+    finite; then 0, or NaN where a log-prob of its own was not, of the policy and of the reference."""
     learning_rate: float = 0.0
 
 
@@ -110,10 +110,11 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
         if pack.rows:
             tally.add(method.metrics(scored, units, losses, pack.counts, engine.noise(scored)))
             # A saturated loss can hide an infinite log-ratio; times 0 it is NaN, and 0 otherwise.
-            own = 0.0 * scored.logratios.detach()[units.members].sum(dim=1)
-            values = torch.stack(losses).detach().sum(0) + own
+            policy, reference = (0.0 * logps.detach()[units.members].sum(dim=1)
+                                 for logps in (scored.logps, scored.reference_logps))
+            values = torch.stack(losses).detach().sum(0) + policy + reference
             spoilt += (~torch.isfinite(values)).sum()
-            seen.append((torch.stack((values, own)), pack.rows))
+            seen.append((torch.stack((values, policy, reference)), pack.rows))
     parameters = engine.updater.parameters
     engine.world.sum_gradients(parameters)
     norm = clip(parameters, engine.max_grad_norm)

@@ -83,6 +83,8 @@ class Window:
         self.settle(engine, rows, tolerance)
         metrics = engine.method.combine(means(engine.method.metric_keys, torch.stack(self.rows).sum(0)))
         metrics |= self.last
+        if self.skipped:
+            metrics["skipped"] = len(self.skipped)
         seconds = max(self.elapsed, 1e-9)
         metrics["step_time"] = seconds / len(self.rows)
         metrics["tokens_per_second"] = self.tokens / seconds

@@ -1,0 +1,52 @@
+"""Checksums of the files of a directory, and what has become of the files since."""
+
+import hashlib
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+Files = dict[str, dict[str, Any]]
+"""Size in `bytes` and `blake2b` in hexadecimal by path, relative to the directory, with forward slashes."""
+
+_DIGEST_BYTES = 16
+
+
+def file_hash(path: Path, digest_bytes: int = _DIGEST_BYTES) -> str:
+    """The blake2b of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=digest_bytes)).hexdigest()
+
+
+def checksums(directory: Path, leave_out: Collection[str] = ()) -> Files:
+    """Size and hash of every file below a directory. Hashing releases the interpreter lock, so threads help.
+
+    Args:
+        leave_out: relative paths.
+    """
+    names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    names = [name for name in names if name not in leave_out]
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(file_hash, (directory / name for name in names))
+        return {name: {"bytes": (directory / name).stat().st_size, "blake2b": value}
+                for name, value in zip(names, hashes, strict=True)}
+
+
+def differences(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is no longer as it was written, in words; empty if all files are whole. Further files do not matter."""
+    def one(name: str) -> str | None:
+        path, known = directory / name, files[name]
+        try:
+            size = path.stat().st_size
+            if size != known["bytes"]:
+                return f"{name} has {size} bytes instead of {known['size']}"
+            if file_hash(path, len(known["blake2b"]) // 2) != known["blake2b"]:
+                return f"{name} has other content"
+        except FileNotFoundError:
+            return f"{name} is gone"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        return None
+
+    with ThreadPoolExecutor() as pool:
+        return [found for found in pool.map(one, files) if found is not None]

@@ -1,0 +1,184 @@
+"""A run directory has one owner at a time: `RUN/lock` says who.
+
+The file is made by an operation that only one process can win. A process that was killed leaves it behind; the next
+one sees that its owner is gone, and takes over.
+"""
+
+import fcntl
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tropism.errors import OutputError, OutputLockedError
+
+_PATIENCE_S = 1.0  # a lock without content has just been made; its owner writes it at once
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process that owns a run directory.
+
+    Args:
+        host: its machine.
+        boot: identity of the machine's boot; empty where it has none.
+        pid: process number.
+        started: when the process began, in the kernel's clock ticks after boot; empty where that is not known. A
+            number that another process has got since does not have it.
+        since: UTC time of the lock.
+        command: what it runs.
+    """
+
+    host: str
+    boot: str
+    pid: int
+    started: str
+    since: str
+    command: str
+
+    @classmethod
+    def here(cls) -> "Owner":
+        """This process."""
+        return cls(socket.gethostname(), _boot(), os.getpid(), _started(os.getpid()),
+                   datetime.now(UTC).isoformat(timespec="seconds"), shlex.join(sys.argv))
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it runs on another machine, where nobody can look from here."""
+        return self.host != socket.gethostname()
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is sure that the process does not run any more."""
+        if self.elsewhere:
+            return False
+        if self.boot != _boot():
+            return True
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # somebody else's process: alive
+            pass
+        return self.started != _started(self.pid)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since} ({self.command})"
+
+
+@contextmanager
+def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Own a run directory while the block runs.
+
+    Args:
+        directory: that exists.
+        say: takes the note that a lock of a process that is gone was taken over.
+
+    Raises:
+        OutputLockedError: if another process owns it, or may own it.
+        OutputError: if the lock cannot be written.
+    """
+    path = directory / "lock"
+    mine = Owner.here()
+    _acquire(path, mine, say)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # a directory that has vanished holds no lock
+            if _read(path) == mine:
+                path.unlink()
+
+
+def _acquire(path: Path, mine: Owner, say: Callable[[str], None]) -> None:
+    content = json.dumps(asdict(mine), indent=2, ensure_ascii=False) + "\n"
+    while True:
+        try:
+            with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w", encoding="utf-8") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        except FileExistsError:
+            pass
+        except OSError as error:
+            with suppress(OSError):  # made, and not written: it would keep everybody out
+                if path.stat().st_size < len(content.encode()):
+                    path.unlink()
+            raise OutputError.because(path, error, len(content)) from error
+        owner = _settled(path)
+        if owner is None:
+            continue  # released since
+        if not owner.gone:
+            raise OutputLockedError(_refusal(path, owner))
+        if _clear(path):
+            say(f"{path.parent}: was left by {owner}, which is gone; this run takes over")
+
+
+def _refusal(path: Path, owner: Owner) -> str:
+    if owner.elsewhere:
+        return (f"{path.parent}: is in use by {owner}. From here nobody can see whether that process still runs; if it "
+                f"is gone, remove {path}")
+    return f"{path.parent}: is in use by {owner}. Wait for it or end it, or write to another directory with --output"
+
+
+def _settled(path: Path) -> Owner | None:
+    """The owner, once it has been written down; None if the lock has been released.
+
+    Raises:
+        OutputLockedError: for a file that is no lock of ours.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while path.exists():
+        owner = _read(path)
+        if owner is not None:
+            return owner
+        if time.monotonic() > deadline:
+            raise OutputLockedError(f"{path.parent}: holds a lock that does not say whose it is; if no process writes "
+                                    f"there, remove {path}")
+        time.sleep(0.02)
+    return None
+
+
+def _read(path: Path) -> Owner | None:
+    try:
+        return Owner(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _clear(path: Path) -> bool:
+    """Remove a lock whose owner is gone, unless another process was faster and the lock is its own by now."""
+    try:
+        with path.open("rb") as held:
+            with suppress(OSError):  # a file system without such locks: the window is a few microseconds
+                fcntl.flock(held, fcntl.LOCK_EX)
+            if os.fstat(held.fileno()).st_ino != path.stat().st_ino:
+                return False
+            path.unlink()
+            return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise OutputError.because(path, error, what="the lock of a process that is gone cannot be removed") from error
+
+
+def _boot() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _started(pid: int) -> str:
+    """When a process began; empty where it cannot be told; `ended` for one that only waits to be collected."""
+    with suppress(OSError):
+        # The name of the command stands in brackets and may hold anything.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return "ended" if state in "ZX" else fields[18]
+    return ""

@@ -1,0 +1,113 @@
+"""Early stopping: a run ends when an evaluation has not become better for a while."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tropism.errors import UsageError
+from tropism.methods import Method
+from tropism.observe.metrics import direction
+
+DEFAULT_PATIENCE = 3
+"""Evaluations without a better value. With ten evaluations in a run, one or two are noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """When to stop.
+
+    Args:
+        metric: of the evaluation records.
+        patience: evaluations in a row that may pass without a better value.
+        delta: by how much a value must be better to count, in the metric's unit.
+    """
+
+    metric: str
+    patience: int
+    delta: float = 0.0
+
+
+class Stopper:
+    """Looks at evaluations, step 0 included, and says when to stop.
+
+    Args:
+        rule: when.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.higher = direction(rule.metric) == "higher"
+        self.best: float | None = None
+        self.best_step = 0
+        self.without = 0
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Take in an evaluation.
+
+        Returns:
+            Whether to stop now.
+
+        Raises:
+            UsageError: if the evaluation does not have the metric, as for an AUC of one class.
+        """
+        rule = self.rule
+        if rule.metric not in metrics:
+            raise UsageError(f"stop_metric {rule.metric}: the evaluation at step {step} does not have it; it has "
+                             f"{', '.join(sorted(key for key in metrics if direction(key)))}")
+        value = metrics[rule.metric]
+        gain = 0.0 if self.best is None else (value - self.best if self.higher else self.best - value)
+        if math.isfinite(value) and (self.best is None or gain > rule.delta):
+            self.best, self.best_step, self.without = value, step, 0
+        else:
+            self.without += 1
+        return self.without >= rule.patience
+
+    @property
+    def reason(self) -> str:
+        """Why the run ends, for a person and for the manifest."""
+        best = "none" if self.best is None else f"{self.best:.6g}"
+        return (f"{self.rule.metric} was best at step {self.best_step} ({best}) and not better for "
+                f"{self.without} evaluations")
+
+    def state(self) -> dict[str, Any]:
+        """What decides when to stop, as plain JSON."""
+        return {"best": self.best, "best_step": self.best_step, "without": self.without}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`."""
+        self.best, self.best_step, self.without = state["best"], state["best_step"], state["without"]
+
+
+def evaluation_keys(method: Method) -> tuple[str, ...]:
+    """Metrics with a better side that evaluations of a method have, where both classes are there."""
+    keys = ["loss", *(term.key for term in method.terms)]
+    if method.view == "single":
+        keys += ["perplexity"] if any(term.row.name == "sft" for term in method.terms) else []
+    else:
+        score = "rewards/accuracies" if method.view == "paired" else "rewards/auc"
+        keys += [score, f"{score}_low", f"{score}_high", "rewards/margins", "rewards/chosen", "rewards/rejected",
+                 "logps/chosen", "logps/rejected"]
+    return tuple(dict.fromkeys(key for key in keys if direction(key)))
+
+
+def make_rule(metric: str | None, patience: int | None, delta: float | None, method: Method,
+              has_evaluation: bool) -> Rule | None:
+    """The rule that the options describe, checked before anything is spent; None if there is none.
+
+    Raises:
+        UsageError: for a metric that evaluations of this method do not have, naming those they have; without rows to
+            evaluate; or for an option that would do nothing.
+    """
+    if metric is None:
+        for name, value in (("stop_patience", patience), ("stop_delta", delta)):
+            if value is not None:
+                raise UsageError(f"{name} has no effect without stop_metric")
+        return None
+    known = evaluation_keys(method)
+    if metric not in known:
+        raise UsageError(f"stop_metric: {metric!r} is not one of {', '.join(known)}")
+    if not has_evaluation:
+        raise UsageError(f"stop_metric {metric} needs rows to evaluate: --eval-fraction 0.1 holds some out, "
+                         "--eval-data names a file of them")
+    return Rule(metric, DEFAULT_PATIENCE if patience is None else patience, delta or 0.0)

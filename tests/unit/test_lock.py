@@ -1,0 +1,159 @@
+"""A run directory has one owner; a killed one leaves a lock that is taken over."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tropism.errors import OutputError, OutputLockedError
+from tropism.observe.lock import Owner, owned
+
+HOLD = ("import sys, time; from pathlib import Path; from tropism.observe.lock import owned\n"
+        "with owned(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)")
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Callable[[], subprocess.Popen[str]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start  # type: ignore[misc]
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def write(directory: Path, owner: Owner) -> None:
+    (directory / "lock").write_text(json.dumps(asdict(owner)))
+
+
+def test_a_second_process_is_refused_with_who_and_since_when(
+        tmp_path: Path, holder: Callable[[], subprocess.Popen[str]]) -> None:
+    process = holder()
+    with pytest.raises(OutputLockedError) as error, owned(tmp_path):
+        pass
+    for part in (f"process {process.pid}", os.uname().nodename, "since 20", "--output"):
+        assert part in str(error.value)
+    assert error.value.exit_code == 2
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == process.pid  # the owner's lock stays
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_a_killed_process_leaves_a_lock_that_is_taken_over(
+        tmp_path: Path, holder: Callable[[], subprocess.Popen[str]], collected: bool) -> None:
+    """kill -9: nothing is released. A process that nobody has waited for yet is gone all the same."""
+    process = holder()
+    process.send_signal(signal.SIGKILL)
+    if collected:
+        process.wait()
+    else:
+        time.sleep(0.5)
+    said: list[str] = []
+    with owned(tmp_path, said.append):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    assert len(said) == 1
+    assert f"process {process.pid}" in said[0]
+    assert "takes over" in said[0]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, None])
+def test_it_is_released_whatever_happens(tmp_path: Path, error: type[BaseException] | None) -> None:
+    def go() -> None:
+        with owned(tmp_path):
+            assert (tmp_path / "lock").exists()
+            if error is not None:
+                raise error
+
+    if error is None:
+        go()
+    else:
+        with pytest.raises(error):
+            go()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_that_another_process_has_now_is_no_owner(tmp_path: Path) -> None:
+    write(tmp_path, replace(Owner.here(), started="1"))
+    with owned(tmp_path):
+        pass
+
+
+def test_another_boot_is_no_owner(tmp_path: Path) -> None:
+    write(tmp_path, replace(Owner.here(), boot="before the reboot"))
+    with owned(tmp_path):
+        pass
+
+
+def test_another_host_is_refused_with_the_file_to_remove(tmp_path: Path) -> None:
+    """Also if a process of that number does not exist here."""
+    write(tmp_path, replace(Owner.here(), host="elsewhere", pid=2**22 + 1, boot="theirs"))
+    with pytest.raises(OutputLockedError) as error, owned(tmp_path):
+        pass
+    assert f"remove {tmp_path / 'lock'}" in str(error.value)
+    assert "on elsewhere" in str(error.value)
+    (tmp_path / "lock").unlink()
+    with owned(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": 1}'])
+def test_a_lock_of_nobody_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    monkeypatch.setattr("tropism.observe.lock._PATIENCE_S", 0.05)
+    (tmp_path / "lock").write_text(content)
+    with pytest.raises(OutputLockedError, match="does not say whose"), owned(tmp_path):
+        pass
+
+
+def test_the_same_process_twice(tmp_path: Path) -> None:
+    with owned(tmp_path), pytest.raises(OutputLockedError), owned(tmp_path):
+        pass
+    assert not (tmp_path / "lock").exists()
+
+
+def test_one_of_many_takes_a_lock_over(tmp_path: Path) -> None:
+    """Six processes find the lock of one that is gone at the same moment; one gets it."""
+    write(tmp_path, replace(Owner.here(), started="1"))
+    code = ("import sys; from pathlib import Path; from tropism.observe.lock import owned\n"
+            "from tropism.errors import OutputLockedError\n"
+            "print('ready', flush=True); sys.stdin.readline()\n"
+            "try:\n    with owned(Path(sys.argv[1])):\n        print('got it', flush=True); sys.stdin.readline()\n"
+            "except OutputLockedError:\n    print('refused', flush=True)")
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    heard = []
+    for word in ("ready", ""):
+        heard = [process.stdout.readline().strip() for process in processes]  # type: ignore[union-attr]
+        assert not word or set(heard) == {word}
+        for process in processes:
+            if process.poll() is None:
+                with suppress(BrokenPipeError):
+                    process.stdin.write("\n")  # type: ignore[union-attr]
+                    process.stdin.flush()  # type: ignore[union-attr]
+    for process in processes:
+        process.communicate()
+    assert sorted(heard) == ["got it"] + ["refused"] * 5
+
+
+def test_a_directory_that_vanishes_or_cannot_be_written(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    with pytest.raises(OutputError, match="cannot be written"), owned(gone):
+        pass
+    gone.mkdir()
+    with owned(gone):
+        (gone / "lock").unlink()
+        gone.rmdir()
