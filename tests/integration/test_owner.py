@@ -1,0 +1,126 @@
+"""Processes beside one another: one owner of a run directory, several users of a store, and a directory that goes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.conftest import records, weights
+from tropism.errors import OutputError, OutputLockedError
+from tropism.train import loop
+from tropism.train.store import ScoreStore
+
+SLOW = ("import sys, time\nfrom tropism.cli import main\nfrom tropism.train import loop\nreal = loop.train_step\n"
+        "def step(*args):\n    print('step', flush=True); time.sleep(0.5); return real(*args)\n"
+        "loop.train_step = step\nsys.exit(main(sys.argv[1:]))")
+
+
+@pytest.fixture
+def slow_run(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> Any:
+    """A run of 40 slow steps in a process of its own, that has begun its first."""
+    arguments = ["dpo", "--model", str(tiny_model_dir), "--data", str(pairs), "--output", str(tmp_path / "run1"),
+                 "--store", str(tmp_path / "store"), "--batch-size", "8", "--max-steps", "40", "--samples", "0"]
+    process = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != "step":
+        assert process.poll() is None
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_two_runs_in_one_directory(slow_run: Any, train: Callable[..., Any], tmp_path: Path) -> None:
+    """The second is refused and changes nothing, whether it begins or goes on; after a kill -9 it takes over."""
+    owned = json.loads((tmp_path / "run1" / "lock").read_text())
+    assert owned["pid"] == slow_run.pid
+    options = {"output": str(tmp_path / "run1"), "max_steps": 3, "learning_rate": 1e-6}
+    with pytest.raises(OutputLockedError, match=f"is in use by process {slow_run.pid} on .* since "):
+        train("dpo", resume="auto", **options)
+    assert json.loads((tmp_path / "run1" / "lock").read_text()) == owned
+    slow_run.send_signal(signal.SIGKILL)
+    slow_run.wait()
+    assert (tmp_path / "run1" / "lock").exists()
+    result = train("dpo", resume="auto", **options)
+    assert result.steps == 3
+    assert not (tmp_path / "run1" / "lock").exists()
+
+
+def test_a_signal_releases_the_lock(slow_run: Any, tmp_path: Path) -> None:
+    """Also a run that is stopped in order, or fails, is nobody's afterwards."""
+    slow_run.send_signal(signal.SIGTERM)
+    while slow_run.stdout.readline():
+        pass
+    assert slow_run.wait() == 75
+    assert not (tmp_path / "run1" / "lock").exists()
+
+
+def test_two_processes_build_one_store(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> None:
+    """They write side by side, and each score is there whole: the runs equal one that was alone with its store."""
+    def start(name: str, store: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tropism", "dpo", "--model", str(tiny_model_dir), "--data", str(pairs), "--output",
+             str(tmp_path / name), "--store", str(tmp_path / store), "--batch-size", "8", "--max-steps", "4",
+             "--microbatch-tokens", "64", "--samples", "0", "--learning-rate", "1e-3"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    said = {name: process.communicate()[0] for name, process in [
+        (name, start(name, "store")) for name in ("one", "two")]}
+    alone = start("alone", "other")
+    said["alone"] = alone.communicate()[0]
+    assert all((tmp_path / name / "model").is_dir() for name in said), said
+    reference, *others = (weights(tmp_path / name / "model") for name in ("alone", "one", "two"))
+    assert all((other[name] == tensor).all() for other in others for name, tensor in reference.items())
+    folder, = (tmp_path / "store").iterdir()
+    store = ScoreStore(tmp_path / "store", folder.name, {})
+    other, = (tmp_path / "other").iterdir()
+    assert store.load() == ScoreStore(tmp_path / "other", other.name, {}).load()
+    assert store.damaged == []
+    assert {path.suffix for path in folder.iterdir()} == {".npz", ".json"}  # nothing half-written is left
+
+
+def test_a_run_directory_that_vanishes(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                       ) -> None:
+    """The run stops with the file that it could not write, and makes no directory anew."""
+    real = loop.train_step
+
+    def step(engine: Any, work: Any) -> Any:
+        if work.step == 2:
+            shutil.rmtree(tmp_path / "run1")
+        return real(engine, work)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    with pytest.raises(OutputError, match=r"metrics\.jsonl: cannot be written: No such file or directory"):
+        train("dpo", max_steps=4)
+    assert not (tmp_path / "run1").exists()
+
+
+def test_an_error_is_not_hidden_by_a_manifest_that_cannot_be_written(train: Callable[..., Any],
+                                                                     monkeypatch: pytest.MonkeyPatch,
+                                                                     tmp_path: Path) -> None:
+    """What went wrong first is what is told."""
+    real = loop.train_step
+
+    def step(engine: Any, work: Any) -> Any:
+        if work.step == 2:
+            shutil.rmtree(tmp_path / "run1")
+            raise ValueError("the first error")
+        return real(engine, work)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    with pytest.raises(ValueError, match="the first error"):
+        train("dpo", max_steps=4)
+
+
+def test_the_lock_goes_with_the_run(train: Callable[..., Any]) -> None:
+    result = train("dpo", max_steps=2)
+    assert not (result.directory / "lock").exists()
+    assert len(records(result)) == 2
