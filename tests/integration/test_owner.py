@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,40 @@ def test_a_run_directory_that_vanishes(train: Callable[..., Any], monkeypatch: p
     with pytest.raises(OutputError, match=r"metrics\.jsonl: cannot be written: No such file or directory"):
         train("dpo", max_steps=4)
     assert not (tmp_path / "run1").exists()
+
+
+def test_a_disk_that_fills_up_while_a_run_goes_on(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+                                                  tmp_path: Path) -> None:
+    """The run stops with what is needed and free; every line and file that is there is whole; with room it goes on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not shutil.which("mount") or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)],
+                                                   check=False, capture_output=True).returncode:
+        pytest.skip("no right to mount a small disk")
+    real = loop.train_step
+
+    def step(engine: Any, work: Any) -> Any:
+        if work.step >= 6:  # a checkpoint may be in the middle of being written
+            with suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
+                while ballast.write(bytes(4096)):
+                    pass
+        return real(engine, work)
+
+    options = {"output": str(disk / "run"), "max_steps": 30, "save_every": 4, "keep": 1}
+    try:
+        monkeypatch.setattr(loop, "train_step", step)
+        with pytest.raises(OutputError, match=r"No space left on device.*\d (bytes )?\w+ free"):
+            train("dpo", **options)
+        monkeypatch.undo()
+        steps = [json.loads(line)["step"] for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, len(steps) + 1))
+        assert json.loads((disk / "run" / "manifest.json").read_text())["status"] in ("running", "failed")
+        assert not (disk / "run" / "lock").exists()
+        (disk / "ballast").unlink()
+        resumed = train("dpo", **options, resume="auto")
+        assert [line["step"] for line in records(resumed)] == list(range(1, 31))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_an_error_is_not_hidden_by_a_manifest_that_cannot_be_written(train: Callable[..., Any],

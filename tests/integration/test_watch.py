@@ -1,7 +1,9 @@
 """What a run notices of itself: values that are not finite, dead training, guards, early stopping."""
 
 import json
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from integration.conftest import records, weights
+from integration.test_invariance import run_ranks
 from tropism.errors import NonFiniteError, NothingLearntError, ReferenceMismatchError, UsageError
 from tropism.model.logps import LanguageModel
 from tropism.train import loop
@@ -18,30 +21,32 @@ from tropism.train.step import StepOutcome
 Spoil = Callable[[set[int]], None]
 
 
+def spoil(patch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Give one completion of these steps the log-prob NaN, after the model's own forward."""
+    real_step, real = loop.train_step, LanguageModel.outcome
+    spoilt: list[bool] = [False]
+
+    def step(engine: Any, work: Any) -> StepOutcome:
+        spoilt[0] = work.step in steps
+        return real_step(engine, work)
+
+    def outcome(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real(self, *args, **kwargs)
+        if spoilt[0] and len(found.logps):
+            factor = torch.ones_like(found.logps)
+            factor[0] = float("nan")
+            object.__setattr__(found, "logps", found.logps * factor)
+            spoilt[0] = False
+        return found
+
+    patch.setattr(loop, "train_step", step)
+    patch.setattr(LanguageModel, "outcome", outcome)
+
+
 @pytest.fixture
 def spoil_logps(monkeypatch: pytest.MonkeyPatch) -> Spoil:
-    """Give one completion of these steps the log-prob NaN, after the model's own forward."""
-    def on(steps: set[int]) -> None:
-        real_step, real = loop.train_step, LanguageModel.outcome
-        spoilt: list[bool] = [False]
-
-        def step(engine: Any, work: Any) -> StepOutcome:
-            spoilt[0] = work.step in steps
-            return real_step(engine, work)
-
-        def outcome(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = real(self, *args, **kwargs)
-            if spoilt[0] and len(found.logps):
-                factor = torch.ones_like(found.logps)
-                factor[0] = float("nan")
-                object.__setattr__(found, "logps", found.logps * factor)
-                spoilt[0] = False
-            return found
-
-        monkeypatch.setattr(loop, "train_step", step)
-        monkeypatch.setattr(LanguageModel, "outcome", outcome)
-
-    return on
+    """As `spoil`."""
+    return partial(spoil, monkeypatch)
 
 
 @pytest.fixture
@@ -217,3 +222,33 @@ def test_a_resumed_run_says_the_same_at_the_same_steps(train: Callable[..., Any]
     resumed = train("dpo", **options, output=str(cut), resume="auto")
     assert lines(resumed, "notices.jsonl") == lines(straight, "notices.jsonl") != []
     assert resumed.steps == straight.steps
+
+
+def _two_ranks(rank: int, size: int, port: int, settings: dict[str, Any]) -> None:
+    """One of two processes of a run that leaves step 2 out, for a row that one rank alone has, and stops early."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    from tropism.api import run
+    from tropism.config import METHODS
+
+    patch = pytest.MonkeyPatch()
+    if rank == 1:
+        spoil(patch, {2})
+    run(METHODS["dpo"](**settings))
+
+
+def test_two_ranks_agree_on_what_is_left_out_and_when_to_stop(tiny_model_dir: Path, data_of: dict[str, Path],
+                                                              tmp_path: Path) -> None:
+    """N1, X1: a NaN on one rank is every rank's step left out; both stop early at the same step, and none hangs."""
+    settings = {"model": str(tiny_model_dir), "data": str(data_of["dpo"]), "output": str(tmp_path / "run"),
+                "store": str(tmp_path / "store"), "samples": 0, "batch_size": 8, "max_steps": 20, "learning_rate": 1e-9,
+                "on_nonfinite": "skip", "eval_fraction": 0.2, "eval_every": 2, "stop_metric": "rewards/margins",
+                "stop_patience": 2, "stop_delta": 1.0}
+    assert run_ranks(2, _two_ranks, settings) == [0, 0]
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["skipped"]) for line in found if "skipped" in line] == [(2, 1)]
+    assert max(line["step"] for line in found) == 4
+    skipped, = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
+    assert (skipped["cause"], len(skipped["rows"])) == ("log-prob", 1)
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["stopped_by"] == "stop_metric"
+    assert not (tmp_path / "run" / "lock").exists()

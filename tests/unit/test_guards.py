@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,16 @@ def test_without_a_reference_windows_of_log_probs_are_compared() -> None:
     assert {notice.guard for notice in said(SIMPO, clear)} == {"chosen_falls"}
 
 
+def test_with_another_model_as_the_reference_windows_are_compared() -> None:
+    """Its log-ratios differ from row to row at the start already, so a first record says little."""
+    other = replace(DPO, from_start=False)
+    lucky = [{"rewards/chosen": 5.0 if step == 0 else 0.5 * (-1) ** step, "rewards/margins": 0.1 * step,
+              "logps/chosen": -100.0} for step in range(100)]
+    assert [notice.guard for notice in said(DPO, lucky)] == ["chosen_falls"]
+    assert said(other, lucky) == []
+    assert "chosen_falls" in {notice.guard for notice in said(other, map(falling, range(60)))}
+
+
 def test_short_completions_fall_by_a_share() -> None:
     """Two nats of twenty are clear; of a hundred they are not."""
     def records(start: float) -> list[dict[str, float]]:
@@ -150,6 +161,7 @@ def test_subjects_of_methods() -> None:
         return Subject.of(build_method(view, {"loss": loss}, [True, False]))
 
     assert subject("paired", "sigmoid") == DPO
+    assert not Subject.of(build_method("paired", {"loss": "sigmoid"}, []), "some/model").matched
     assert subject("unpaired", "kto") == KTO
     assert subject("paired", "simpo") == SIMPO
     assert subject("single", "sft") == SFT

@@ -67,6 +67,7 @@ class Subject:
         beta: what a log-ratio is multiplied with to be a reward; 0 without rewards.
         has_reference: rewards are log-ratios.
         per_token: rewards are means per token.
+        from_start: the reference is the policy as it was before step 1, so that rewards begin at 0 for every row.
     """
 
     view: str
@@ -74,14 +75,24 @@ class Subject:
     beta: float = 0.0
     has_reference: bool = False
     per_token: bool = False
+    from_start: bool = True
 
     @classmethod
-    def of(cls, method: Method) -> "Subject":
-        """The subject of a run of this method."""
+    def of(cls, method: Method, reference: str | None = None) -> "Subject":
+        """The subject of a run of this method.
+
+        Args:
+            reference: the option of that name.
+        """
         first = method.preference
         reward = (first.row.reward or "") if first else ""
         return cls(method.view, tuple(term.row.name for term in method.terms), method.beta,
-                   reward.endswith("logratio"), reward.startswith("mean"))
+                   reward.endswith("logratio"), reward.startswith("mean"), reference in (None, "live"))
+
+    @property
+    def matched(self) -> bool:
+        """Rewards compare each row with itself before training, so that which rows a record has is no matter."""
+        return self.has_reference and self.from_start
 
     @property
     def likelihood(self) -> str:
@@ -153,12 +164,12 @@ class Guards:
         """The first value: with the default reference rewards begin at exactly 0."""
         return self._first[key][0]
 
-    def change(self, key: str, matched: bool) -> tuple[float, float, float] | None:
+    def change(self, key: str, matched: bool = False) -> tuple[float, float, float] | None:
         """Value at the start, value now, and the standard error of their difference.
 
         Args:
-            matched: the value is relative to the reference for the same rows, so the first one is no matter of chance;
-                otherwise the first window is compared with a later one that does not overlap it.
+            matched: the first value is no matter of chance; otherwise the first window is compared with a later one
+                that does not overlap it.
         """
         now = self.recent(key)
         if now is None or (not matched and self._seen[key] < 2 * WINDOW):
@@ -205,8 +216,8 @@ def _chosen_falls(guards: Guards, metrics: Mapping[str, float]) -> _Found:
     """The likelihood of the preferred side falls while the margin grows (Pal et al. 2024, arXiv:2402.13228;
     Razin et al. 2024, arXiv:2410.08847)."""
     subject = guards.subject
-    margins = guards.change("rewards/margins", matched=subject.has_reference)
-    found = guards.change("rewards/chosen" if subject.has_reference else "logps/chosen", matched=subject.has_reference)
+    margins = guards.change("rewards/margins", subject.matched)
+    found = guards.change("rewards/chosen" if subject.has_reference else "logps/chosen", subject.matched)
     if margins is None or found is None or subject.view == "single":
         return None
     scale = subject.beta if subject.has_reference else 1.0
@@ -230,10 +241,10 @@ def _distance(guards: Guards, metrics: Mapping[str, float]) -> _Found:
     if not subject.has_reference:
         return None
     scale = 1 / subject.beta
-    if (kl := guards.recent("kl/raw")) is not None:
-        from_start, what = subject.beta * (kl - guards.start("kl/raw")), "KL from the reference (kl/raw)"
+    if (kl := guards.change("kl/raw", subject.matched)) is not None:
+        from_start, what = subject.beta * (kl[1] - kl[0]), "KL from the reference (kl/raw)"
     else:
-        sides = [guards.change(f"rewards/{side}", matched=True) for side in ("chosen", "rejected")]
+        sides = [guards.change(f"rewards/{side}", subject.matched) for side in ("chosen", "rejected")]
         known = [abs(side[1] - side[0]) for side in sides if side is not None]
         if len(known) < 2:
             return None
@@ -258,7 +269,7 @@ def _saturated(guards: Guards, metrics: Mapping[str, float]) -> _Found:
 
 
 def _loss_rises(guards: Guards, metrics: Mapping[str, float]) -> _Found:
-    found = guards.change("loss", matched=False)
+    found = guards.change("loss")
     if found is None:
         return None
     before, now, error = found

@@ -152,7 +152,8 @@ class Session:
             if main:
                 self.directory.append_line(name, value)
 
-        return Watch(Guards(Subject.of(method)), Stopper(rule) if rule else None, self.voice,
+        guards = Guards(Subject.of(method, getattr(options, "reference", None)))
+        return Watch(guards, Stopper(rule) if rule else None, self.voice,
                      partial(line, "notices.jsonl"), partial(line, "skipped.jsonl"))
 
     @property
