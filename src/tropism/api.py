@@ -1,7 +1,7 @@
 """One call that runs a method from options to a model directory. The command line is this call."""
 
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from tropism.model import load
 from tropism.model.probe import choose_layout
 from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
-from tropism.observe.lock import owned
+from tropism.observe.lock import Ownership
 from tropism.observe.manifest import Manifest, libraries, text_fingerprints
 from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import check as check_trackers
@@ -163,7 +163,6 @@ class Run:
         self.config = config
         self.engine: Engine | None = None
         self._idle: list[torch.nn.Parameter] = []
-        self._owns = False
 
     def _check_partners(self, steps: GivenSchedule) -> GivenSchedule:
         """Each given step has a partner for each of its rows, where the method needs them."""
@@ -182,20 +181,12 @@ class Run:
         """
         began = time.monotonic()
         directory = RunDirectory(Path(self.options.output).expanduser())
-        with ExitStack() as ownership:
+        with Ownership(directory.path, self.voice.warn) as ownership:
             if self.options.resume != "never":  # what it goes on from must not change under its eyes
-                self.world.on_main(lambda: self._own(directory, ownership) if directory.holds_run else None)
+                self.world.on_main(lambda: ownership.take() if directory.holds_run else None)
             return self._fit(directory, ownership, began)
 
-    def _own(self, directory: RunDirectory, ownership: ExitStack) -> None:
-        """Keep other processes out of the run directory, until the run ends in whatever way."""
-        if not self._owns:
-            directory.make()
-            ownership.enter_context(owned(directory.path, self.voice.warn))
-            self._owns = True
-            ownership.callback(setattr, self, "_owns", False)
-
-    def _fit(self, directory: RunDirectory, ownership: ExitStack, began: float) -> RunResult:
+    def _fit(self, directory: RunDirectory, ownership: Ownership, began: float) -> RunResult:
         options = self.options
         self.halt = Halt(self.world, options.max_seconds, began)
         origin = self.world.broadcast(self.world.on_main(
@@ -204,7 +195,7 @@ class Run:
         if origin is not None and resume.is_over(origin, directory, self.schedule.total_steps, self._written(),
                                                  self._fingerprints(), self.voice):
             return result_of(directory, origin.manifest)
-        self.world.on_main(lambda: self._own(directory, ownership))
+        self.world.on_main(ownership.take)
         manifest = None if origin else self.world.on_main(lambda: self._begin(directory))
         try:
             with self.halt.listening():
@@ -339,7 +330,7 @@ class Run:
             raise ModelError("the processes hold different weights; load or seed the model equally on all of them")
         self.planner = Planner(self.data.train, self.schedule, method, model.layout, self.numerics.budget,
                                self.data.max_length, world, reuse_prompts=not self.live)
-        trees, oversized = self.planner.survey()
+        trees, oversized = self.planner.survey(self.halt.watching(lambda done, total: None))
         if oversized:
             self.voice.warn(f"{oversized} prompts with their completions exceed microbatch_tokens "
                             f"{self.numerics.budget} and get a pass of their own")

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -94,6 +94,37 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
         with suppress(OSError):  # a directory that has vanished holds no lock
             if _read(path) == mine:
                 path.unlink()
+
+
+class Ownership(ExitStack):
+    """A run directory that is owned from when it is taken until the block ends.
+
+    Args:
+        directory: of the run; made if it is not there.
+        say: as `owned` says.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self.directory = directory
+        self.say = say
+        self._taken = False
+
+    def take(self) -> None:
+        """Own it, if it is not owned already.
+
+        Raises:
+            OutputLockedError: as `owned` says.
+            OutputError: if it cannot be made or written.
+        """
+        if self._taken:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError.because(self.directory, error) from error
+        self.enter_context(owned(self.directory, self.say))
+        self._taken = True
 
 
 def _acquire(path: Path, mine: Owner, say: Callable[[str], None]) -> None:

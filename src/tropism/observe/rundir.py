@@ -50,25 +50,14 @@ class RunDirectory:
         return bool(names & {"config.yaml", "manifest.json"}) or (
             bool(names) and all(_is_temporary(name) or name == "lock" for name in names))
 
-    def make(self) -> None:
-        """Make the directory if it is not there.
-
-        Raises:
-            OutputError: if it cannot be made.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError.because(self.path, error) from error
-
     def create(self) -> None:
         """Make the directory, or look whether the one that is there can be written. What a kill left half written goes.
 
         Raises:
             OutputError: if it cannot be made or written.
         """
-        self.make()
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             for entry in self.path.iterdir():
                 if _is_temporary(entry.name):
                     entry.unlink()
