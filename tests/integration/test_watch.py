@@ -179,7 +179,8 @@ def test_guards_speak_of_a_run_that_goes_too_far(train: Callable[..., Any],
 
 
 @pytest.mark.parametrize(("method", "metric"), [("kto", "rewards/auc"), ("dpo", "loss")])
-def test_a_run_that_gets_no_better_stops_early(train: Callable[..., Any], method: str, metric: str) -> None:
+def test_a_run_that_gets_no_better_stops_early(train: Callable[..., Any], method: str, metric: str,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
     """A normal end: the model is there, and the manifest says why."""
     result = train(method, eval_fraction=0.2, eval_every=1, max_steps=20, learning_rate=0.0, stop_metric=metric,
                    stop_patience=2)
@@ -188,6 +189,7 @@ def test_a_run_that_gets_no_better_stops_early(train: Callable[..., Any], method
     manifest = json.loads((result.directory / "manifest.json").read_text())
     assert (manifest["status"], manifest["steps"], manifest["stopped_by"]) == ("done", 2, "stop_metric")
     assert f"{metric} was best at step 0" in manifest["reason"]
+    assert f"step 2: the run ends here: {metric} was best at step 0" in capsys.readouterr().out
     assert [line["step"] for line in records(result) if line["split"] == "train"] == [1, 2]
 
 

@@ -43,6 +43,7 @@ class Watch:
                 self.voice.warn(found.text)
                 self.notice(found.to_json())
         elif self.stopper is not None and self.stopper.see(record.step, record.metrics):
+            self.voice.say(f"step {record.step}: the run ends here: {self.stopper.reason}")
             return self.stopper.reason
         return None
 
