@@ -36,6 +36,7 @@ from tropism.train.prepare import (
     Prepared,
     Source,
     introduce,
+    labels_of,
     make_schedule,
     prepare_data,
     prepare_rows,
@@ -43,7 +44,7 @@ from tropism.train.prepare import (
 )
 from tropism.train.samples import Sampler
 from tropism.train.step import Engine
-from tropism.train.store import check_writable, default_root
+from tropism.train.store import ROWS, check_writable
 from tropism.train.work import Planner, all_trees, has_partners, own_trees
 
 
@@ -124,8 +125,7 @@ class Run:
         self.voice = voice or Voice(loud=world.is_main)
         self.values = options.values
         self.numerics = models.numerics_of(options, world)
-        store = self.values.get("store")
-        self.store = Path(store).expanduser() if store else default_root()
+        self.store = options.store_root
         self.named = load.Source.of(options.model) if self.objects.model is None else self.objects.model
         self.reference = self._other("reference")
         self.teacher = self._other("teacher")
@@ -159,12 +159,16 @@ class Run:
         if objects.rows is not None:
             data = prepare_rows(options, self.tokenizer, configs, options.view, objects.rows, objects.eval_rows)
         else:
-            data = prepare_data(options, self.tokenizer, configs, options.view, objects.train, objects.evaluation)
+            with self.voice.bar("read") as report, self.world.main_first():
+                data = prepare_data(options, self.tokenizer, configs, options.view, objects.train, objects.evaluation,
+                                    cache=self.store / ROWS, report=report,
+                                    most=options.batch_size * options.max_steps  # type: ignore[operator]
+                                    if options.streaming else None)
         for one in configs:
             load.check_rope(one, data.max_length)
-            check_embedding([*data.train, *data.evaluation], one.get_text_config().vocab_size,
-                            self.tokenizer.convert_ids_to_tokens)
-        self.method: Method = build_method(options.view, self.values, [row.desirable for row in data.train])
+            for rows in (data.train, data.evaluation):
+                check_embedding(rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
+        self.method: Method = build_method(options.view, self.values, labels_of(data.train))
         if self.method.ld_alpha is not None:
             data = replace(data, train=[row.with_shared_lengths() for row in data.train],
                            evaluation=[row.with_shared_lengths() for row in data.evaluation])
@@ -354,7 +358,7 @@ class Run:
     def _plan(self) -> Plan:
         options = self.options
         every = options.eval_every if options.eval_every is not None else max(1, self.schedule.total_steps // 10)
-        return Plan(options.log_every, every, options.save_every or 0, options.workers)
+        return Plan(options.log_every, every, options.save_every or 0, options.workers or 0)
 
     def _evaluate(self, evaluator: Evaluator, engine: Engine) -> dict[str, float]:
         with self.voice.bar("evaluate") as report:
