@@ -1,6 +1,7 @@
 """One call that runs a method from options to a model directory. The command line is this call."""
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +41,7 @@ from tropism.train.prepare import (
     Prepared,
     Source,
     introduce,
+    labels_of,
     make_schedule,
     prepare_data,
     prepare_rows,
@@ -49,7 +51,7 @@ from tropism.train.prepare import (
 from tropism.train.session import RunResult, Session, result_of
 from tropism.train.step import Engine
 from tropism.train.stopping import make_rule
-from tropism.train.store import check_writable, default_root
+from tropism.train.store import ROWS, check_writable
 from tropism.train.work import Planner, all_trees, has_partners, own_trees
 
 
@@ -107,8 +109,7 @@ class Run:
         self.voice = voice or Voice(loud=world.is_main)
         self.values = options.values
         self.numerics = models.numerics_of(options, world)
-        store = self.values.get("store")
-        self.store = Path(store).expanduser() if store else default_root()
+        self.store = options.store_root
         self.named = load.Source.of(options.model) if self.objects.model is None else self.objects.model
         self.reference = self._other("reference")
         self.teacher = self._other("teacher")
@@ -142,12 +143,14 @@ class Run:
         if objects.rows is not None:
             data = prepare_rows(options, self.tokenizer, configs, options.view, objects.rows, objects.eval_rows)
         else:
-            data = prepare_data(options, self.tokenizer, configs, options.view, objects.train, objects.evaluation)
+            with self.voice.bar("read") as report, self.world.main_first():
+                data = prepare_data(options, self.tokenizer, configs, options.view, objects.train, objects.evaluation,
+                                    cache=self.store / ROWS, report=report, most=options.most_rows)
         for one in configs:
             load.check_rope(one, data.max_length)
-            check_embedding([*data.train, *data.evaluation], one.get_text_config().vocab_size,
-                            self.tokenizer.convert_ids_to_tokens)
-        self.method: Method = build_method(options.view, self.values, [row.desirable for row in data.train])
+            for rows in (data.train, data.evaluation):
+                check_embedding(rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
+        self.method: Method = build_method(options.view, self.values, labels_of(data.train))
         if self.method.ld_alpha is not None:
             data = replace(data, train=[row.with_shared_lengths() for row in data.train],
                            evaluation=[row.with_shared_lengths() for row in data.evaluation])
@@ -231,7 +234,7 @@ class Run:
             notes.resume(trainer)
         return Session(options, self._written(), engine, self.planner, self.data, self.tokenizer,
                        self.evaluator if self.data.evaluation else None, directory, manifest, self.voice, self.halt,
-                       notes, options.workers, origin, initial)
+                       notes, options.workers or 0, origin, initial)
 
     def _give_up(self, directory: RunDirectory, manifest: Manifest | None, error: BaseException) -> None:
         """The manifest's last word, and the error in the words of this run where it needs any.
@@ -366,7 +369,7 @@ class Run:
         self.facts |= {"teacher": engine.teacher.fingerprint} if engine.teacher else {}
 
     @cached_property
-    def held_out(self) -> list[EncodedRow]:
+    def held_out(self) -> Sequence[EncodedRow]:
         """The rows that are evaluated: all that are held out, or so many of them at even distances."""
         rows, limit = self.data.evaluation, self.options.eval_limit
         if limit is None or limit >= len(rows):

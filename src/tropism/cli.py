@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tropism.config import (
     METHODS,
+    ConvertOptions,
     DPOOptions,
     InspectOptions,
     KDOptions,
@@ -27,7 +28,8 @@ from tropism.errors import TropismError, UsageError
 
 app = App(name="tropism", help="Align and distil language models offline: exact, fast, kind.",
           result_action="return_value", help_format="plaintext", suppress_keyboard_interrupt=False)
-store = App(name="store", help="Reference scores that are kept between runs.", result_action="return_value")
+store = App(name="store", help="Reference scores and rendered rows that are kept between runs.",
+            result_action="return_value")
 app.command(store)
 
 _Flat = Parameter(name="*")
@@ -107,14 +109,37 @@ def inspect(data: str, /, *, options: Annotated[InspectOptions, _Flat], html: Pa
     from tropism import inspect as inspecting  # imports torch: not for --help
     from tropism.observe.console import Voice
 
-    found = inspecting.inspect(data, options)
-    inspecting.show(found, Voice())
+    voice = Voice()
+    found = inspecting.inspect(data, options, voice)
+    inspecting.show(found, voice)
     if html is not None:
         inspecting.write_html(found, html)
     if json is not None:
         inspecting.write_json(found, json)
     if options.strict:
         found.check()
+    return 0
+
+
+@app.command
+def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Path | None = None) -> int:
+    """Write data of any known format as pairs, labelled completions, completions or chats; say what that leaves out.
+
+    Parameters
+    ----------
+    data
+        Rows: files, a directory of them, or the name of a dataset on the hub; several with commas.
+    json
+        Also write the account to this file.
+    """
+    from tropism import convert as converting
+    from tropism.observe.console import Voice
+
+    voice = Voice()
+    account = converting.convert(data, options, voice)
+    converting.show(account, Path(options.output), voice)
+    if json is not None:
+        converting.write_json(account, json)
     return 0
 
 
@@ -213,7 +238,8 @@ def store_list(*, store: Path | None = None) -> int:
     store
         Its directory; by default TROPISM_STORE, else ~/.cache/tropism/store.
     """
-    from tropism.train.store import default_root, entries
+    from tropism.train.options import default_root
+    from tropism.train.store import entries, rendered_rows
 
     root = store or default_root()
     found = entries(root)
@@ -222,12 +248,15 @@ def store_list(*, store: Path | None = None) -> int:
         print(f"  {entry.path.name}  {entry.scores} scores, {entry.size_bytes / 1024:.0f} KiB  "
               f"{entry.meta.get('model', '?')} ({entry.meta.get('precision')}, {entry.meta.get('layout')}"
               + (f", {entry.meta['holds']})" if "holds" in entry.meta else ")"))
+    blocks, size = rendered_rows(root)
+    if blocks:
+        print(f"  rendered rows: {blocks} blocks, {size / 1024:.0f} KiB")
     return 0
 
 
 @store.command(name="clean")
 def store_clean(fingerprint: str | None = None, *, store: Path | None = None) -> int:
-    """Remove stored scores; they are computed again when a run needs them.
+    """Remove stored scores and rendered rows; they are computed again when a run needs them.
 
     Parameters
     ----------
@@ -236,7 +265,8 @@ def store_clean(fingerprint: str | None = None, *, store: Path | None = None) ->
     store
         Its directory; by default TROPISM_STORE, else ~/.cache/tropism/store.
     """
-    from tropism.train.store import clean, default_root
+    from tropism.train.options import default_root
+    from tropism.train.store import clean
 
     root = store or default_root()
     print(f"{root}: removed the scores of {clean(root, fingerprint)} frozen models")

@@ -13,14 +13,14 @@ from tropism.data.options import DataOptions, FormatOptions, LengthOptions
 from tropism.data.sources import absolute
 from tropism.data.templates import TemplateOptions
 from tropism.errors import UsageError
-from tropism.train.options import ReferenceOptions, RunOptions, TeacherOptions
+from tropism.train.options import ReferenceOptions, RunOptions, StoreOptions, TeacherOptions
 
 Weight = Annotated[float, Field(gt=0.0)] | Literal["auto"]
 _PATHS = ("output", "store", "model", "reference", "teacher", "log_dir", "chat_template")
 _MADE_BY_US = ("output", "store", "log_dir")
 
 
-class MethodOptions(DataOptions, RunOptions):
+class MethodOptions(DataOptions, RunOptions, StoreOptions):
     """What all methods share."""
 
     method: ClassVar[str]
@@ -47,12 +47,19 @@ class MethodOptions(DataOptions, RunOptions):
             raise UsageError("log_dir has no effect without track")
         if self.fall_back and self.resume == "never":
             raise UsageError("fall_back has no effect without resume")
+        if self.streaming and self.max_steps is None:
+            raise UsageError("streaming needs max_steps: a stream may have no end, so say how many steps to train")
         return self
 
     @property
     def values(self) -> dict[str, Any]:
         """Every option by its name, the method's loss included."""
         return {"loss": "sft", **self.model_dump()}
+
+    @property
+    def most_rows(self) -> int | None:
+        """How many training rows are read at most: of a stream, as many as its steps need."""
+        return self.batch_size * self.max_steps if self.streaming and self.max_steps else None
 
     def dump(self) -> dict[str, Any]:
         """Content of `config.yaml`: the method, every option, files by absolute path."""
@@ -161,7 +168,7 @@ class KDOptions(TeacherOptions, MethodOptions):
     """Peak learning rate."""
 
 
-class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions):
+class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions):
     """Options of evaluating and scoring a model that is not trained."""
 
     data: str
@@ -178,13 +185,13 @@ class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions):
     """Tokens of one forward pass: memory and speed, never the result."""
     strict: bool = False
     """Stop where a row would be left out."""
-    workers: int = Field(0, ge=0)
-    """Threads that render rows."""
+    workers: int | None = Field(None, ge=0)
+    """Processes that render the rows of large data; by default one per CPU, at most 8."""
     trust_remote_code: bool = False
     """Run code that comes with a model."""
 
 
-class InspectOptions(FormatOptions, TemplateOptions, LengthOptions):
+class InspectOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions):
     """Options of looking at data as training would see them."""
 
     model: str
@@ -200,10 +207,33 @@ class InspectOptions(FormatOptions, TemplateOptions, LengthOptions):
     """Rows to show token by token."""
     strict: bool = False
     """Exit with 1 if a finding is a warning."""
-    workers: int = Field(0, ge=0)
-    """Threads that render rows."""
+    workers: int | None = Field(None, ge=0)
+    """Processes that render the rows of large data; by default one per CPU, at most 8."""
     trust_remote_code: bool = False
     """Run code that comes with a model."""
+
+
+class ConvertOptions(FormatOptions):
+    """Options of writing data in another shape."""
+
+    to: Literal["unpaired", "paired", "single", "messages"]
+    """Shape of the rows: unpaired (prompt, completion, label), paired (prompt, chosen, rejected), single (prompt,
+    completion), or messages (one chat per row)."""
+    output: str
+    """A file that does not exist yet: .jsonl, .jsonl.gz, .parquet, or .csv for plain text."""
+    turns: Literal["last", "all"] = "last"
+    """Answers of a conversation that become rows of single or messages: the last, or each with what stands before
+    it."""
+    keep_columns: bool = False
+    """Take the other columns of the records along."""
+    strict: bool = False
+    """Stop where a row would be left out."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> "ConvertOptions":
+        if self.turns == "all" and self.to in ("unpaired", "paired"):
+            raise UsageError(f"turns has no effect on --to {self.to}: it makes completions to imitate")
+        return self
 
 
 METHODS: dict[str, type[MethodOptions]] = {

@@ -3,27 +3,30 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 from tropism.config import METHODS, InspectOptions
-from tropism.data import sources
 from tropism.data.audit import Audit
-from tropism.data.findings import Finding, by_severity, histogram, layout_savings, leakage, of_rows
+from tropism.data.facts import first_of
+from tropism.data.findings import Finding, by_severity, histogram, leakage
 from tropism.data.formats import View
 from tropism.data.load import check_embedding, load_rows, view_of_source
 from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow
+from tropism.data.savings import layout_savings
 from tropism.data.templates import check_effect, look_at_template, make_renderer
-from tropism.data.tokens import Piece
+from tropism.data.tokens import Piece, visible
 from tropism.errors import DataError, ModelError, OutputError, TropismError
 from tropism.model import load
 from tropism.observe.console import Voice
 from tropism.observe.files import write_whole
 from tropism.observe.page import render_page
 from tropism.train.prepare import limits
+from tropism.train.store import ROWS
 
 _STYLES = {"warning": "bold red", "notice": "yellow", "info": "cyan"}
 _SHOWN = (64, 160)  # pieces of a prompt and of a completion that a terminal shows; a page has them all
@@ -87,9 +90,9 @@ class Inspection:
     @property
     def lengths(self) -> dict[str, list[tuple[int, int, int]]]:
         """Histograms, as `findings.histogram` makes them."""
-        rows = self.audit.rows
-        return {"prompt tokens": histogram([len(row.prompt_ids) for row in rows]),
-                "completion tokens": histogram([len(side.ids) for row in rows for side in row.completions[:2]])}
+        facts = self.audit.facts
+        return {"prompt tokens": histogram(facts.prompt_tokens),
+                "completion tokens": histogram(facts.tokens[facts.tokens > 0])}
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as `--json` writes it: the content of `audit.json` with more findings, and the rows."""
@@ -112,12 +115,13 @@ class Inspection:
                                + ", ".join(finding.name for finding in self.warnings))
 
 
-def inspect(data: Source, options: InspectOptions) -> Inspection:
+def inspect(data: Source, options: InspectOptions, voice: Voice | None = None) -> Inspection:
     """Look at data as training would see it; needs tokenizer and config of the model, not its weights.
 
     Args:
         data: a source as training takes it.
         options: model, method, limits, templates.
+        voice: shows how far large data are read.
 
     Raises:
         DataError: for data that cannot be read.
@@ -131,29 +135,30 @@ def inspect(data: Source, options: InspectOptions) -> Inspection:
     config = load.load_config(source, trust_remote_code=options.trust_remote_code)
     renderer = make_renderer(tokenizer, limits(options, config), options)
     view = METHODS[options.method].view if options.method else view_of_source(data, options)
-    audit = load_rows(data, renderer, view, workers=options.workers, options=options)
-    eval_audit = None
-    if options.eval_data is not None:
-        eval_audit = load_rows(options.eval_data, renderer, view, workers=options.workers, options=options)
+    with (voice or Voice(loud=False)).bar("read") as report:
+        read = partial(load_rows, renderer=renderer, view=view, workers=options.workers, options=options,
+                       cache=options.store_root / ROWS, report=report)
+        audit = read(data)
+        eval_audit = None if options.eval_data is None else read(options.eval_data)
     check_effect(options, renderer)
-    records = {raw.place: raw.record for raw in sources.read(data)}
-    findings = of_rows(audit.rows, audit.dropped, decode=renderer.text.decode, records=records)
+    findings = audit.findings(renderer.text.decode)
     findings.append(layout_savings(audit.rows, options.batch_size))
     if eval_audit is not None:
         findings += leakage(audit.rows, eval_audit.rows)
     if renderer.saw_messages:
         findings += look_at_template(renderer)
-    findings += _refused_by_the_model([*audit.rows, *(eval_audit.rows if eval_audit else ())], config, renderer)
-    shown = [_shown(row, renderer) for row in _choose(audit.rows, options.rows)]
+    findings += _refused_by_the_model([audit.rows, eval_audit.rows if eval_audit else []], config, renderer)
+    shown = [_shown(row, renderer) for row in _choose(audit, options.rows)]
     return Inspection(options.model, view, audit, eval_audit, by_severity(findings), shown,
                       renderer.limits.max_length)
 
 
-def _refused_by_the_model(rows: Sequence[EncodedRow], config: Any, renderer: Renderer) -> list[Finding]:
+def _refused_by_the_model(parts: Sequence[Sequence[EncodedRow]], config: Any, renderer: Renderer) -> list[Finding]:
     """What would stop a run before its first step."""
     found = []
     try:
-        check_embedding(rows, config.get_text_config().vocab_size, renderer.text.tokenizer.convert_ids_to_tokens)
+        for rows in parts:
+            check_embedding(rows, config.get_text_config().vocab_size, renderer.text.tokenizer.convert_ids_to_tokens)
     except DataError as error:
         found.append(Finding("beyond_embedding", "warning", str(error)))
     try:
@@ -163,15 +168,11 @@ def _refused_by_the_model(rows: Sequence[EncodedRow], config: Any, renderer: Ren
     return found
 
 
-def _choose(rows: Sequence[EncodedRow], count: int) -> list[EncodedRow]:
+def _choose(audit: Audit, count: int) -> list[EncodedRow]:
     """Rows worth a look: the first, the first of the other label, the first of each note; then in file order."""
-    first: dict[Any, int] = {}
-    for number, row in enumerate(rows):
-        first.setdefault(row.desirable, number)
-        for note in row.notes:
-            first.setdefault(note, number)
-    order = dict.fromkeys([*sorted(first.values()), *range(min(count, len(rows)))])
-    return [rows[number] for number in sorted(list(order)[:count])]
+    first = {*first_of(audit.facts.desirable).tolist(), *(int(rows[0]) for rows in audit.facts.notes.values())}
+    order = dict.fromkeys([*sorted(first), *range(min(count, len(audit.rows)))])
+    return [audit.rows[number] for number in sorted(list(order)[:count])]
 
 
 def _shown(row: EncodedRow, renderer: Renderer) -> ShownRow:
@@ -196,8 +197,8 @@ def show(inspection: Inspection, voice: Voice) -> None:
                 voice.say(f"  {audit.format}")
             for drop in audit.dropped[:_LISTED]:
                 voice.say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
-            if len(audit.dropped) > _LISTED:
-                voice.say(f"  and {len(audit.dropped) - _LISTED} more; --json lists them")
+            if (more := sum(audit.reasons.values()) - _LISTED) > 0:
+                voice.say(f"  and {more} more; --json lists the first 1000")
     for finding in inspection.findings:
         voice.console.print(Text.assemble((f"{finding.severity:>7}", _STYLES[finding.severity]), ": ", finding.text))
     for name, bins in inspection.lengths.items():
@@ -213,7 +214,7 @@ def _show_row(shown: ShownRow, voice: Voice, *, colour: bool) -> None:
     row = shown.row
     label = {True: ", desirable", False: ", undesirable", None: ""}[row.desirable]
     notes = f" ({', '.join(sorted(row.notes))})" if row.notes else ""
-    named = row.place if row.id == row.place else f"{row.place}, id {row.id}"
+    named = row.place if row.id == row.place else f"{row.place}, id {visible(row.id)}"
     voice.say("")
     voice.say(f"{named}{label}{notes}: prompt {len(row.prompt_ids)} tokens")
     voice.console.print(_coloured(shown.prompt, _SHOWN[0], colour))
@@ -222,7 +223,7 @@ def _show_row(shown: ShownRow, voice: Voice, *, colour: bool) -> None:
         learned = sum(piece.supervised for piece in pieces)
         voice.say(f"{name}: {len(pieces)} tokens, {learned} of them learned")
         voice.console.print(_coloured(pieces, _SHOWN[1], colour))
-        voice.say(f"learned text: {' ... '.join(json.dumps(text, ensure_ascii=False) for text in texts)}")
+        voice.say(f"learned text: {' ... '.join(visible(json.dumps(text, ensure_ascii=False)) for text in texts)}")
 
 
 def _coloured(pieces: Sequence[Piece], most: int, colour: bool) -> Text:

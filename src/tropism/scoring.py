@@ -32,6 +32,7 @@ from tropism.observe.files import write_whole
 from tropism.train.evaluate import ranking
 from tropism.train.models import Numerics, config_of, numerics_of, tokenizer_of
 from tropism.train.prepare import limits, probe_trees
+from tropism.train.store import ROWS
 from tropism.train.teacher import LiveTeacher, shared_vocabulary
 
 
@@ -64,7 +65,7 @@ class Scores:
     """
 
     view: View
-    rows: list[EncodedRow]
+    rows: Sequence[EncodedRow]
     completions: list[tuple[CompletionScore, ...]]
     is_main: bool = True
 
@@ -95,8 +96,9 @@ class _Scoring:
         self.view = view_of_source(options.data, options)
         configs = [config, *([config_of(self.other, remote)] if self.other else [])]
         renderer = make_renderer(self.tokenizer, limits(options, *configs), options)
-        audit = load_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
-                          options=options)
+        with voice.bar("read") as report, world.main_first():
+            audit = load_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
+                              options=options, cache=options.store_root / ROWS, report=report)
         check_effect(options, renderer)
         for one in configs:
             load.check_rope(one, renderer.limits.max_length)
@@ -247,7 +249,8 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
         else:
             # A column of dates, say, is written as text.
             lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-            temporary.write_text("".join(lines), encoding="utf-8")
+            # Half a surrogate pair, which JSON may spell, is spelt again: its escape is JSON's own.
+            temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         temporary.replace(path)
     except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
         with contextlib.suppress(OSError):

@@ -1,9 +1,10 @@
 """Trainers to hold in Python. They are the command line's runs, with objects where it takes names."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -343,18 +344,23 @@ def _check_objects(values: Mapping[str, Any], objects: Mapping[str, Any]) -> Non
         raise UsageError("tokenizer is missing: the module does not say where it comes from, so pass its tokenizer")
 
 
-def _find_trees(values: Mapping[str, Any], objects: dict[str, Any]) -> None:
+def _find_trees(values: dict[str, Any], objects: dict[str, Any]) -> None:
     """Tell trees from rows as dicts, in place.
 
     Raises:
         UsageError: if only one of the datasets holds trees, or an option has no effect on them.
     """
     for source in ("train", "evaluation"):
-        if isinstance(objects.get(source), Iterator):
-            objects[source] = list(objects[source])
+        if isinstance(objects.get(source), Iterator):  # a look at its first entry must not take it away
+            first = list(islice(objects[source], 1))
+            objects[source] = first + list(objects[source]) if _trees(first) else chain(first, objects[source])
         if (trees := _trees(objects.get(source))) is not None:
             objects.pop(source)
             objects[f"{source}_trees"] = trees
+        elif objects.get(source) is not None and not isinstance(objects[source], Sized):
+            if source == "evaluation":
+                raise UsageError("eval_dataset is a stream, which has no length: pass a list of its rows")
+            values["streaming"] = True
     if "eval_data" in values and ("train_trees" in objects) != ("evaluation_trees" in objects):
         raise UsageError("one of train_dataset and eval_dataset holds trees and the other does not; give both in one "
                          "form")
@@ -367,6 +373,8 @@ def _find_trees(values: Mapping[str, Any], objects: dict[str, Any]) -> None:
 def _trees(source: Any) -> list[Any] | None:
     """Trees, or trees with labels, if that is what a source holds."""
     if source is None or isinstance(source, str | Path | Mapping):
+        return None
+    if isinstance(source, Iterator):
         return None
     first = next(iter(source), None)
     is_tree = isinstance(first, PromptTree) or (

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tropism.cli import _join_booleans, main
-from tropism.config import METHODS, KTOOptions, read_yaml
+from tropism.config import METHODS, ConvertOptions, KTOOptions, read_yaml
 from tropism.errors import UsageError
 
 
@@ -26,10 +26,10 @@ def test_help_does_not_import_torch() -> None:
 SHARED = ("batch_size chat_template chat_template_kwargs columns "
           "data epochs eval_data eval_every eval_fraction export_dtype group_prompts layout learning_rate "
           "log_dir log_every max_grad_norm max_length max_prompt_length max_steps microbatch_tokens model optimizer "
-          "output precision samples save_every schedule seed shuffle strict track trust_remote_code warmup_ratio "
-          "weight_decay workers format label_threshold pair_by_prompt supervise system_prompt "
+          "output precision samples save_every schedule seed shuffle store streaming strict track trust_remote_code "
+          "warmup_ratio weight_decay workers format label_threshold pair_by_prompt supervise system_prompt "
           "on_nonfinite stop_metric stop_patience stop_delta")
-TEACHER = "divergence divergence_mix kd_weight store teacher temperature temperature_scaling top_k"
+TEACHER = "divergence divergence_mix kd_weight teacher temperature temperature_scaling top_k"
 PREFERENCE = f"{TEACHER} beta loss loss_weights reference"
 SURFACE = {
     "kto": f"{SHARED} {PREFERENCE} desirable_weight undesirable_weight",
@@ -38,6 +38,14 @@ SURFACE = {
     "sft": SHARED,
     "kd": f"{SHARED} {TEACHER}",
 }
+
+
+CONVERT = "columns format keep_columns label_threshold output pair_by_prompt strict to turns"
+
+
+def test_the_surface_of_convert_changes_only_on_purpose() -> None:
+    assert sorted(ConvertOptions.model_fields) == CONVERT.split()
+    assert all(info.description for info in ConvertOptions.model_fields.values())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -222,7 +222,8 @@ def test_every_finding_and_option_is_described() -> None:
     """`docs/inspect.md` and `docs/templates.md` name what there is."""
     root = Path(__file__).parents[2]
     text = (root / "docs" / "inspect.md").read_text(encoding="utf-8")
-    sources = [root / "src" / "tropism" / name for name in ("data/findings.py", "data/templates.py", "inspect.py")]
+    sources = [root / "src" / "tropism" / name for name in (
+        "data/findings.py", "data/savings.py", "data/templates.py", "inspect.py")]
     named = {name for source in sources
              for name in re.findall(r'Finding\(\s*f?"(\w+?)(?:_?\{column\})?",', source.read_text(encoding="utf-8"))}
     assert len(named) > 15

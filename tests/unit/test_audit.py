@@ -105,6 +105,27 @@ def test_labels_duplicates_and_conflicts() -> None:
     assert (pairs.to_json()["duplicates"], pairs.to_json()["conflicts"]) == (0, 0)
 
 
+def test_a_million_bad_rows_are_counted_and_some_are_listed() -> None:
+    """D3: every reason is counted; places and details of the first 1000 are kept."""
+    audit = Audit("f", read=3001, rows=[row([1], [2, 3])])
+    for number in range(3000):
+        audit.drop(Dropped(f"f:{number + 1}", Reason.UNPAIRED if number % 3 == 0 else Reason.EMPTY_PROMPT))
+    assert len(audit.dropped) == len(audit.to_json()["dropped_rows"]) == 1000
+    assert audit.to_json()["rows"]["dropped"] == audit.reasons == {"empty_prompt": 2000, "unpaired": 1000}
+    assert audit.summary() == "3001 read, 1 kept: 2000 empty_prompt, 1000 unpaired"
+    left_out, = (finding for finding in audit.findings() if finding.name == "left_out")
+    assert "rows left out: 3000 (100 %), 2000 empty_prompt, 1000 unpaired" in left_out.text
+    assert left_out.places[:2] == ("f:1", "f:2")
+
+
+def test_origins_are_looked_at() -> None:
+    """DESIGN 6: a run's audit knows where its rows come from, too."""
+    rows = [row([n], [n, 3], desirable=n % 2 == 0) for n in range(40)]
+    audit = Audit("f", read=40, rows=rows, origins={"source": ["gold" if r.desirable else "bot" for r in rows]})
+    assert "label_from_source" in {finding["name"] for finding in audit.to_json()["findings"]}
+    assert any("source alone tells 100 % of the labels" in said for said in audit.notices())
+
+
 def test_tokens_and_lengths() -> None:
     """DESIGN 6: tokens as if flat, the share that is repeated prompts, and quantiles of lengths."""
     rows = [row([1, 1, 1], [2, 2], [3]), row([1, 1, 1], [4], [5]), row([9], [9], [8, 8, 8, 8])]

@@ -1,14 +1,21 @@
 """What the data says about itself: each finding where it belongs, with places and figures, and nowhere else."""
 
 import json
-from typing import Any
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from helpers import chat, row
-from tropism.data.findings import Finding, by_severity, histogram, layout_savings, leakage, of_rows, refuses
+from tropism.data import findings, savings
+from tropism.data.audit import Audit
+from tropism.data.facts import Facts
+from tropism.data.findings import Finding, by_severity, histogram, leakage, of_rows, refuses
+from tropism.data.pack import plant
 from tropism.data.render import Renderer
 from tropism.data.rows import Dropped, EncodedRow, Reason
+from tropism.data.savings import layout_savings
+from tropism.data.schedule import Schedule
 from tropism.data.truncate import Limits
 
 
@@ -124,17 +131,16 @@ def test_label_that_is_tied_to_refusals() -> None:
 
 def test_one_source_dominates_and_tells_the_label() -> None:
     rows = many(30)
-    records: dict[str, dict[str, Any]] = {r.place: {"source": "gold" if r.desirable else "bot"} for r in rows}
-    found = by_name(of_rows(rows, records=records))
+    found = by_name(of_rows(rows, origins={"source": ["gold" if r.desirable else "bot" for r in rows]}))
     assert found["label_from_source"].severity == "warning"
     assert found["label_from_source"].figures["told"] == 1.0
     assert "dominated_by_source" not in found
-    voters = {r.place: {"annotator": 1 if n % 10 else 2, "source": "one"} for n, r in enumerate(rows)}
-    found = by_name(of_rows(rows, records=voters))
+    voters = {"annotator": ["1" if n % 10 else "2" for n in range(60)], "source": ["one"] * 60}
+    found = by_name(of_rows(rows, origins=voters))
     assert "90 % of the rows have annotator '1'" in found["dominated_by_annotator"].text
     assert "label_from_annotator" not in found
-    each = {r.place: {"user_id": n, "rater": ["a"]} for n, r in enumerate(rows)}  # every value once; no plain value
-    assert not [name for name in by_name(of_rows(rows, records=each)) if "user_id" in name or "rater" in name]
+    each = {"user_id": [str(n) for n in range(60)], "rater": [None] * 60}  # every value once; no plain value
+    assert not [name for name in by_name(of_rows(rows, origins=each)) if "user_id" in name or "rater" in name]
 
 
 def test_leakage() -> None:
@@ -173,6 +179,42 @@ def test_what_layouts_save() -> None:
     assert "--group-prompts is worth it" in finding.text
 
 
+def tangled(count: int, sides: int) -> list[EncodedRow]:
+    """Rows of few prompts whose completions begin, end like and repeat one another."""
+    random = np.random.default_rng(7)
+    answers = [random.integers(0, 2, random.integers(1, 5)).tolist() for _ in range(2 * count)]
+    return [row([int(random.integers(count // 3 + 1))], *([answers[n], [9, *answers[n + count]]][:sides]), id=f"f:{n}")
+            for n in range(count)]
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+@pytest.mark.parametrize("count", [2, 30, 200])
+def test_layouts_are_counted_as_they_are_planted(count: int, sides: int) -> None:
+    """The arithmetic against the trees of every step."""
+    rows = tangled(count, sides)
+    prompts = tuple(int(r.prompt_ids[0]) for r in rows)
+    figures = layout_savings(rows, 8).figures
+    for group, name in ((False, "tree_tokens"), (True, "grouped_tokens")):
+        plan = Schedule(prompts, 8, 0, group_prompts=group)
+        assert figures[name] == sum(planted.tree.tokens for step in range(1, plan.total_steps + 1)
+                                    for planted in plant(rows, plan.step(step)))
+
+
+def test_layouts_of_many_rows_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the trees in which a completion may begin another, a sample is planted, and the text says `about`."""
+    rows = tangled(600, 2)
+    exact = layout_savings(rows, 8)
+    assert "about" not in exact.text
+    monkeypatch.setattr(savings, "_ALL", 300)
+    monkeypatch.setattr(savings, "_SAMPLE", 200)
+    guess = layout_savings(rows, 8)
+    assert guess.text.count("about") == 2
+    for name in ("tree_tokens", "grouped_tokens"):
+        assert guess.figures[name] == pytest.approx(exact.figures[name], rel=0.05)
+    monkeypatch.setattr(savings, "_ALL", 0)  # no tree is small enough: what nobody saw saves nothing
+    assert layout_savings(rows, 8).figures["grouped_tokens"] > exact.figures["grouped_tokens"]
+
+
 def test_histogram() -> None:
     """Bins double; every value is in one of them, and none is missing between the first and the last."""
     assert histogram([]) == []
@@ -187,3 +229,68 @@ def test_warnings_come_first() -> None:
 
 def test_no_rows() -> None:
     assert of_rows([]) == []
+
+
+# --- many rows --------------------------------------------------------------------------------------------------------
+
+
+class Table(Sequence[EncodedRow]):
+    """Pairs or labelled completions that bring their facts, and count how often one is made an object."""
+
+    def __init__(self, count: int, paired: bool) -> None:
+        self.count, self.paired, self.touched = count, paired, 0
+        numbers = np.arange(count, dtype=np.uint64)
+        first, second = numbers % 5 + 2, (numbers % 3 + 2) * paired
+        self.facts = Facts(
+            prompt=numbers // 2, prompt_tokens=np.full(count, 3),
+            completion=np.stack([2 * numbers + 1, (2 * numbers + 2) * paired], axis=1),
+            tokens=np.stack([first, second], axis=1), learned=np.stack([first, second], axis=1),
+            desirable=np.full(count, -1) if paired else numbers % 2, split=numbers // 2,
+            notes={"prompt_cut": np.arange(0, count, 4)})
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> EncodedRow:  # type: ignore[override]
+        self.touched += 1
+        sides = [[100 + 2 * number + side] * int(length) for side, length in enumerate(self.facts.tokens[number])]
+        label = int(self.facts.desirable[number])
+        return row([number // 2, 0, 0], *(side for side in sides if side), desirable=None if label < 0 else label == 1,
+                   id=f"f:{number + 1}")
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_few_of_many_rows_are_looked_at(paired: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Findings and audit are made of columns: an object is made of a row that is named or read, and of no other."""
+    for module, name, few in ((findings, "_READ", 2000), (savings, "_ALL", 5000), (savings, "_SAMPLE", 2000)):
+        assert getattr(module, name) <= 50_000
+        monkeypatch.setattr(module, name, few)
+    rows = Table(200_000, paired)
+    audit = Audit("f", read=200_000, rows=rows)
+    found = by_name(audit.findings())
+    assert found["prompt_cut"].figures == {"rows": 50_000}
+    assert found["prompt_cut"].places[:2] == ("f:1", "f:5")
+    assert found["tokens"].figures["prompts"] == 100_000
+    assert rows.touched <= 10 * len(found)
+    rows.touched = 0
+    report = audit.to_json(lambda ids: "I'm sorry" if ids[0] % 1000 < 500 else "Sure")
+    text, = (entry["text"] for entry in report["findings"] if entry["name"] == "refusals")
+    sides = "2,000 of 200,000 and 2,000 of 200,000" if paired else "2,000 of 100,000 and 2,000 of 100,000"
+    assert f"going by {sides} answers, evenly spread" in text
+    assert report["lengths"]["completion"]["max"] == 6
+    assert len(report["changed_rows"]) == 1000
+    assert rows.touched <= 4000 + 1000 + 10 * (len(found) + 1)
+    rows.touched = 0
+    assert leakage(rows, Table(20, paired))[0].figures == {"same_prompt": 20, "same_answer": 20, "same_beginning": 0}
+    assert rows.touched == 0
+    assert "grouped_tokens" in layout_savings(rows, 32).figures
+    assert 0 < rows.touched <= 2 * 5000
+
+
+def test_refusals_among_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share is that of the answers that were read, and the text says how many these are."""
+    monkeypatch.setattr(findings, "_READ", 30)
+    rows = [row([n], [n % 3, 3]) for n in range(90)]
+    found = by_name(of_rows(rows, decode=lambda ids: "I'm sorry" if ids[0] == 0 else "Sure"))["refusals"]
+    assert found.figures["chosen"] == 1.0  # every third row
+    assert found.text == "answers that open with a refusal: 30 (100 %), going by 30 of 90 answers, evenly spread"

@@ -173,6 +173,7 @@ def test_tools() -> None:
     assert labelled(tools=tools).tools == tuple(tools)
     assert labelled(tools=None).tools is None
     assert labelled(tools=[]).tools is None
+    assert labelled(tools=['{"name": "f"}', {"name": "g"}]).tools == ({"name": "f"}, {"name": "g"})
 
 
 @pytest.mark.parametrize(("record", "message"), [
@@ -185,6 +186,8 @@ def test_tools() -> None:
     ({"prompt": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "'prompt' must hold text, not int"),
     ({"prompt": [USER], "completion": [USER]}, "must end with a message of role 'assistant', not 'user'"),
     ({"tools": {"name": "f"}}, "'tools' must be a list of schemas, not dict"),
+    ({"tools": ["f"]}, "schema 1 of 'tools' must be an object, or JSON of one, not 'f'"),
+    ({"label": "x" * 5000}, f"label '{'x' * 99}... is not true/false"),
     ({"completion": "half \ud83d"}, "'completion' holds half a character"),
     ({"prompt": [{"role": "user", "content": "\ud83d"}]}, "'prompt' holds half a character"),
 ])

@@ -223,6 +223,8 @@ def test_answers_that_a_template_trims(fixture_tokenizer) -> None:
     found = encoded(Renderer(tokenizer, LIMITS), chat("Hi", answers=("  Oslo \n", "Bern")))
     assert supervised_text(tokenizer, found, 0) == "Oslo<|end|>"
     assert supervised_text(tokenizer, found, 1) == "Bern<|end|>"
+    assert found.notes == {"text_changed"}
+    assert not encoded(Renderer(tokenizer, LIMITS), chat(" Hi ", answers=("Oslo", "Bern"))).notes
 
 
 def test_a_template_that_trims_and_ends_nothing() -> None:
@@ -232,7 +234,7 @@ def test_a_template_that_trims_and_ends_nothing() -> None:
     tokenizer = build_tokenizer(chat_template=template)
     found = encoded(Renderer(tokenizer, LIMITS), chat("Hi", answers=(" Oslo \n",)))
     assert supervised_text(tokenizer, found) == "Oslo<|eos|>"
-    assert found.notes == {"eos_added"}
+    assert found.notes == {"eos_added", "text_changed"}
 
 
 def test_tool_calls_belong_to_the_answer() -> None:

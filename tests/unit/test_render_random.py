@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
-from helpers import EXACT_KINDS, chat, encoded, generation_ids, kind_of_tokenizer, supervised_text
+from helpers import CHATML, EXACT_KINDS, chat, encoded, generation_ids, kind_of_tokenizer, supervised_text
 from tropism.data.render import Renderer
-from tropism.data.rows import Row
+from tropism.data.rows import Dropped, Reason, Row
 from tropism.data.truncate import Limits
 
 LIMITS = Limits(100_000)
@@ -110,3 +111,104 @@ def test_pieces_are_the_tokens(kind: str, text: str, before: str) -> None:
     assert all(piece.visible.isprintable() for piece in pieces)
     if text.isascii() and before.isascii() and before and kind in SPELLS_ALL:
         assert "".join(piece.text for piece in pieces) == text
+
+
+# --- the start: tokenizers that put a BOS in front, that have one for templates only, and that have none --------------
+
+WITH_BOS = "{{ bos_token }}" + CHATML
+BORDERED = ["byte level", "metaspace", "unigram"]
+
+
+def bordered(kind: str, start: str) -> Any:
+    """A tokenizer of that kind that puts the BOS in front itself (`automatic`), leaves it to templates, or has none."""
+    tokenizer = kind_of_tokenizer(kind, WITH_BOS, **({"bos_token": None} if start == "none" else {}))
+    if start == "automatic":
+        bos = tokenizer.bos_token_id
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|bos|> $A", special_tokens=[("<|bos|>", bos)])
+        assert tokenizer("the")["input_ids"][0] == bos
+    return tokenizer
+
+
+STARTS = {(kind, start): bordered(kind, start) for kind in BORDERED for start in ("automatic", "template", "none")}
+
+
+@pytest.mark.parametrize(("kind", "start"), STARTS)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
+@given(row=conversations())
+@example(row=chat("<|bos|>", "<|bos|>the<|eos|>", "        ", answers=("<|bos|> the",), system=""))
+def test_one_bos_whoever_puts_it(kind: str, start: str, row: Row) -> None:
+    """T1, M1, M2, T3: one BOS, in front, none if there is none; generation's ids; the answer and one terminator."""
+    tokenizer = STARTS[kind, start]
+    found = encoded(Renderer(tokenizer, LIMITS), row)
+    prompt, answer = found.prompt_ids.tolist(), found.completions[0].ids.tolist()
+    bos, eos, end = (tokenizer.convert_tokens_to_ids(name) for name in ("<|bos|>", "<|eos|>", "<|end|>"))
+    assert [place for place, token in enumerate(prompt + answer) if token == bos] == ([] if start == "none" else [0])
+    assert eos not in prompt + answer
+    assert answer.count(end) == 1
+    assert answer[-1] == end
+    if "control_spelt" not in found.notes:
+        assert prompt == generation_ids(tokenizer, row)
+    if "text_changed" not in found.notes:
+        assert supervised_text(tokenizer, found) == row.completions[0][0]["content"] + "<|end|>"  # type: ignore[index]
+    else:
+        assert kind not in SPELLS_ALL
+
+
+@pytest.mark.parametrize(("kind", "start"), STARTS)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
+@given(prompt=TEXTS, answer=ANSWERS)
+@example(prompt="", answer="the")
+@example(prompt="   ", answer="   the")
+@example(prompt="<|bos|>the", answer="<|eos|>the")
+def test_plain_text_whoever_puts_the_bos(kind: str, start: str, prompt: str, answer: str) -> None:
+    """T1, M1: plain prompts as generation encodes them, with a BOS once; the answer and one EOS."""
+    tokenizer = STARTS[kind, start]
+    found = Renderer(tokenizer, LIMITS).encode(Row("r", "f:1", prompt, (answer,)))
+    bos, eos = (tokenizer.convert_tokens_to_ids(name) for name in ("<|bos|>", "<|eos|>"))
+    if isinstance(found, Dropped):
+        assert (prompt, found.reason) == ("", Reason.EMPTY_PROMPT)
+        assert start != "automatic"
+        return
+    ids = found.prompt_ids.tolist()
+    generation = tokenizer(prompt)["input_ids"]
+    while start != "none" and generation[:2] == [bos, bos]:  # once is right, however often the text spells it
+        generation = generation[1:]
+    assert ids == generation
+    assert ids[0] == bos or start != "automatic"
+    last = found.completions[0].ids.tolist()
+    assert last[-1] == eos
+    if "text_changed" not in found.notes:
+        wanted = answer if answer.endswith("<|eos|>") else answer + "<|eos|>"
+        assert supervised_text(tokenizer, found) == wanted
+
+
+# --- whole words ------------------------------------------------------------------------------------------------------
+
+WORDS = ["Name", "a", "root", "the", "red", "kite", "is", "hall", "lamp", "to", "user", "assistant"]
+SPACES = st.sampled_from([" ", "  ", "\n", " \t ", "        "])
+SENTENCES = st.lists(st.tuples(st.sampled_from(WORDS + CONTROL), SPACES).map("".join), max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("start", ["automatic", "template", "none"])
+@pytest.mark.parametrize("kind", ["word level", "word piece"])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
+@given(row=conversations(SENTENCES))
+@example(row=chat("<|bos|> the", answers=("the <|end|> red",), system=""))
+def test_random_conversations_of_whole_words(kind: str, start: str, row: Row) -> None:
+    """M1, M2, T1, T3: the words of the answer, each once, and one end; what spells a control token is unknown."""
+    tokenizer = STARTS.setdefault((kind, start), bordered(kind, start))
+    found = encoded(Renderer(tokenizer, LIMITS), row)
+    prompt, answer = found.prompt_ids.tolist(), found.completions[0].ids.tolist()
+    bos, end = (tokenizer.convert_tokens_to_ids(name) for name in ("<|bos|>", "<|end|>"))
+    assert [place for place, token in enumerate(prompt + answer) if token == bos] == ([] if start == "none" else [0])
+    spelt = any(name in texts_of(row) for name in CONTROL)
+    if not spelt:
+        assert prompt == generation_ids(tokenizer, row)
+    assert (prompt.count(end), answer.count(end)) == (len(row.prompt), 1)
+    words = row.completions[0][0]["content"].split()  # type: ignore[index]
+    if kind == "word level":
+        assert answer == [*map(tokenizer.convert_tokens_to_ids, (
+            "<|unk|>" if word in CONTROL else word for word in words)), end]
+    elif not spelt:
+        assert tokenizer.decode(answer).split() == [*words, "<|end|>"]

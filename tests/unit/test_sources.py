@@ -72,13 +72,14 @@ def test_bad_lines_are_named(write) -> None:
     rows = read(path)
     assert [next(rows).place, next(rows).place] == ["d.jsonl:1", "d.jsonl:2"]
     assert refused(path).startswith("d.jsonl:4: not valid JSON: ")
+    assert refused(write("d.jsonl", '{"a": 1}\n{"a": \r\n{"a": 2}')).startswith("d.jsonl:2: not valid JSON: ")
     assert refused(write("d.jsonl", '{"a": 1}\n[1, 2]\n')) == (
         "d.jsonl:2: a row must be an object with named fields, not list")
     assert refused(write("d.jsonl", b'{"a": 1}\n{"a": "caf\xe9"}\n')).startswith("d.jsonl:2: not UTF-8")
     assert refused(write("d.json", '[{"a": 1}, 5]')) == (
         "d.json:row 2: a row must be an object with named fields, not int")
     assert "expected an array of rows" in refused(write("d.json", '{"a": 1,\n"b": 2}'))
-    assert refused(write("d.json", "[1, ")).startswith("d.json: not valid JSON")
+    assert refused(write("d.json", "[1,\n")).startswith("d.json:2: not valid JSON")
 
 
 def test_files_that_are_not_there_or_of_no_kind(write, tmp_path: Path) -> None:
@@ -133,6 +134,45 @@ def test_csv_cells(write) -> None:
     records = [raw.record for raw in read(path)]
     assert records[0] == {"prompt": messages, "completion": "[{not json}]"}
     assert records[1] == {"prompt": "x" * 200_000, "completion": "[1]"}
+
+
+@pytest.mark.parametrize("cell", [
+    "[{'role': 'user', 'content': 'Hi'}]", "[{'content': 'a', 'role': 'user'}\n {'content': 'b'}]", '[{"role": None}]'])
+def test_csv_cells_as_programs_print_them(tmp_path: Path, cell: str) -> None:
+    """M1: what pandas makes of messages in a CSV is no JSON, and must not be learned as text."""
+    path = tmp_path / "d.csv"
+    with path.open("w", newline="") as lines:
+        csv.writer(lines).writerows([["prompt", "completion"], ["p", "a"], [cell, "b"]])
+    assert refused(path).startswith("d.csv:3: 'prompt' holds messages as a program prints them, not as JSON")
+
+
+def test_json_that_no_reader_takes(write) -> None:
+    """H3: nesting and numbers beyond what Python reads, in each kind of JSON, with their lines."""
+    for text, sentence in (("[" * 100_000, "nested too deeply to be read"),
+                           ('{"a": ' * 5000, "nested too deeply to be read"),
+                           ("9" * 5000, "not readable: Exceeds the limit")):
+        assert refused(write("d.jsonl", '{"a": 1}\n' + text)).startswith(f"d.jsonl:2: {sentence}")
+        assert refused(write("d.json", '{"a": 1}\n' + text)).startswith(f"d.json:2: {sentence}")
+        assert refused(write("d.json", "[" + text)).startswith(f"d.json:1: {sentence}")
+    assert refused(write("d.json", b'[{"a": 1},\n\n{"a": "\xe9"}]')).startswith("d.json:3: not UTF-8")
+
+
+def test_damaged_arrow(tmp_path: Path) -> None:
+    """H3: bytes that point outside of the file are found before they are followed."""
+    table = pyarrow.table({"prompt": ["some text"] * 50, "completion": [["a", "b"]] * 50})
+    path = tmp_path / "d.arrow"
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    whole = sink.getvalue().to_pybytes()
+    told = 0
+    for place in range(0, len(whole) - 4, 37):
+        path.write_bytes(whole[:place] + b"\xff\xff\xff\x7f" + whole[place + 4 :])
+        try:
+            list(read(path))
+        except DataError as error:
+            told += str(error).startswith("d.arrow: not readable as Arrow")
+    assert told > 5
 
 
 def test_parquet(tmp_path: Path, write) -> None:

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from tropism.errors import DataError
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
          ".feather": "arrow", ".csv": "csv", ".tsv": "tsv"}
 PACKINGS = (".gz", ".zst")
+# What pyarrow raises; a damaged file may also ask for more memory than there is, or hold a date that is none.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, NotImplementedError, OverflowError, MemoryError)
+_PRINTED = re.compile(r"\[\{\s*['\"](?:role|content|from|value)['\"]\s*:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +83,25 @@ def mapping(record: Any, place: str) -> dict[str, Any]:
     return record
 
 
-def _parse(text: str | bytes, place: str) -> Any:
+def _parse(content: bytes, name: str, line: int = 1) -> Any:
+    """JSON that begins at a line of a file.
+
+    Raises:
+        DataError: if it is none, with the line and column at which it stops to be.
+    """
     try:
-        return json.loads(text)
+        return json.loads(content)
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        line += content.count(b"\n", 0, error.start)
+        start = error.start - (content.rfind(b"\n", 0, error.start) + 1)
+        raise DataError(f"{name}:{line}: not UTF-8 ({error.reason} at byte {start})") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON: {error.msg} at column {error.colno}") from None
+        raise DataError(f"{name}:{line + error.lineno - 1}: not valid JSON: {error.msg} at column {error.colno}"
+                        ) from None
+    except RecursionError:
+        raise DataError(f"{name}:{line}: nested too deeply to be read") from None
+    except ValueError as error:  # a number with thousands of digits
+        raise DataError(f"{name}:{line}: not readable: {error}") from None
 
 
 def _jsonl(file: DataFile) -> Iterator[RawRow]:
@@ -94,7 +110,7 @@ def _jsonl(file: DataFile) -> Iterator[RawRow]:
             text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if text.strip():
                 place = f"{file.name}:{number}"
-                yield RawRow(place, mapping(_parse(text, place), place))
+                yield RawRow(place, mapping(_parse(text.rstrip(b"\r\n"), file.name, number), place))
 
 
 def _json(file: DataFile) -> Iterator[RawRow]:
@@ -120,7 +136,7 @@ def _is_jsonl(content: bytes) -> bool:
     first, _, rest = content.partition(b"\n")
     try:
         row = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return bool(rest.strip()) or not isinstance(row.get("data"), list)
 
@@ -133,7 +149,7 @@ def _parquet(file: DataFile) -> Iterator[RawRow]:
             # A packed file has no random access, which Parquet needs.
             source = stream if file.path.suffix.lower() not in PACKINGS else io.BytesIO(stream.read())
             yield from _of_batches(file, parquet.ParquetFile(source).iter_batches(batch_size=1024))
-    except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
+    except _UNREADABLE as error:
         raise DataError(f"{file.name}: not readable as Parquet: {error}") from None
 
 
@@ -155,13 +171,14 @@ def _arrow(file: DataFile) -> Iterator[RawRow]:
             yield from _of_batches(file, (reader.get_batch(number) for number in range(reader.num_record_batches)))
         else:
             yield from _of_batches(file, pyarrow.ipc.open_stream(io.BytesIO(content)))
-    except (OSError, ValueError) as error:
+    except _UNREADABLE as error:
         raise DataError(f"{file.name}: not readable as Arrow: {error}") from None
 
 
 def _of_batches(file: DataFile, batches: Any) -> Iterator[RawRow]:
     number = 0
     for batch in batches:
+        batch.validate(full=True)  # a damaged file may point outside of itself
         for record in batch.to_pylist():
             number += 1
             # The columns stay, null or not; of the keys inside them only those that are not null were written by
@@ -190,7 +207,8 @@ def _csv(file: DataFile) -> Iterator[RawRow]:
                 if len(cells) > len(header):
                     raise DataError(f"{place}: more fields than the header has; is a comma unquoted?")
                 if cells:  # a blank line has none; a short line leaves fields out: absent, not null
-                    yield RawRow(place, {key: _cell(value) for key, value in zip(header, cells, strict=False)})
+                    yield RawRow(place, {key: _cell(value, key, place)
+                                         for key, value in zip(header, cells, strict=False)})
     except UnicodeDecodeError:
         raise DataError(_undecodable(file)) from None
     except csv.Error as error:
@@ -208,13 +226,19 @@ def _undecodable(file: DataFile) -> str:
     return f"{file.name}: not UTF-8"
 
 
-def _cell(value: str) -> Any:
-    """A CSV cell is text, unless it spells a list of messages."""
+def _cell(value: str, column: str, place: str) -> Any:
+    """A CSV cell is text, unless it spells a list of messages.
+
+    Raises:
+        DataError: for messages as Python or numpy print them, which would be learned as text.
+    """
     if value.startswith("[{") and value.rstrip().endswith("}]"):
         try:
             return json.loads(value)
-        except ValueError:
-            return value
+        except (ValueError, RecursionError):
+            if _PRINTED.match(value):
+                raise DataError(f"{place}: '{column}' holds messages as a program prints them, not as JSON: write them "
+                                "with json.dumps, or save the data as JSONL or Parquet") from None
     return value
 
 

@@ -1,16 +1,16 @@
 """What a set of rows is like, and what that means for training: pure functions from rows to sentences."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from tropism.data.pack import plant
+from tropism.data.facts import Facts, Integers, facts_of, first_of, groups, spread
 from tropism.data.rows import Dropped, EncodedRow
-from tropism.data.schedule import Schedule
 
 Severity = Literal["info", "notice", "warning"]
 Decode = Callable[[list[int]], str]
@@ -18,10 +18,12 @@ Decode = Callable[[list[int]], str]
 _ENOUGH = 20  # rows of each kind below which a share or an AUC says nothing
 _LISTED = 10  # places that a finding names
 _OPENING = 48  # tokens of an answer in which a refusal is looked for
+_READ = 20_000  # answers of each kind that are read: a share of them is known to a third of a point
 _REFUSAL = re.compile(
     r"\W*(i'?m (very )?sorry|i am (very )?sorry|sorry,|i apologi[sz]e|i cannot|i can'?t|i'?m (unable|not able)|"
     r"i am (unable|not able)|unfortunately, i )|.*\bas an? (ai|(large )?language model)\b", re.DOTALL)
-_ORIGINS = ("source", "dataset", "origin", "annotator", "annotator_id", "rater", "voter", "user_id", "worker_id")
+ORIGINS = ("source", "dataset", "origin", "annotator", "annotator_id", "rater", "voter", "user_id", "worker_id")
+"""Columns that say where a row comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +49,31 @@ class Finding:
         return {**asdict(self), "places": list(self.places), "figures": dict(self.figures)}
 
 
-def of_rows(rows: Sequence[EncodedRow], dropped: Sequence[Dropped] = (), *, decode: Decode | None = None,
-            records: Mapping[str, Mapping[str, Any]] | None = None) -> list[Finding]:
+def of_rows(
+    rows: Sequence[EncodedRow], dropped: Sequence[Dropped] = (), *, decode: Decode | None = None,
+    origins: Mapping[str, Sequence[str | None]] | None = None, reasons: Mapping[str, int] | None = None,
+    facts: Facts | None = None,
+) -> list[Finding]:
     """Everything that one set of rows says about itself; warnings first.
 
     Args:
         rows: after truncation.
         dropped: those that were left out.
         decode: ids to text, to look into the answers; without it they are not looked into.
-        records: the records as they were read, by place, to see where rows come from.
+        origins: for columns of `ORIGINS`, the value of each row; None where a row has no plain one.
+        reasons: how many were left out and why, commonest first, where `dropped` lists only some of them.
+        facts: of the rows, if they are known already.
     """
-    found = [*_tokens(rows), *_balance(rows), *_left_out(rows, dropped), *_cuts(rows), *_texts(rows),
-             *_duplicates(rows), *_both_labels(rows), *_both_orders(rows), *_nothing_said(rows), *_length(rows)]
+    facts = facts_of(rows) if facts is None else facts
+    if reasons is None:
+        reasons = dict(Counter(str(drop.reason) for drop in dropped).most_common())
+    found = [*_tokens(facts), *_balance(facts), *_left_out(len(rows), dropped, reasons), *_cuts(rows, facts),
+             *_texts(rows, facts), *_duplicates(rows, facts), *_both_labels(rows, facts), *_both_orders(rows, facts),
+             *_nothing_said(rows, facts), *_length(facts)]
     if decode is not None:
-        found += _refusals(rows, decode)
-    if records is not None:
-        found += _origins(rows, records)
+        found += _refusals(rows, facts, decode)
+    for column, values in (origins or {}).items():
+        found += _origins(column, values, facts)
     return by_severity(found)
 
 
@@ -86,70 +97,55 @@ def class_weights(
 
 def leakage(train: Sequence[EncodedRow], evaluation: Sequence[EncodedRow]) -> list[Finding]:
     """Evaluation rows whose prompt, or whose conversation's beginning, is trained on."""
-    opened, asked = {row.split_key for row in train}, {row.prompt_key for row in train}
-    answered = {(row.prompt_key, completion.key) for row in train for completion in row.completions}
-    same = [row for row in evaluation if row.prompt_key in asked]
-    begun = [row for row in evaluation if row.split_key in opened and row.prompt_key not in asked]
-    if not same and not begun:
+    if not len(train) or not len(evaluation):
         return []
-    copied = sum(any((row.prompt_key, completion.key) in answered for completion in row.completions) for row in same)
+    seen, held = facts_of(train), facts_of(evaluation)
+    asked = np.isin(held.prompt, seen.prompt)
+    same, begun = np.flatnonzero(asked), np.flatnonzero(np.isin(held.split, seen.split) & ~asked)
+    if not len(same) and not len(begun):
+        return []
+    # Completions of the training rows that matter, then of the evaluation rows, in one numbering with their prompts.
+    known = np.flatnonzero(np.isin(seen.prompt, held.prompt))
+    row, side = np.nonzero(np.concatenate([seen.tokens[known], held.tokens[same]]))
+    answers = groups(np.concatenate([seen.prompt[known], held.prompt[same]])[row],
+                     np.concatenate([seen.completion[known], held.completion[same]])[row, side])
+    ours = row < len(known)
+    copied = len(np.unique(row[~ours][np.isin(answers[~ours], answers[ours])]))
     return [Finding(
         "leakage", "warning",
         f"evaluation rows that ask what training rows ask: {len(same)} ({copied} with the same answer), and "
         f"{len(begun)} more that begin like one. Figures on them are not held out: take them out of one of the files, "
-        "or use --eval-fraction, which never splits a prompt",
-        _places([*same, *begun]), {"same_prompt": len(same), "same_answer": copied, "same_beginning": len(begun)})]
+        "or use --eval-fraction, which never splits a prompt", _places(evaluation, np.concatenate([same, begun])),
+        {"same_prompt": len(same), "same_answer": copied, "same_beginning": len(begun)})]
 
 
-def layout_savings(rows: Sequence[EncodedRow], batch_size: int, *, seed: int = 0, shuffle: bool = True) -> Finding:
-    """What one epoch computes: every completion with its own prompt, as trees, and as trees of whole prompts."""
-    numbers: dict[bytes, int] = {}
-    prompts = tuple(numbers.setdefault(row.prompt_key, len(numbers)) for row in rows)
-    flat = sum(row.flat_tokens for row in rows)
-    computed = []
-    for group in (False, True):
-        plan = Schedule(prompts, batch_size, seed, shuffle=shuffle, group_prompts=group)
-        computed.append(sum(planted.tree.tokens for step in range(1, plan.total_steps + 1)
-                            for planted in plant(rows, plan.step(step))))
-    trees, grouped = computed
-    text = (f"with steps of {batch_size} rows the tree layout computes {trees:,} of {flat:,} tokens an epoch "
-            f"({_percent(1 - trees / flat)} saved); with --group-prompts {grouped:,} ({_percent(1 - grouped / flat)} "
-            "saved)")
-    worth = trees - grouped > 0.1 * flat
-    if worth:
-        text += ". --group-prompts is worth it here, if seeing all answers of a prompt in one step is fine for you"
-    return Finding("layout", "notice" if worth else "info", text, (), {
-        "batch_size": batch_size, "flat_tokens": flat, "tree_tokens": trees, "grouped_tokens": grouped})
-
-
-def histogram(values: Sequence[int]) -> list[tuple[int, int, int]]:
+def histogram(values: npt.ArrayLike) -> list[tuple[int, int, int]]:
     """(from, up to and including, count) in bins that double, from the shortest to the longest."""
-    if not values:
+    lengths = np.asarray(values)
+    if not len(lengths):
         return []
-    bins = Counter(max(value - 1, 0).bit_length() for value in values)
-    return [(1 if power == 0 else 2 ** (power - 1) + 1, 2**power, bins[power])
-            for power in range(min(bins), max(bins) + 1)]
+    powers = np.frexp(np.maximum(lengths - 1, 0))[1]  # bits of a whole number
+    bins = np.bincount(powers)
+    return [(1 if power == 0 else 2 ** (power - 1) + 1, 2**power, int(bins[power]))
+            for power in range(int(powers.min()), len(bins))]
 
 
 # --- one function per finding -----------------------------------------------------------------------------------------
 
 
-def _tokens(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
-    flat = sum(row.flat_tokens for row in rows)
+def _tokens(facts: Facts) -> Iterator[Finding]:
+    flat = facts.flat_tokens
     if not flat:
         return
-    prompts = {row.prompt_key: len(row.prompt_ids) for row in rows}
-    repeated = sum(len(row.prompt_ids) * len(row.completions[:2]) for row in rows) - sum(prompts.values())
-    text = f"an epoch has {flat:,} tokens; {_percent(repeated / flat)} of them repeat a prompt"
-    yield Finding("tokens", "info", text, (),
-                  {"flat": flat, "repeated_prompt": repeated, "prompts": len(prompts)})
+    repeated, prompts = facts.repeated_tokens, int(facts.prompt_numbers.max()) + 1
+    text = f"an epoch has {flat:,} tokens; {percent(repeated / flat)} of them repeat a prompt"
+    yield Finding("tokens", "info", text, (), {"flat": flat, "repeated_prompt": repeated, "prompts": prompts})
 
 
-def _balance(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
-    labels = [row.desirable for row in rows if row.desirable is not None]
-    if not labels:
+def _balance(facts: Facts) -> Iterator[Finding]:
+    good, bad = facts.classes
+    if not good and not bad:
         return
-    good, bad = sum(labels), len(labels) - sum(labels)
     weights = class_weights(good, bad, "auto", "auto")
     figures = {"desirable": good, "undesirable": bad, "auto_desirable_weight": weights[0],
                "auto_undesirable_weight": weights[1]}
@@ -165,32 +161,33 @@ def _balance(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
     yield Finding("balance", "notice" if lopsided else "info", text, (), figures)
 
 
-def _left_out(rows: Sequence[EncodedRow], dropped: Sequence[Dropped]) -> Iterator[Finding]:
-    if not dropped:
+def _left_out(kept: int, dropped: Sequence[Dropped], reasons: Mapping[str, int]) -> Iterator[Finding]:
+    total = sum(reasons.values())
+    if not total:
         return
-    reasons = Counter(str(drop.reason) for drop in dropped)
-    share = len(dropped) / (len(rows) + len(dropped))
+    share = total / (kept + total)
     yield Finding("left_out", "warning" if share > 0.1 else "notice",
-                  f"rows left out: {len(dropped)} ({_percent(share)}), "
-                  + ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+                  f"rows left out: {total} ({percent(share)}), "
+                  + ", ".join(f"{count} {reason}" for reason, count in reasons.items())
                   + ". Mend them, or take them out of the file", tuple(drop.place for drop in dropped[:_LISTED]),
                   dict(reasons))
 
 
-def _cuts(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
+def _cuts(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
     for note, what, remedy in (
         ("prompt_cut", "prompts that were cut from the left",
          "raise --max-length or --max-prompt-length where the model and the memory allow it"),
         ("completion_cut", "completions that were cut and have no terminator",
          "raise --max-length, or leave them out: a cut answer teaches no end"),
     ):
-        if cut := [row for row in rows if note in row.notes]:
+        if len(cut := facts.notes.get(note, ())):
+            places = _places(rows, cut)
             yield Finding(note, "warning" if len(cut) > 0.1 * len(rows) else "notice",
-                          f"{what}: {len(cut)} ({_percent(len(cut) / len(rows))}, first {cut[0].place}); {remedy}",
-                          _places(cut), {"rows": len(cut)})
+                          f"{what}: {len(cut)} ({percent(len(cut) / len(rows))}, first {places[0]}); {remedy}",
+                          places, {"rows": len(cut)})
 
 
-def _texts(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
+def _texts(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
     for note, bad, text in (
         ("eos_added", 2.0, "the chat template does not end the answers of {rows}: one eos was added to each"),
         ("text_changed", 0.1, "rows that do not read back as written: {count} (first {first}). Tokenizer or template "
@@ -198,79 +195,71 @@ def _texts(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
         ("control_spelt", 2.0, "rows that spell control tokens in their text: {count} (first {first}). These are "
          "trained as plain characters"),
     ):
-        if noted := [row for row in rows if note in row.notes]:
+        if len(noted := facts.notes.get(note, ())):
+            places = _places(rows, noted)
             yield Finding(note, "warning" if len(noted) > bad * len(rows) else "notice",
-                          text.format(rows=_n(len(noted), "row"), count=len(noted), first=noted[0].place),
-                          _places(noted), {"rows": len(noted)})
+                          text.format(rows=_n(len(noted), "row"), count=len(noted), first=places[0]), places,
+                          {"rows": len(noted)})
 
 
-def _duplicates(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
-    seen: set[tuple[Any, ...]] = set()
-    again = []
-    for row in rows:
-        key = (row.prompt_key, row.desirable, *(completion.key for completion in row.completions[:2]))
-        if key in seen:
-            again.append(row)
-        seen.add(key)
-    if again:
-        yield Finding("duplicates", "notice" if len(again) > 0.01 * len(rows) else "info",
-                      f"rows that repeat an earlier one in every token: {len(again)} (first {again[0].place}). They "
-                      "count as often as they occur; take them out if that is not meant", _places(again),
-                      {"rows": len(again)})
+def _duplicates(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
+    again = np.ones(len(facts), dtype=np.bool_)
+    again[first_of(groups(facts.row_numbers, facts.desirable))] = False
+    if count := int(again.sum()):
+        places = _places(rows, np.flatnonzero(again))
+        yield Finding("duplicates", "notice" if count > 0.01 * len(rows) else "info",
+                      f"rows that repeat an earlier one in every token: {count} (first {places[0]}). They count as "
+                      "often as they occur; take them out if that is not meant", places, {"rows": count})
 
 
-def both_labels(rows: Sequence[EncodedRow]) -> list[EncodedRow]:
+def both_labels(facts: Facts) -> Integers:
     """For each completion of a prompt that carries both labels, the first row that contradicts an earlier one."""
-    seen: dict[tuple[bytes, bytes], bool] = {}
-    found: dict[tuple[bytes, bytes], EncodedRow] = {}
-    for row in rows:
-        if row.desirable is not None:
-            key = (row.prompt_key, row.completions[0].key)
-            if seen.setdefault(key, row.desirable) != row.desirable:
-                found.setdefault(key, row)
-    return list(found.values())
+    labelled = np.flatnonzero(facts.desirable >= 0)
+    answers, labels = groups(facts.row_numbers[labelled]), facts.desirable[labelled]
+    against = np.flatnonzero(labels != labels[first_of(answers)][answers])
+    return labelled[np.sort(against[first_of(answers[against])])]
 
 
-def _both_labels(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
-    if found := both_labels(rows):
-        yield Finding("both_labels", "warning" if len(found) > 0.01 * len(rows) else "notice",
-                      f"completions that carry both labels: {len(found)} (first {found[0].place}). They cancel out; "
-                      "decide, or take them out", _places(found), {"completions": len(found)})
+def _both_labels(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
+    if count := len(found := both_labels(facts)):
+        places = _places(rows, found)
+        yield Finding("both_labels", "warning" if count > 0.01 * len(rows) else "notice",
+                      f"completions that carry both labels: {count} (first {places[0]}). They cancel out; "
+                      "decide, or take them out", places, {"completions": count})
 
 
-def _both_orders(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
-    seen: set[tuple[bytes, bytes, bytes]] = set()
-    found = []
-    for row in rows:
-        if row.desirable is None and len(row.completions) >= 2:
-            chosen, rejected = (completion.key for completion in row.completions[:2])
-            if (row.prompt_key, rejected, chosen) in seen:
-                found.append(row)
-            seen.add((row.prompt_key, chosen, rejected))
-    if found:
-        yield Finding("both_orders", "warning" if len(found) > 0.01 * len(rows) else "notice",
-                      f"pairs that prefer what another pair of the same prompt rejects: {len(found)} (first "
-                      f"{found[0].place}). They cancel out; decide, or take them out", _places(found),
-                      {"pairs": len(found)})
+def _both_orders(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
+    pairs = np.flatnonzero((facts.desirable < 0) & (facts.tokens[:, 1] > 0))
+    chosen, rejected = facts.completion[pairs].T
+    # Two numbers for each prompt with two completions: one for either being the chosen one.
+    both = 2 * groups(facts.prompt[pairs], np.minimum(chosen, rejected), np.maximum(chosen, rejected))
+    first = np.full(2 * len(pairs), len(pairs))
+    own = first_of(orders := both + (chosen > rejected))
+    first[orders[own]] = own
+    found = pairs[first[both + (chosen < rejected)] < np.arange(len(pairs))]
+    if count := len(found):
+        places = _places(rows, found)
+        yield Finding("both_orders", "warning" if count > 0.01 * len(rows) else "notice",
+                      f"pairs that prefer what another pair of the same prompt rejects: {count} (first {places[0]}). "
+                      "They cancel out; decide, or take them out", places, {"pairs": count})
 
 
-def _nothing_said(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
+def _nothing_said(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
     """Answers of one supervised token: a terminator, or as good as that."""
-    found = [row for row in rows if any(completion.length == 1 for completion in row.completions[:2])]
-    if found:
-        yield Finding("one_token", "warning" if len(found) > 0.1 * len(rows) else "notice",
-                      f"rows with an answer of a single token: {len(found)} (first {found[0].place}). It is nothing "
-                      "but an end, or what truncation left; look at them", _places(found), {"rows": len(found)})
+    if count := len(found := np.flatnonzero((facts.learned == 1).any(axis=1))):
+        places = _places(rows, found)
+        yield Finding("one_token", "warning" if count > 0.1 * len(rows) else "notice",
+                      f"rows with an answer of a single token: {count} (first {places[0]}). It is nothing but an end, "
+                      "or what truncation left; look at them", places, {"rows": count})
 
 
-def _length(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
+def _length(facts: Facts) -> Iterator[Finding]:
     """How well length alone tells the better answer: 0.5 is not at all."""
-    good, bad = _sides(rows)
-    if min(len(good), len(bad)) < _ENOUGH:
+    one, other = (facts.learned[rows, sides] for rows, sides in _sides(facts))
+    if min(len(one), len(other)) < _ENOUGH:
         return
-    paired = rows[0].desirable is None
-    one, other = ([completion.length for _, completion in side] for side in (good, bad))
-    value = float(np.mean(np.sign(np.subtract(one, other)) / 2 + 0.5)) if paired else _auc(one, other)
+    paired = not facts.labelled
+    value = float(np.mean(np.sign(one - other) / 2 + 0.5)) if paired else _auc(one, other)
     strong = abs(value - 0.5)
     name = "chosen" if paired else "desirable"
     text = (f"{name} answers have {np.mean(one):.0f} tokens on average, the others {np.mean(other):.0f}: length alone "
@@ -282,25 +271,30 @@ def _length(rows: Sequence[EncodedRow]) -> Iterator[Finding]:
                   {"auc": value, "mean_good": float(np.mean(one)), "mean_bad": float(np.mean(other))})
 
 
-def _refusals(rows: Sequence[EncodedRow], decode: Decode) -> Iterator[Finding]:
+def _refusals(rows: Sequence[EncodedRow], facts: Facts, decode: Decode) -> Iterator[Finding]:
     """How often an answer of each kind opens with a refusal."""
-    sides = _sides(rows)
-    hits = [[row for row, completion in side if refuses(decode(completion.ids[:_OPENING].tolist()))] for side in sides]
+    sides = _sides(facts)
+    read = [[(int(found[i]), int(side[i])) for i in spread(len(found), _READ)] for found, side in sides]
+    hits = [[row for row, side in some if refuses(decode(rows[row].completions[side].ids[:_OPENING].tolist()))]
+            for some in read]
     if not any(hits):
         return
-    rates = [len(hit) / max(len(side), 1) for hit, side in zip(hits, sides, strict=True)]
-    names = ("chosen", "rejected") if rows[0].desirable is None else ("desirable", "undesirable")
-    if not sides[1]:
-        text, gap = f"answers that open with a refusal: {len(hits[0])} ({_percent(rates[0])})", 0.0
+    rates = [len(hit) / max(len(some), 1) for hit, some in zip(hits, read, strict=True)]
+    names = ("desirable", "undesirable") if facts.labelled else ("chosen", "rejected")
+    if not read[1]:
+        text, gap = f"answers that open with a refusal: {len(hits[0])} ({percent(rates[0])})", 0.0
     else:
-        text = (f"{_percent(rates[0])} of the {names[0]} and {_percent(rates[1])} of the {names[1]} answers open with "
+        text = (f"{percent(rates[0])} of the {names[0]} and {percent(rates[1])} of the {names[1]} answers open with "
                 "a refusal (\"I'm sorry\", \"As an AI\", ...)")
-        gap = abs(rates[0] - rates[1]) if min(map(len, sides)) >= _ENOUGH else 0.0
+        gap = abs(rates[0] - rates[1]) if min(map(len, read)) >= _ENOUGH else 0.0
+    if any(len(some) < len(found) for some, (found, _) in zip(read, sides, strict=True)):
+        text += ", going by " + " and ".join(f"{len(some):,} of {len(found):,}" for some, (found, _) in
+                                             zip(read, sides, strict=True) if some) + " answers, evenly spread"
     if gap > 0.05:
         more = "more" if rates[0] > rates[1] else "less"
         text += f": the label is tied to it, so the model will learn to refuse {more}. Fine if that is the aim"
     yield Finding("refusals", "warning" if gap > 0.25 else "notice" if gap > 0.05 else "info", text,
-                  _places([*hits[0], *hits[1]]), dict(zip(names, rates, strict=True)))
+                  _places(rows, [*hits[0], *hits[1]]), dict(zip(names, rates, strict=True)))
 
 
 def refuses(text: str) -> bool:
@@ -308,58 +302,60 @@ def refuses(text: str) -> bool:
     return _REFUSAL.match(text.replace("\u2019", "'").lower()) is not None
 
 
-def _origins(rows: Sequence[EncodedRow], records: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _origins(column: str, values: Sequence[str | None], facts: Facts) -> Iterator[Finding]:
     """Columns that say where a row comes from: one value that dominates, or values that tell the label."""
-    for column in _ORIGINS:
-        named = [(row, str(value)) for row in rows
-                 if isinstance(value := records.get(row.place, {}).get(column), str | int)]
-        counts = Counter(value for _, value in named)
-        if len(named) < max(_ENOUGH, len(rows) / 2) or len(counts) < 2:
-            continue
-        (top, most), share = counts.most_common(1)[0], counts.most_common(1)[0][1] / len(named)
-        if share > 0.5:
-            yield Finding(f"dominated_by_{column}", "notice",
-                          f"{_percent(share)} of the rows have {column} {top!r}, one of {len(counts)}: the result will "
-                          "be its taste; take fewer of its rows if that is not meant", (),
-                          {"rows": most, "values": len(counts)})
-        verdicts: defaultdict[str, list[bool]] = defaultdict(list)
-        for row, value in named:
-            if row.desirable is not None:
-                verdicts[value].append(row.desirable)
-        if len(verdicts) < 2 or len(counts) > len(named) / 5:  # a value that occurs once tells its label always
-            continue
-        total = sum(map(len, verdicts.values()))
-        likelier = max(sum(map(sum, verdicts.values())), total - sum(map(sum, verdicts.values())))
-        told = sum(max(sum(labels), len(labels) - sum(labels)) for labels in verdicts.values())
-        if (told - likelier) / total > 0.2:
-            yield Finding(f"label_from_{column}", "warning",
-                          f"{column} alone tells {_percent(told / total)} of the labels ({_percent(likelier / total)} "
-                          "would be right by always saying the same): the model may learn whose answer it is instead "
-                          "of how good", (), {"told": told / total, "always_the_same": likelier / total})
+    met = Counter(zip(values, facts.desirable.tolist(), strict=True))
+    counts: Counter[str] = Counter()
+    verdicts: dict[str, list[int]] = {}  # of each value: undesirable rows, desirable rows
+    for (value, label), count in met.items():
+        if value is not None:
+            counts[value] += count
+            if label >= 0:
+                verdicts.setdefault(value, [0, 0])[label] += count
+    named = counts.total()
+    if named < max(_ENOUGH, len(facts) / 2) or len(counts) < 2:
+        return
+    top, most = counts.most_common(1)[0]
+    if (share := most / named) > 0.5:
+        yield Finding(f"dominated_by_{column}", "notice",
+                      f"{percent(share)} of the rows have {column} {top!r}, one of {len(counts)}: the result will "
+                      "be its taste; take fewer of its rows if that is not meant", (),
+                      {"rows": most, "values": len(counts)})
+    if len(verdicts) < 2 or len(counts) > named / 5:  # a value that occurs once tells its label always
+        return
+    total = sum(map(sum, verdicts.values()))
+    likelier = max(sum(labels[side] for labels in verdicts.values()) for side in (0, 1))
+    told = sum(map(max, verdicts.values()))
+    if (told - likelier) / total > 0.2:
+        yield Finding(f"label_from_{column}", "warning",
+                      f"{column} alone tells {percent(told / total)} of the labels ({percent(likelier / total)} "
+                      "would be right by always saying the same): the model may learn whose answer it is instead "
+                      "of how good", (), {"told": told / total, "always_the_same": likelier / total})
 
 
-def _sides(rows: Sequence[EncodedRow]) -> tuple[list[tuple[EncodedRow, Any]], list[tuple[EncodedRow, Any]]]:
-    """Better and worse answers with their rows; without labels all are on the better side."""
-    good = [(row, row.completions[0]) for row in rows if row.desirable is not False]
-    bad = [(row, row.completions[0]) for row in rows if row.desirable is False]
-    bad += [(row, row.completions[1]) for row in rows if row.desirable is None and len(row.completions) >= 2]
-    return good, bad
+def _sides(facts: Facts) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
+    """Better and worse answers, as row and side of each; without labels all are on the better side."""
+    good, bad = np.flatnonzero(facts.desirable != 0), np.flatnonzero(facts.desirable == 0)
+    others = np.flatnonzero((facts.desirable < 0) & (facts.tokens[:, 1] > 0))
+    return ((good, np.zeros_like(good)),
+            (np.concatenate([bad, others]), np.repeat(np.array([0, 1]), [len(bad), len(others)])))
 
 
-def _auc(good: Sequence[int], bad: Sequence[int]) -> float:
+def _auc(good: Integers, bad: Integers) -> float:
     """Chance that a good one is larger than a bad one; ties count one half."""
     ordered = np.sort(bad)
     below = np.searchsorted(ordered, good, "left") + np.searchsorted(ordered, good, "right")
     return float(below.mean() / 2 / len(ordered))
 
 
-def _places(rows: Sequence[EncodedRow]) -> tuple[str, ...]:
-    return tuple(row.place for row in rows[:_LISTED])
+def _places(rows: Sequence[EncodedRow], numbers: Sequence[int] | Integers) -> tuple[str, ...]:
+    return tuple(rows[int(number)].place for number in numbers[:_LISTED])
 
 
 def _n(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share as people read it: two digits below a tenth."""
     return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.1f} %"

@@ -72,5 +72,9 @@ class DataOptions(FormatOptions, TemplateOptions, LengthOptions):
     """Permute prompts instead of rows, and keep all rows of a prompt in one step."""
     strict: bool = False
     """Stop where a row would be left out, or where policy and reference differ before training."""
-    workers: int = Field(0, ge=0)
-    """Threads that render rows and prepare the next steps; no result depends on it."""
+    streaming: bool = False
+    """Take rows from the front of the data, and only as many as `max_steps` steps need: for data that are larger than
+    a run. Needs max_steps."""
+    workers: int | None = Field(None, ge=0)
+    """Processes that render the rows of large data, and threads that prepare the next steps. By default a process per
+    CPU, at most 8, and no threads. No result depends on it."""

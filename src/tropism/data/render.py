@@ -58,21 +58,29 @@ class Renderer:
             DataError: if the chat template refuses the row's messages.
             ModelError: if the row has messages and the tokenizer has no chat template.
         """
+        try:
+            return self._encode(row)
+        except RecursionError:
+            raise DataError(f"{row.place}: messages or tools are nested too deeply to be read") from None
+
+    def _encode(self, row: Row) -> EncodedRow | Dropped:
         notes: set[str] = set()
         if isinstance(row.prompt, str):
             cutter, split = self._plain_prompt(row.prompt)
-            completions = [self._plain_completion(row.prompt, cutter.ids, str(text), notes)
-                           for text in row.completions]
+            spoken = [self._plain_completion(row.prompt, cutter.ids, str(text), notes) for text in row.completions]
         else:
             self.saw_messages = True
             conversation = _Conversation(self, row)
             cutter, split = conversation.cutter, conversation.split_text
-            completions = [conversation.completion(tuple(answer), notes)  # type: ignore[arg-type]
-                           for answer in row.completions if cutter.ids]
+            spoken = [conversation.completion(tuple(answer), notes)  # type: ignore[arg-type]
+                      for answer in row.completions if cutter.ids]
             if conversation.spelt:
                 notes.add("control_spelt")
         if not cutter.ids:
             return Dropped(row.place, Reason.EMPTY_PROMPT, "the prompt has no token to predict from")
+        completions = [completion for completion in spoken if completion is not None]
+        if len(completions) < len(spoken):
+            return Dropped(row.place, Reason.EMPTY_COMPLETION, "an answer has no token but its end")
         prompt_ids, kept = fit(cutter, completions, self.limits)
         if any(completion is None for completion in kept):
             return Dropped(row.place, Reason.NO_SUPERVISED_TOKEN,
@@ -94,14 +102,16 @@ class Renderer:
         lead = 1 if ids and ids[0] == self.text.bos_id else 0
         return PromptCutter(ids, head=(lead,)), text
 
-    def _plain_completion(self, prompt: str, prompt_ids: list[int], text: str, notes: set[str]) -> Completion:
+    def _plain_completion(self, prompt: str, prompt_ids: list[int], text: str, notes: set[str]) -> Completion | None:
         ids, exact = self.text.continue_text(prompt, prompt_ids, text)
         if not exact:
             notes.add("text_changed")
         eos = self.text.eos_id
         assert eos is not None
+        if not ids:  # a normaliser may take away all there is
+            return None
         self.stop_ids.add(eos)
-        return Completion.supervised(ids if ids and ids[-1] == eos else [*ids, eos])
+        return Completion.supervised(ids if ids[-1] == eos else [*ids, eos])
 
     def template(self, messages: Sequence[Message], row: Row, *, generate: bool) -> str:
         """The chat template's text for messages, with or without the start of an answer.
@@ -118,11 +128,18 @@ class Renderer:
             raise DataError(f"{row.place}: the row has tools, and {self.template_name} has no place for them; choose "
                             "another with --chat-template, or take the column 'tools' out")
         try:
-            return str(tokenizer.apply_chat_template(
+            text = str(tokenizer.apply_chat_template(
                 list(messages), tools=list(row.tools) if row.tools else None,
                 add_generation_prompt=generate, tokenize=False, **self.template_kwargs))
         except Exception as error:  # whatever a template raises is about this row
             raise DataError(f"{row.place}: {self.template_name} refuses these messages: {error}") from error
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError:  # a role, or a key of a tool; contents have been looked at
+                raise DataError(f"{row.place}: a message or tool holds half a character (a lone surrogate), which no "
+                                "tokenizer reads") from None
+        return text
 
     def prompt(self, text: str, spelt: dict[str, str]) -> list[int]:
         """Ids of a rendered prompt; neighbouring rows often share it, so the last one is remembered."""
@@ -148,6 +165,13 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(entry)
 
 
+def _tool_name(tool: Any) -> str:
+    """Name in a schema or a call; empty if it has none, or one that a template may show with quotes or escapes."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return name if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) else ""
+
+
 class _Conversation:
     """One row of messages on its way to ids."""
 
@@ -162,7 +186,8 @@ class _Conversation:
         self.prompt: list[Message] = self._masked(prompt)
         self.answers_from = len(self.prompt)
         if renderer.supervise == "all":
-            first = next((i for i, message in enumerate(self.prompt) if message["role"] == "assistant"), None)
+            # An assistant that opens the conversation answers nothing: its greeting is context.
+            first = next((i for i, message in enumerate(self.prompt) if i and message["role"] == "assistant"), None)
             self.answers_from = len(self.prompt) if first is None else first
         head = self.prompt[: self.answers_from]
         self.prompt_text = renderer.template(head, self.row, generate=True) if head else ""
@@ -177,13 +202,18 @@ class _Conversation:
     def _check_tools(self) -> None:
         """T4: a template that looks for a schema's name elsewhere than the user has it shows nothing, in silence."""
         for tool in self.row.tools or ():
-            inner = tool.get("function", tool) if isinstance(tool, dict) else None
-            name = inner.get("name") if isinstance(inner, dict) else None
-            # Any other name may be shown with quotes or escapes of the template's.
-            if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) and name not in self.prompt_text:
+            if (name := _tool_name(tool)) and name not in self.prompt_text:
                 raise DataError(f"{self.row.place}: tool '{name}' does not reach the prompt: "
                                 f"{self.renderer.template_name} wants schemas of another shape, most likely "
                                 '{"type": "function", "function": {"name": ...}}')
+
+    def _check_calls(self, answer: Message, rendered: str) -> None:
+        """M5: an answer that is a call of a tool would be learned as nothing but an end."""
+        calls = answer.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if (name := _tool_name(call)) and name not in rendered:
+                raise DataError(f"{self.row.place}: {self.renderer.template_name} does not show the answer's call of "
+                                f"'{name}', so there is nothing to learn of it; choose another with --chat-template")
 
     def _find_spelt(self, *given: Any) -> dict[str, str]:
         """Map each control token that messages or tools spell out to a private-use character of its own."""
@@ -235,31 +265,35 @@ class _Conversation:
             shorter.append(self._encode(self.renderer.template(kept, self.row, generate=True)))
         return shorter
 
-    def completion(self, answer: Sequence[Message], notes: set[str]) -> Completion:
-        """Ids of everything after the prompt, with the supervised assistant messages marked."""
+    def completion(self, answer: Sequence[Message], notes: set[str]) -> Completion | None:
+        """Ids of everything after the prompt, with the supervised assistant messages marked; None if they are empty."""
         rest = [*self.prompt[self.answers_from :], *(self._masked(message) for message in answer)]
         head = self.prompt[: self.answers_from]
         spoken = [i for i, message in enumerate(rest) if message["role"] == "assistant"]
         supervised = spoken if self.renderer.supervise == "all" else spoken[-1:]
         ids: list[int] = []
         mask: list[bool] = []
-        before, before_ids = self.prompt_text, self.cutter.ids
+        before, before_ids, words = self.prompt_text, self.cutter.ids, 0
         for i in supervised:
-            start = self.renderer.template([*head, *rest[:i]], self.row, generate=True)
+            start = self.prompt_text if i == 0 and head else self.renderer.template(
+                [*head, *rest[:i]], self.row, generate=True)
             if start != before:  # turns between the last supervised answer and this one
                 between, exact = self._between(before, before_ids + ids, start)
                 if not exact:
                     notes.add("text_changed")
                 ids += between
                 mask += [False] * len(between)
-            text, stop = self._answer([*head, *rest[: i + 1]], start, rest[i].get("content") or "", notes)
+            text, stop = self._answer([*head, *rest[: i + 1]], start, notes)
             new, exact = self._continue(start, self.cutter.ids + ids, text)
             if not exact:
                 notes.add("text_changed")
             ids += [*new, stop]
             self.renderer.stop_ids.add(stop)
             mask += [True] * (len(new) + 1)
+            words += len(new)
             before = start + text + self._spell(stop)
+        if not words:
+            return None
         array = Completion.supervised(ids)
         if all(mask):
             return array
@@ -279,9 +313,9 @@ class _Conversation:
     def _continue(self, before: str, ids: list[int], text: str) -> tuple[list[int], bool]:
         return self.renderer.text.continue_text(before, ids, text, self.spelt)
 
-    def _answer(self, conversation: Sequence[Message], start: str, content: str, notes: set[str]) -> tuple[str, int]:
+    def _answer(self, conversation: Sequence[Message], start: str, notes: set[str]) -> tuple[str, int]:
         """The answer as the template renders it, without terminator; and the terminator's id."""
-        text = self.renderer.text
+        text, content = self.renderer.text, conversation[-1].get("content") or ""
         full = self.renderer.template(conversation, self.row, generate=False)
         if not full.startswith(start):
             # The generation prompt adds text that a finished answer does not have (a thinking tag, say).
@@ -295,6 +329,9 @@ class _Conversation:
             raise DataError(f"{self.row.place}: {self.renderer.template_name} shows nothing of the answer, so there is "
                             "nothing to learn; choose another with --chat-template")
         plain = text.without_control(rendered)
+        self._check_calls(conversation[-1], rendered)
+        if content not in plain:  # it trims, say
+            notes.add("text_changed")
         shown = content if content in plain else content.strip()
         # A tool call has no content; and white space alone is found anywhere.
         end = plain.rfind(shown) + len(shown) if shown.strip() and shown in plain else 0

@@ -43,15 +43,10 @@ class Part:
         Raises:
             DataError: for a line that cannot be read.
         """
-        rows = self._once()
-        if self.weight == 1:
-            yield from rows
-            return
-        known = list(rows)
-        for _ in range(int(self.weight)):
-            yield from known
+        for _ in range(int(self.weight)):  # read again, not remembered: it may be large
+            yield from self._once()
         share = self.weight % 1
-        yield from (row for row in known if share and _point(row.place) < share)
+        yield from (row for row in self._once() if _point(row.place) < share) if share else ()
 
     def _once(self) -> Iterator[RawRow]:
         for number, record in enumerate(self.records, start=1):

@@ -4,11 +4,14 @@ import hashlib
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from tropism.data.rows import EncodedRow
+from tropism.data.table import RowTable
 from tropism.errors import UsageError
 
 
-def split_by_prompt(rows: Sequence[EncodedRow], fraction: float) -> tuple[list[EncodedRow], list[EncodedRow]]:
+def split_by_prompt(rows: Sequence[EncodedRow], fraction: float) -> tuple[Sequence[EncodedRow], Sequence[EncodedRow]]:
     """Training and held-out rows; no prompt is on both sides.
 
     The prompts with the smallest ceil(fraction x prompts) hashes are held out, at least one on each side.
@@ -16,10 +19,14 @@ def split_by_prompt(rows: Sequence[EncodedRow], fraction: float) -> tuple[list[E
     Raises:
         UsageError: if there are not two prompts to split.
     """
-    ranks = {key: hashlib.blake2b(key, digest_size=16).digest() for key in {row.split_key for row in rows}}
+    keys = rows.split_keys() if isinstance(rows, RowTable) else [row.split_key for row in rows]
+    ranks = {key: hashlib.blake2b(key, digest_size=16).digest() for key in set(keys)}
     if len(ranks) < 2:
         raise UsageError("eval_fraction: the data has one prompt only, so none can be held out")
     count = min(max(math.ceil(fraction * len(ranks)), 1), len(ranks) - 1)
     held_out = set(sorted(ranks, key=lambda key: ranks[key])[:count])
-    return ([row for row in rows if row.split_key not in held_out],
-            [row for row in rows if row.split_key in held_out])
+    side = np.fromiter((key in held_out for key in keys), dtype=np.bool_, count=len(keys))
+    train, evaluation = (np.flatnonzero(which) for which in (~side, side))
+    if isinstance(rows, RowTable):
+        return rows.take(train), rows.take(evaluation)
+    return [rows[number] for number in train.tolist()], [rows[number] for number in evaluation.tolist()]

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,20 @@ from typing import Any
 from tropism.errors import ModelError
 
 _WINDOW = 16  # tokens of context in which a completion's text is checked against its ids
+# Neither white space nor format characters by their category, and yet nobody sees them: fillers, an empty Braille
+# pattern, a joiner, variation selectors.
+_UNSEEN = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0" + "".join(map(chr, range(0xFE00, 0xFE10))))
+
+
+def visible(text: str) -> str:
+    """A text with line ends and what no terminal should be sent spelt out."""
+    return text if text.isprintable() else "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def says_nothing(text: str) -> bool:
+    """Whether a text is empty to the eye: white space, control and format characters (a zero width space, say)."""
+    return all(char.isspace() or char in _UNSEEN or unicodedata.category(char) in ("Cc", "Cf") for char in text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +46,8 @@ class Piece:
 
     @property
     def visible(self) -> str:
-        """The text with line ends and what no terminal should be sent spelt out."""
-        return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode()
-                       for c in self.text)
+        """The text as `visible` shows it."""
+        return visible(self.text)
 
 
 class TextTokenizer:

@@ -84,6 +84,17 @@ class World:
             raise failure
         return result
 
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main rank goes through the block first, and leaves in files what the others then find there."""
+        if self.size > 1 and not self.is_main:
+            dist.barrier()
+        try:
+            yield
+        finally:
+            if self.size > 1 and self.is_main:
+                dist.barrier()
+
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace each gradient by its sum over ranks. A missing gradient counts as zero, on any number of ranks:
         an optimiser treats the two differently."""

@@ -16,6 +16,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+_FIRST_COUNT = 50_000  # of something whose end is not known; below it nobody has waited long
+
 
 class Voice:
     """Speaks on the main rank; the others are silent. Without a terminal there are plain lines instead of a bar."""
@@ -63,7 +65,7 @@ class Voice:
     def _update(progress: Progress, task: TaskID) -> Callable[..., None]:
         shown: dict[str, Any] = {}
 
-        def update(done: int, total: int, **fields: Any) -> None:
+        def update(done: int, total: int | None, **fields: Any) -> None:
             shown.update(fields)  # an update without fields keeps what stands there
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
             progress.update(task, completed=done, total=total, text=text)
@@ -71,11 +73,17 @@ class Voice:
         return update
 
     def _lines(self, title: str) -> Callable[..., None]:
-        """At most some twenty lines in all, whatever the number of steps."""
+        """At most some twenty lines in all, whatever the number of steps; where it is not known, ever fewer."""
         said = -1
+        next_count = _FIRST_COUNT
 
-        def update(done: int, total: int, **fields: Any) -> None:
-            nonlocal said
+        def update(done: int, total: int | None, **fields: Any) -> None:
+            nonlocal said, next_count
+            if total is None:
+                if done >= next_count:
+                    next_count = 2 * done
+                    self.say(f"{title} {done}")
+                return
             twentieth = done * 20 // max(total, 1)
             if twentieth > said or done == total:
                 said = twentieth

@@ -1,5 +1,7 @@
 """Options of the model and the run."""
 
+import os
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -11,10 +13,24 @@ Schedule = Literal["linear", "cosine", "constant", "polynomial", "cosine_with_mi
 
 
 class StoreOptions(Options):
-    """Where scores of frozen models are kept."""
+    """Where what can be used again is kept."""
 
     store: str | None = None
-    """Directory of the scores of frozen models; by default TROPISM_STORE, else ~/.cache/tropism/store."""
+    """Directory of the scores of frozen models and of rendered rows; by default TROPISM_STORE, else
+    ~/.cache/tropism/store."""
+
+    @property
+    def store_root(self) -> Path:
+        """The store's directory."""
+        return Path(self.store).expanduser() if self.store else default_root()
+
+
+def default_root() -> Path:
+    """TROPISM_STORE, else tropism/store in the user's cache."""
+    if named := os.environ.get("TROPISM_STORE"):
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "tropism" / "store"
 
 
 class ReferenceOptions(StoreOptions):

@@ -3,19 +3,25 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tropism.data.audit import Audit
-from tropism.data.findings import leakage
+from tropism.data.facts import facts_of
+from tropism.data.findings import Finding, leakage
 from tropism.data.formats import View
-from tropism.data.load import load_rows
+from tropism.data.load import Report, load_rows
 from tropism.data.options import DataOptions, LengthOptions
 from tropism.data.pack import plant
 from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule, Schedule
 from tropism.data.split import split_by_prompt
-from tropism.data.templates import check_effect, make_renderer
+from tropism.data.table import RowTable
+from tropism.data.templates import check_effect, look_at_template, make_renderer
 from tropism.data.tree import PromptTree
 from tropism.data.truncate import Limits
 from tropism.errors import DataError, UsageError
@@ -39,8 +45,8 @@ class Prepared:
         max_length: tokens of a prompt with its completion.
     """
 
-    train: list[EncodedRow]
-    evaluation: list[EncodedRow]
+    train: Sequence[EncodedRow]
+    evaluation: Sequence[EncodedRow]
     audit: Audit
     eval_audit: Audit | None
     renderer: Renderer
@@ -51,14 +57,20 @@ class Prepared:
         return {name: data_fingerprint(rows) for name, rows in (("data", self.train), ("eval_data", self.evaluation))
                 if rows}
 
+    @cached_property
+    def of_template(self) -> list[Finding]:
+        """What the chat template is like, where it was used."""
+        return look_at_template(self.renderer) if self.renderer.saw_messages else []
+
     def prompts_on_both_sides(self) -> int:
         """Evaluation prompts that training sees too; never any under `eval_fraction`."""
-        return len({row.split_key for row in self.train} & {row.split_key for row in self.evaluation})
+        return len(np.intersect1d(facts_of(self.train).split, facts_of(self.evaluation).split))
 
     def to_json(self) -> dict[str, Any]:
         """Content of `audit.json`."""
         report = self.audit.to_json(self.renderer.text.decode)
-        report["findings"] += [finding.to_json() for finding in leakage(self.train, self.evaluation)]
+        findings = leakage(self.train, self.evaluation) + self.of_template
+        report["findings"] += [finding.to_json() for finding in findings]
         report["split"] = {"train": len(self.train), "eval": len(self.evaluation),
                            "prompts_on_both_sides": self.prompts_on_both_sides()}
         if self.eval_audit is not None:
@@ -69,11 +81,11 @@ class Prepared:
 def data_fingerprint(rows: Sequence[EncodedRow]) -> str:
     """Hash of rows as they are trained: prompt, completions and label of each, in order."""
     digest = hashlib.blake2b(digest_size=16)
-    for row in rows:
-        digest.update(row.prompt_key)
-        for completion in row.completions[:2]:
-            digest.update(completion.key)
-        digest.update(str(row.desirable).encode())
+    contents = rows.contents() if isinstance(rows, RowTable) else (
+        (row.prompt_key, [completion.key for completion in row.completions[:2]], row.desirable) for row in rows)
+    for prompt, completions, desirable in contents:
+        for part in (prompt, *completions, str(desirable).encode()):
+            digest.update(part)
     return digest.hexdigest()
 
 
@@ -87,12 +99,16 @@ Source = str | Iterable[dict[str, Any]]
 
 
 def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View, train: Source | None = None,
-                 evaluation: Source | None = None) -> Prepared:
+                 evaluation: Source | None = None, *, cache: Path | None = None, most: int | None = None,
+                 report: Report = lambda done, total: None) -> Prepared:
     """Read, render and split the data.
 
     Args:
         configs: of the policy, and of the models it is held against.
         train, evaluation: in place of the files that the options name.
+        cache: directory in which rendered rows are kept.
+        most: training rows that are read at most.
+        report: told how many records were read.
 
     Raises:
         UsageError: for options that cannot go together.
@@ -102,11 +118,13 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
         raise UsageError("eval_data and eval_fraction exclude each other: hold out rows of --data, or bring your own")
     renderer = make_renderer(tokenizer, limits(options, *configs), options)
 
-    def load(source: Source) -> Audit:
-        return load_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options)
+    def load(source: Source, most: int | None = None) -> Audit:
+        return load_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options,
+                         cache=cache, most=most, report=report)
 
-    audit = load(options.data if train is None else train)
-    rows, held_out, eval_audit = audit.rows, list[EncodedRow](), None
+    audit = load(options.data if train is None else train, most)
+    rows, eval_audit = audit.rows, None
+    held_out: Sequence[EncodedRow] = []
     other = options.eval_data if evaluation is None else evaluation
     if options.eval_fraction:
         rows, held_out = split_by_prompt(audit.rows, options.eval_fraction)
@@ -115,7 +133,7 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
         held_out = eval_audit.rows
     check_effect(options, renderer)
     if view == "unpaired":
-        check_classes(rows)
+        check_classes(rows, audit.source)
     return Prepared(rows, held_out, audit, eval_audit, renderer, renderer.limits.max_length)
 
 
@@ -139,12 +157,12 @@ def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
             raise DataError(f"{row.place}: {tokens} tokens, and {what} at most {longest}; cut the rows where they are "
                             "made")
         needed = max(needed, tokens)
-    audits = [Audit(source="token ids given in Python", read=len(part), rows=list(part)) for part in (rows, evaluation)]
+    audits = [Audit(source="token ids given in Python", read=len(part), rows=part) for part in (rows, evaluation)]
     if not rows:
         raise DataError("no rows were given")
     if view == "unpaired":
-        check_classes(rows)
-    return Prepared(list(rows), list(evaluation), audits[0], audits[1] if evaluation else None, renderer,
+        check_classes(rows, audits[0].source)
+    return Prepared(rows, evaluation, audits[0], audits[1] if evaluation else None, renderer,
                     max(needed, renderer.limits.max_length))
 
 
@@ -166,16 +184,21 @@ def limits(options: LengthOptions, *configs: Any) -> Limits:
     return Limits(max_length, options.max_prompt_length)
 
 
-def check_classes(rows: Sequence[EncodedRow]) -> None:
+def labels_of(rows: Sequence[EncodedRow]) -> list[bool | None]:
+    """The label of each row."""
+    return [None if label < 0 else bool(label) for label in facts_of(rows).desirable.tolist()]
+
+
+def check_classes(rows: Sequence[EncodedRow], source: str) -> None:
     """KTO learns from the contrast of two classes.
 
     Raises:
         DataError: with the counts, if a class is absent.
     """
-    desirable = sum(bool(row.desirable) for row in rows)
+    desirable = sum(map(bool, labels_of(rows)))
     if desirable in (0, len(rows)):
-        raise DataError(f"{desirable} desirable / {len(rows) - desirable} undesirable training rows: this method needs "
-                        "both. With answers you like only, supervised fine-tuning is the method")
+        raise DataError(f"{source}: {desirable} desirable / {len(rows) - desirable} undesirable training rows: this "
+                        "method needs both. With answers you like only, supervised fine-tuning is the method")
 
 
 def make_schedule(options: DataOptions, run: RunOptions, rows: Sequence[EncodedRow], needs_partners: bool) -> Schedule:
@@ -184,15 +207,16 @@ def make_schedule(options: DataOptions, run: RunOptions, rows: Sequence[EncodedR
     Raises:
         UsageError: where no step could have partners.
     """
-    numbers: dict[bytes, int] = {}
-    prompts = tuple(numbers.setdefault(row.prompt_key, len(numbers)) for row in rows)
-    return Schedule(prompts, run.batch_size, run.seed, run.epochs, run.max_steps, options.shuffle,
+    prompts = facts_of(rows).prompt_numbers
+    return Schedule(tuple(prompts.tolist()), run.batch_size, run.seed, run.epochs, run.max_steps, options.shuffle,
                     options.group_prompts, needs_partners)
 
 
 def probe_trees(rows: Sequence[EncodedRow], budget: int) -> list[PromptTree]:
     """Up to three trees for the start-up comparison: rather short, and more than one so that leaks show."""
-    by_length = sorted(range(len(rows)), key=lambda i: (rows[i].flat_tokens, i))
+    facts = facts_of(rows)
+    lengths = facts.prompt_tokens * facts.sides + facts.tokens.sum(1)
+    by_length = np.argsort(lengths, kind="stable").tolist()
     quarter = len(by_length) // 4
     chosen: dict[bytes, int] = {}
     for i in by_length[quarter:] + by_length[:quarter]:
@@ -213,6 +237,9 @@ def introduce(data: Prepared, method: Method, voice: Voice) -> None:
                 voice.say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
             for notice in audit.notices():
                 voice.warn(notice)
+    for finding in data.of_template:
+        if finding.severity != "info":
+            voice.warn(finding.text)
     voice.say(f"method: {describe(method)}")
     if seen := data.prompts_on_both_sides():
         voice.warn(f"{seen} evaluation prompts are also trained on: figures on them are not held out")
@@ -222,7 +249,7 @@ def introduce(data: Prepared, method: Method, voice: Voice) -> None:
 
 def describe_weights(method: Method, rows: Sequence[EncodedRow]) -> str:
     """Class counts, weights, and how their ratio stands to what the KTO paper advises."""
-    desirable = sum(bool(row.desirable) for row in rows)
+    desirable = sum(map(bool, labels_of(rows)))
     counts = f"{desirable} desirable, {len(rows) - desirable} undesirable"
     options = next((term.options for term in method.terms if "desirable_weight" in term.options), None)
     if options is None:

@@ -29,13 +29,8 @@ from tropism.train.topk import TopKStore
 VERSION = 1
 """Part of every fingerprint: raised when the way log-probs are computed, or filed, changes."""
 
-
-def default_root() -> Path:
-    """TROPISM_STORE, else tropism/store in the user's cache."""
-    if named := os.environ.get("TROPISM_STORE"):
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "tropism" / "store"
+ROWS = "rows"
+"""Directory of the store that holds rendered rows: blocks by their content (see `data.encode`)."""
 
 
 class ScoreStore:
@@ -137,9 +132,18 @@ def entries(root: Path) -> list[Entry]:
     return found
 
 
+def rendered_rows(root: Path) -> tuple[int, int]:
+    """Blocks of rendered rows that are kept beside the scores, and their bytes."""
+    files = list((root / ROWS).glob("*/*.arrow"))
+    return len(files), sum(file.stat().st_size for file in files)
+
+
 def clean(root: Path, fingerprint: str | None = None) -> int:
-    """Remove the scores of one fingerprint (or its beginning), or all; returns how many models were removed."""
+    """Remove the scores of one fingerprint (or its beginning), or all with the rendered rows; returns how many models
+    were removed."""
     removed = 0
+    if fingerprint is None:
+        shutil.rmtree(root / ROWS, ignore_errors=True)
     for path in _models(root):
         if fingerprint is None or path.name.startswith(fingerprint):
             try:

@@ -1,17 +1,22 @@
 """A step made ready on the host: trees shared over ranks, packed and laid out. No result depends on how."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tropism.data.collate import Batch, Layout, collate, collate_leaves
+from tropism.data.facts import facts_of
 from tropism.data.pack import Mismatched, Planted, cost, fill, mismatch, plant, share, size
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.data.tree import PromptTree
 from tropism.dist.world import World
 from tropism.methods import Method, Units
+
+_REPORT_EVERY = 100  # steps that are surveyed: some tens of milliseconds
 
 
 @dataclass(frozen=True)
@@ -86,16 +91,37 @@ class Planner:
     """Let mismatched completions continue the main pass's prompts where they can (not with a live reference,
     which would need its own)."""
 
-    def survey(self) -> tuple[list[PromptTree], int]:
-        """Every tree that the schedule will score, mismatched ones included; and how many prompts exceed a pack."""
+    def survey(self, report: Callable[[int, int], None] = lambda done, total: None) -> tuple[list[PromptTree], int]:
+        """Every tree of the schedule that the reference will score, mismatched ones included; and how many prompts
+        exceed a pack.
+
+        Args:
+            report: called with (steps done, steps in all) now and then, by all ranks alike.
+        """
         found: list[PromptTree] = []
         oversized: set[bytes] = set()
-        for step in range(1, self.schedule.total_steps + 1):
-            trees = all_trees(self.rows, self.schedule.step(step), self.method, self.max_length)
+        wide = self.method.needs_reference_point
+        heavy = self._heavy_rows()
+        for step in range(1, self.schedule.total_steps + 1) if wide or heavy.any() else ():
+            if step % _REPORT_EVERY == 0:
+                report(step, self.schedule.total_steps)
+            rows = self.schedule.step(step)
+            if not wide and not heavy[rows].any():
+                continue
+            trees = all_trees(self.rows, rows, self.method, self.max_length)
             oversized |= {tree.prompt_ids.tobytes() for tree in trees if size(tree, self.layout) > self.budget}
-            if self.method.needs_reference_point:  # otherwise a row is scored with the same in every epoch
+            if wide:  # otherwise a row is scored with the same in every epoch
                 found += trees
-        return found or own_trees(self.rows, self.schedule), len(oversized)
+        if not wide and self.method.needs_reference:
+            found = own_trees(self.rows, self.schedule)
+        return found, len(oversized)
+
+    def _heavy_rows(self) -> npt.NDArray[np.bool_]:
+        """`[n]` rows of prompts whose completions might not fit into a pack if all of them met in one step."""
+        facts = facts_of(self.rows)
+        tokens = np.bincount(facts.prompt_numbers, facts.prompt_tokens * facts.sides + facts.tokens.sum(axis=1))
+        heavy: npt.NDArray[np.bool_] = (tokens > self.budget)[facts.prompt_numbers]
+        return heavy
 
     def work(self, step: int) -> StepWork:
         """Everything of a step that does not need the model."""

@@ -161,7 +161,10 @@ def replies(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
 def _ranked(node: Any, before: tuple[Message, ...], place: str) -> Iterator[tuple[tuple[Message, ...], list[Any]]]:
     """Each conversation of the tree that has several ranked answers, and these, best first."""
     spoken = (*before, _node(node, place))
-    below = [reply for reply in node.get("replies") or [] if isinstance(reply, dict) and not reply.get("deleted")]
+    given = node.get("replies") or []
+    if not isinstance(given, list):
+        raise DataError(f"{place}: the 'replies' of a message must be a list, not {type(given).__name__}")
+    below = [reply for reply in given if isinstance(reply, dict) and not reply.get("deleted")]
     answers = [reply for reply in below if reply.get("rank") is not None and reply.get("role") == "assistant"]
     if len(answers) > 1:
         yield spoken, sorted(answers, key=lambda reply: parts.rating(reply["rank"], "rank", place))
@@ -172,7 +175,8 @@ def _ranked(node: Any, before: tuple[Message, ...], place: str) -> Iterator[tupl
 def _node(node: Any, place: str) -> Message:
     speaker = str(node.get("role", "prompter")).lower()
     if speaker not in ("prompter", "assistant"):
-        raise DataError(f"{place}: a message of the tree has the role {speaker!r}; known are prompter, assistant")
+        raise DataError(f"{place}: a message of the tree has the role {parts.brief(speaker)}; known are prompter, "
+                        "assistant")
     return {"role": parts.SPEAKERS[speaker], "content": parts.text(node.get("text"), "text", place)}
 
 
@@ -201,7 +205,7 @@ def marked(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
             continue
         if message["role"] != "assistant":
             raise DataError(f"{place}: message {number + 1} of '{name}' has a {marks[0]}, but its role is "
-                            f"{message['role']!r}; only an answer can be liked")
+                            f"{parts.brief(message['role'])}; only an answer can be liked")
         verdicts = {parts.thumb(message[mark], mark, place) for mark in marks}
         if len(verdicts) > 1:
             raise DataError(f"{place}: message {number + 1} of '{name}': {' and '.join(marks)} contradict each other")

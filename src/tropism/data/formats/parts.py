@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from tropism.data.rows import Message
+from tropism.data.tokens import says_nothing
 from tropism.errors import DataError
 
 Part = str | tuple[Message, ...]
@@ -61,6 +62,8 @@ def conversation(value: Any, name: str, place: str) -> tuple[Message, ...]:
 def message(value: Any, name: str, place: str) -> Message:
     """A message with `role` and `content`, or with `from` and `value` or `content`; other keys stay as they are.
 
+    Keys that hold null are none: some programs write those of one message into all.
+
     Raises:
         DataError: for an unknown speaker, or content that is not text.
     """
@@ -69,6 +72,7 @@ def message(value: Any, name: str, place: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f"{place}: each message of '{name}' needs a 'role' and a 'content'")
     content = value.get("content")
+    value = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
     if isinstance(content, list):
         texts = []
         for piece in content:
@@ -85,7 +89,7 @@ def message(value: Any, name: str, place: str) -> Message:
 def _with_role(value: dict[str, Any], name: str, place: str) -> Message:
     speaker = value["from"].strip().lower()
     if speaker not in SPEAKERS:
-        raise DataError(f"{place}: '{name}' has a message from {value['from']!r}; known are {', '.join(SPEAKERS)}")
+        raise DataError(f"{place}: '{name}' has a message from {brief(value['from'])}; known are {', '.join(SPEAKERS)}")
     content = value["value"] if "value" in value else value.get("content")
     others = {key: entry for key, entry in value.items() if key not in ("from", "value", "content")}
     if speaker == "function_call":
@@ -97,7 +101,7 @@ def _calls(content: Any, name: str, place: str) -> list[dict[str, Any]]:
     """Tool calls written as JSON in the place of a message's text."""
     try:
         calls = json.loads(content) if isinstance(content, str) else content
-    except ValueError:
+    except (ValueError, RecursionError):
         calls = None
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
@@ -121,14 +125,20 @@ def text(value: Any, name: str, place: str) -> str:
     return value
 
 
+def brief(value: Any) -> str:
+    """A value in a sentence about it, not the whole of a long one."""
+    spelt = repr(value)
+    return spelt if len(spelt) <= 100 else f"{spelt[:100]}..."
+
+
 def blank(answer: Part) -> bool:
     """Whether an answer says nothing: no text, and no tool call."""
     if isinstance(answer, str):
-        return not answer.strip()
+        return says_nothing(answer)
     if not answer:
         return True
     last = answer[-1]
-    return not (last.get("content") or "").strip() and not last.get("tool_calls")
+    return says_nothing(last.get("content") or "") and not last.get("tool_calls")
 
 
 def as_messages(given: Part, role: str) -> tuple[Message, ...]:
@@ -147,7 +157,7 @@ def shared_start(one: tuple[Message, ...], other: tuple[Message, ...]) -> int:
 
 
 def tool_schemas(value: Any, place: str) -> tuple[Any, ...] | None:
-    """The column `tools`: a list, or JSON of one.
+    """The column `tools`: a list of schemas, or JSON of one; each schema an object, or JSON of one.
 
     Raises:
         DataError: if it is something else.
@@ -155,13 +165,25 @@ def tool_schemas(value: Any, place: str) -> tuple[Any, ...] | None:
     if isinstance(value, str):
         if not value.strip():
             return None
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise DataError(f"{place}: 'tools' is text, and not JSON of a list of schemas") from None
-    if value is not None and not isinstance(value, list):
+        value = _from_json(value)
+        if isinstance(value, str):
+            raise DataError(f"{place}: 'tools' is text, and not JSON of a list of schemas")
+    if value is not None and not isinstance(value, list | tuple):
         raise DataError(f"{place}: 'tools' must be a list of schemas, not {type(value).__name__}")
-    return tuple(value) if value else None
+    schemas = [_from_json(schema) if isinstance(schema, str) else schema for schema in value or ()]
+    for number, schema in enumerate(schemas, start=1):
+        if not isinstance(schema, dict):
+            raise DataError(f"{place}: schema {number} of 'tools' must be an object, or JSON of one, not "
+                            f"{brief(schema)}")
+    return tuple(schemas) or None
+
+
+def _from_json(value: str) -> Any:
+    """What a text spells as JSON; the text itself if that is nothing."""
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def label(value: Any, name: str, place: str) -> bool:
@@ -176,8 +198,8 @@ def label(value: Any, name: str, place: str) -> bool:
         return bool(value)
     if isinstance(value, str) and value.strip().lower() in _SPELT:
         return _SPELT[value.strip().lower()]
-    raise DataError(f"{place}: {name} {value!r} is not true/false (accepted: true, false, 1, 0). For ratings, name the "
-                    f"column and draw the line: --columns rating={name} --label-threshold NUMBER")
+    raise DataError(f"{place}: {name} {brief(value)} is not true/false (accepted: true, false, 1, 0). For ratings, "
+                    f"name the column and draw the line: --columns rating={name} --label-threshold NUMBER")
 
 
 def preference(value: Any, name: str, place: str) -> bool:
@@ -188,7 +210,7 @@ def preference(value: Any, name: str, place: str) -> bool:
     """
     if value in ("chosen", "rejected"):
         return bool(value == "chosen")
-    raise DataError(f"{place}: {name} {value!r} is not chosen/rejected")
+    raise DataError(f"{place}: {name} {brief(value)} is not chosen/rejected")
 
 
 def thumb(value: Any, name: str, place: str) -> bool:
@@ -202,7 +224,7 @@ def thumb(value: Any, name: str, place: str) -> bool:
     try:
         return label(value, name, place)
     except DataError:
-        raise DataError(f"{place}: {name} {value!r} of a message is none (accepted: true, false, 1, 0, up, down, "
+        raise DataError(f"{place}: {name} {brief(value)} of a message is none (accepted: true, false, 1, 0, up, down, "
                         "thumbs_up, thumbs_down)") from None
 
 
@@ -223,8 +245,8 @@ def rating(value: Any, name: str, place: str) -> float:
     """
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"{place}: {name} {value!r} is not a number")
+        raise DataError(f"{place}: {name} {brief(value)} is not a number")
     return number

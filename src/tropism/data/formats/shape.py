@@ -153,8 +153,8 @@ def of_two(answers: dict[str, Part], place: str) -> Draft | Dropped:
     for name, branch in ((one, chosen), (other, rejected)):
         if branch[shared].get("role") != "assistant":
             return Dropped(place, Reason.NO_COMPLETION,
-                           f"'{name}' goes on with role '{branch[shared].get('role')}' after the shared messages, so "
-                           "the two sides do not answer one prompt")
+                           f"'{name}' goes on with role {parts.brief(branch[shared]['role'])} after the shared "
+                           "messages, so the two sides do not answer one prompt")
     return Draft(chosen[:shared], {one: chosen[shared:], other: rejected[shared:]})
 
 

@@ -22,6 +22,13 @@ def understand(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     Raises:
         DataError: if a label or a message is not what it must be; such a file needs a look before it is used.
     """
+    try:
+        return _rows(raw, reading)
+    except RecursionError:
+        raise DataError(f"{raw.place}: nested too deeply to be read") from None
+
+
+def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     record, view = raw.record, reading.shape.view
     first = str(record["id"]) if record.get("id") is not None else raw.place
     tools = parts.tool_schemas(record.get("tools"), raw.place)
@@ -57,7 +64,7 @@ def _row(draft: Draft, place: str, reading: Reading) -> Row | Dropped:
         for messages in spoken:
             if messages[-1].get("role") != "assistant":
                 raise DataError(f"{place}: a completion must end with a message of role 'assistant', "
-                                f"not '{messages[-1].get('role')}'")
+                                f"not {parts.brief(messages[-1]['role'])}")
         answers = tuple(spoken)
     desirable = None if reading.wanted == "single" else draft.desirable
     return Row(place, place, prompt, answers, desirable, parts.tool_schemas(draft.tools, place))

@@ -1,0 +1,90 @@
+"""From a file of messages to token ids: Tropism's reading and rendering against TRL's preparation of the same file.
+
+    pip install trl -c constraints/tested.txt        # beside Tropism
+    python bench/rendering.py --tokenizer DIR --data FILE --rows 20000 --workers 2
+
+FILE is JSONL of conversational rows (prompt, completion, label). Both sides start from the file, with empty caches,
+with the same number of processes, and take turns. TRL's side is what constructing its KTOTrainer does with the data:
+`datasets.load_dataset` and the trainer's own preparation; the model that the trainer wants is a tiny random one.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import KTOConfig, KTOTrainer
+
+from tropism.data.load import load_rows
+from tropism.data.render import Renderer
+from tropism.data.truncate import Limits
+
+MAX_LENGTH = 2048
+
+
+def ours(data: Path, tokenizer: Any, workers: int, scratch: Path) -> tuple[float, int, list[list[int]]]:
+    """Seconds, tokens, and the ids of the first rows."""
+    began = time.monotonic()
+    rows = load_rows(data, Renderer(tokenizer, Limits(MAX_LENGTH)), "unpaired", workers=workers, cache=scratch).rows
+    seconds = time.monotonic() - began
+    facts = rows.facts  # type: ignore[attr-defined]
+    first = [[*row.prompt_ids.tolist(), *row.completions[0].ids.tolist()] for row in itertools.islice(rows, 100)]
+    return seconds, int(facts.prompt_tokens.sum() + facts.tokens.sum()), first
+
+
+def theirs(data: Path, tokenizer: Any, workers: int, scratch: Path) -> tuple[float, int, list[list[int]]]:
+    """The same of TRL."""
+    tiny = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8,
+                                        num_hidden_layers=1, num_attention_heads=1))
+    tiny.save_pretrained(scratch / "model")  # the trainer takes its reference from there
+    args = KTOConfig(output_dir=str(scratch / "out"), dataset_num_proc=workers if workers > 1 else None,
+                     max_length=MAX_LENGTH, report_to=[], use_cpu=True, bf16=False)
+    began = time.monotonic()
+    rows = datasets.load_dataset("json", data_files=str(data), split="train", cache_dir=str(scratch))
+    found = KTOTrainer(str(scratch / "model"), args=args, train_dataset=rows, processing_class=tokenizer).train_dataset
+    seconds = time.monotonic() - began
+    tokens = sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in found)
+    return seconds, tokens, [row["prompt_ids"] + row["completion_ids"] for row in found.select(range(100))]
+
+
+def main() -> None:
+    """Take turns, and print the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    datasets.disable_caching()
+    tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
+    ratios = []
+    with tempfile.TemporaryDirectory() as place:
+        data = Path(place) / "rows.jsonl"
+        with given.data.open() as lines, data.open("w") as some:
+            some.writelines(itertools.islice(lines, given.rows))
+        for turn in range(given.rounds):
+            found = {}
+            for side in (ours, theirs) if turn % 2 else (theirs, ours):
+                with tempfile.TemporaryDirectory(dir=place) as scratch:
+                    found[side.__name__] = side(data, tokenizer, given.workers, Path(scratch))
+            (mine, tokens, first), (other, their_tokens, their_first) = found["ours"], found["theirs"]
+            # TRL learns what the template writes behind the terminator, a newline here, too.
+            same = sum(two[: len(one)] == one for one, two in zip(first, their_first, strict=True))
+            ratios.append(other / mine)
+            print(json.dumps({"round": turn + 1, "rows_per_s": round(given.rows / mine),
+                              "trl_rows_per_s": round(given.rows / other), "ratio": round(other / mine, 2),
+                              "tokens": tokens, "trl_tokens": their_tokens,
+                              "first_100_equal_to_the_terminator": same}), flush=True)
+    print(f"{given.workers} processes: TRL takes {statistics.median(ratios):.2f} times as long "
+          f"({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()

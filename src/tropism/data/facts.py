@@ -1,0 +1,161 @@
+"""What an audit asks of rows, as arrays: a million rows are looked at without one of them becoming an object."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tropism.data.rows import EncodedRow
+from tropism.data.tree import TokenIds
+
+Integers = npt.NDArray[np.int64]
+
+_DIGEST_BYTES = 16
+_TYPES = {"prompt": np.uint64, "prompt_tokens": np.int64, "completion": np.uint64, "tokens": np.int64,
+          "learned": np.int64, "desirable": np.int8, "split": np.uint64}
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """Rows as columns, without token ids. Of a row's completions the first two count.
+
+    Args:
+        prompt: `[n]` hash of the prompt ids; equal prompts share it.
+        prompt_tokens: `[n]`.
+        completion: `[n, 2]` `key_number` of each completion; 0 where a row has only one.
+        tokens: `[n, 2]` ids of each completion; 0 where a row has only one.
+        learned: `[n, 2]` supervised tokens of each.
+        desirable: `[n]` 1 or 0; -1 without a label.
+        split: `[n]` `key_number` of the split key.
+        notes: for each note that occurs, the rows that have it, in order.
+
+    Raises:
+        ValueError: if the columns are not of one length.
+    """
+
+    prompt: npt.NDArray[np.uint64]
+    prompt_tokens: Integers
+    completion: npt.NDArray[np.uint64]
+    tokens: Integers
+    learned: Integers
+    desirable: npt.NDArray[np.int8]
+    split: npt.NDArray[np.uint64]
+    notes: Mapping[str, Integers]
+
+    def __post_init__(self) -> None:
+        for name, dtype in _TYPES.items():  # narrower columns would overflow where they are multiplied
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=dtype))
+            wanted = (len(self.prompt), 2) if name in ("completion", "tokens", "learned") else (len(self.prompt),)
+            if getattr(self, name).shape != wanted:
+                raise ValueError(f"{name} has shape {getattr(self, name).shape}, not {wanted}")
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    @cached_property
+    def prompt_numbers(self) -> Integers:
+        """`[n]` a number for each row, from 0 without a gap, that equal prompts share."""
+        return groups(self.prompt)
+
+    @cached_property
+    def row_numbers(self) -> Integers:
+        """`[n]` the same for rows that are equal in every token, whatever their labels are."""
+        return groups(self.prompt_numbers, *self.completion.T)
+
+    @property
+    def sides(self) -> Integers:
+        """`[n]` completions of each row, 1 or 2."""
+        return np.count_nonzero(self.tokens, axis=1).astype(np.int64)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether rows are labelled completions; either all of them are, or none."""
+        return len(self) > 0 and bool(self.desirable[0] >= 0)
+
+    @property
+    def classes(self) -> tuple[int, int]:
+        """Desirable and undesirable rows."""
+        return int(np.count_nonzero(self.desirable == 1)), int(np.count_nonzero(self.desirable == 0))
+
+    @property
+    def flat_tokens(self) -> int:
+        """Tokens of an epoch as if each completion were computed with its own prompt."""
+        return int((self.prompt_tokens * self.sides).sum() + self.tokens.sum())
+
+    @property
+    def repeated_tokens(self) -> int:
+        """How many of the flat tokens repeat a prompt."""
+        once = self.prompt_tokens[first_of(self.prompt_numbers)]
+        return int((self.prompt_tokens * self.sides).sum() - once.sum())
+
+
+def facts_of(rows: Sequence[EncodedRow]) -> Facts:
+    """The facts that rows bring along as `facts`, else what one pass over them finds."""
+    known = getattr(rows, "facts", None)
+    if isinstance(known, Facts):
+        return known
+    notes: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        for note in row.notes:
+            notes.setdefault(note, []).append(number)
+
+    def both(column: Any, dtype: Any) -> Any:
+        found = np.zeros((len(rows), 2), dtype=dtype)
+        for number, row in enumerate(rows):
+            for side, completion in enumerate(row.completions[:2]):
+                found[number, side] = column(completion)
+        return found
+
+    return Facts(
+        prompt=np.array([prompt_hash(row.prompt_ids) for row in rows], dtype=np.uint64),
+        prompt_tokens=np.array([len(row.prompt_ids) for row in rows], dtype=np.int64),
+        completion=both(lambda completion: key_number(completion.key), np.uint64),
+        tokens=both(lambda completion: len(completion.ids), np.int64),
+        learned=both(lambda completion: completion.length, np.int64),
+        desirable=np.array([-1 if row.desirable is None else int(row.desirable) for row in rows], dtype=np.int8),
+        split=np.array([_split_number(row) for row in rows], dtype=np.uint64),
+        notes={note: np.array(numbers, dtype=np.int64) for note, numbers in sorted(notes.items())})
+
+
+def prompt_hash(ids: TokenIds) -> int:
+    """The number that stands for a prompt."""
+    return key_number(hashlib.blake2b(ids.tobytes(), digest_size=_DIGEST_BYTES).digest())
+
+
+def key_number(key: bytes) -> int:
+    """The first 8 bytes of a digest as a number; a million rows meet by chance once in ten million times."""
+    return int.from_bytes(key[:8], "little")
+
+
+def _split_number(row: EncodedRow) -> int:
+    # Rows that came as token ids have their prompt as key. It is no digest: many prompts begin with the same tokens.
+    if len(row.split_key) == _DIGEST_BYTES and row.split_key != row.prompt_key:
+        return key_number(row.split_key)
+    return key_number(hashlib.blake2b(row.split_key, digest_size=_DIGEST_BYTES).digest())
+
+
+def groups(*columns: npt.NDArray[Any]) -> Integers:
+    """`[n]` a number for each row, from 0 without a gap, that rows share whose columns are all equal."""
+    numbers = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        if (column == column[:1]).all():
+            continue
+        values, own = np.unique(column, return_inverse=True)
+        # Numbered anew after each column: the product stays below the square of the rows and cannot overflow.
+        numbers = np.unique(numbers * len(values) + own, return_inverse=True)[1] if numbers.any() else own
+    return numbers
+
+
+def first_of(numbers: npt.NDArray[Any]) -> Integers:
+    """For each number that occurs, smallest first, the first row that has it."""
+    return np.unique(numbers, return_index=True)[1]
+
+
+def spread(count: int, most: int) -> Integers:
+    """Up to `most` of `count` positions, evenly spread; all of them where they are not more."""
+    most = min(count, most)
+    return np.arange(most, dtype=np.int64) * count // max(most, 1)
