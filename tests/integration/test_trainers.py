@@ -297,13 +297,18 @@ class LikeADataset:
 
 @pytest.mark.parametrize("method", ["kto", "dpo"])
 def test_a_dataset_of_any_kind(method: str, small: Any, data_of: dict[str, Path]) -> None:
-    """One data set, one result: file by name or Path, rows as dicts, a dataset object, a generator."""
+    """One data set, one result: file by name or Path, rows as dicts, a dataset object. A generator is a stream, of which
+    the steps take what they need."""
     path = data_of[method]
     rows = rows_in(path)
     expected = weights(small(method, train_dataset=path).fit().model)
-    for data in (str(path), rows, LikeADataset(rows), (row for row in rows)):
+    for data in (str(path), rows, LikeADataset(rows)):
         result = small(method, train_dataset=data).fit()
         assert equal(weights(result.model), expected)
+    stream = small(method, train_dataset=(row for row in rows))
+    needed = rows[: stream.options.max_steps * stream.options.batch_size]
+    assert len(needed) < len(rows)
+    assert equal(weights(stream.fit().model), weights(small(method, train_dataset=needed).fit().model))
     audit = json.loads((result.directory / "audit.json").read_text())
     assert audit["source"] == "rows given in Python"
     assert audit["rows"]["read"] == 43
