@@ -1,6 +1,6 @@
 """A step made ready on the host: trees shared over ranks, packed and laid out. No result depends on how."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from tropism.data.schedule import Steps
 from tropism.data.tree import PromptTree
 from tropism.dist.world import World
 from tropism.methods import Method, Units
+
+_REPORT_EVERY = 100  # steps that are surveyed: some tens of milliseconds
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,19 @@ class Planner:
     """Let mismatched completions continue the main pass's prompts where they can (not with a live reference,
     which would need its own)."""
 
-    def survey(self) -> tuple[list[PromptTree], int]:
-        """Every tree that the schedule will score, mismatched ones included; and how many prompts exceed a pack."""
+    def survey(self, report: Callable[[int, int], None] = lambda done, total: None) -> tuple[list[PromptTree], int]:
+        """Every tree that the schedule will score, mismatched ones included; and how many prompts exceed a pack.
+
+        Args:
+            report: called with (steps done, steps in all) now and then, by all ranks alike.
+        """
         found: list[PromptTree] = []
         oversized: set[bytes] = set()
         for step in range(1, self.schedule.total_steps + 1):
             trees = all_trees(self.rows, self.schedule.step(step), self.method, self.max_length)
             oversized |= {tree.prompt_ids.tobytes() for tree in trees if size(tree, self.layout) > self.budget}
+            if step % _REPORT_EVERY == 0:
+                report(step, self.schedule.total_steps)
             if self.method.needs_reference_point:  # otherwise a row is scored with the same in every epoch
                 found += trees
         return found or own_trees(self.rows, self.schedule), len(oversized)
