@@ -29,6 +29,7 @@ ALIASES: dict[str, str] = {
     "kd_coef": "kd_weight", "max_len": "max_length", "train_batch_size": "batch_size", "loss_type": "loss",
     "desirable_loss_weight": "desirable_weight", "undesirable_loss_weight": "undesirable_weight",
     "lr_warmup_ratio": "warmup_ratio", "lr_scheduler": "schedule", "save_path": "output", "report_to": "track",
+    "save_total_limit": "keep", "max_ckpt_num": "keep", "resume_from_checkpoint": "resume",
     "ref_policy_kl_penalty": "beta", "global_batch_size": "batch_size", "gradient_clip_val": "max_grad_norm",
 }
 """What other trainers call our options."""
@@ -44,6 +45,9 @@ _RENDERING = (*FormatOptions.model_fields, *TemplateOptions.model_fields)
 
 _NEVER = ("save_every",)
 """Options for which 0 or -1 means never, as elsewhere."""
+
+_WITH_MODEL = ("save_interval", "save_steps")
+"""Names under which elsewhere a model is saved that loads as it is, and all of them stay."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ class Trainer:
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "tokenizer": tokenizer}
         model, optimizer, scheduler, tokenizer = _arguments(given, options).values()
         values = canonical(options)
+        if values.get("save_every") and any(name in options for name in _WITH_MODEL):
+            values = {"checkpoint_model": True, "keep": 0, **values}
         self.voice = voice or (Voice(loud=False) if quiet else None)
         named: dict[str, tuple[str, Any]] = {
             "model": ("model", model), "ref_model": ("reference", ref_model),
@@ -191,6 +197,7 @@ class Trainer:
         with connect() as world:
             if self._run is None:
                 self._run = Run(self.options, world, self.voice, objects)
+            self._run.options = self.options
             try:
                 yield self._run
             finally:
@@ -198,14 +205,21 @@ class Trainer:
                 for module, implementation in zip(given, own, strict=True):
                     module.set_attn_implementation(implementation)
 
-    def fit(self) -> RunResult:
+    def fit(self, resume: str | Path | None = None) -> RunResult:
         """Train, and leave a run directory with the model.
+
+        Args:
+            resume: as the option of that name: `auto` goes on with the run in the output, if there is one. Modules are
+                given as they were when the run began.
 
         Raises:
             TropismError: a subclass that says what is wrong and what to do; before the first step wherever it can be.
+                `StoppedEarly` where the run was stopped and can go on.
         """
         if self._fitted:
             raise UsageError("this trainer has trained already; make a new one from its model")
+        if resume is not None:
+            self.options = self.options.model_copy(update={"resume": str(resume)})
         if self.objects.model is not None:  # what an earlier backward pass left there is no part of step 1
             self.objects.model.zero_grad(set_to_none=True)
         with self._working() as run:
@@ -220,7 +234,7 @@ class Trainer:
             UsageError: if nothing is held out.
         """
         with self._working() as run:
-            return EvalResult(run.evaluate(), len(run.data.evaluation))
+            return EvalResult(run.evaluate(), len(run.held_out))
 
 
 class KTOTrainer(Trainer):
@@ -279,6 +293,8 @@ def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
         given[ours] = name
         never = (ours in _NEVER and value in (0, -1)) or (ours, value) == ("track", "none")
         values[ours] = None if never else value
+        if ours == "resume" and isinstance(value, bool | Path):
+            values[ours] = str(value) if isinstance(value, Path) else "auto" if value else "never"
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -28,7 +28,8 @@ SHARED = ("batch_size chat_template chat_template_kwargs columns "
           "log_dir log_every max_grad_norm max_length max_prompt_length max_steps microbatch_tokens model optimizer "
           "output precision samples save_every schedule seed shuffle store streaming strict track trust_remote_code "
           "warmup_ratio weight_decay workers format label_threshold pair_by_prompt supervise system_prompt "
-          "on_nonfinite stop_metric stop_patience stop_delta")
+          "on_nonfinite stop_metric stop_patience stop_delta "
+          "eval_limit keep keep_best checkpoint_model max_time resume fall_back")
 TEACHER = "divergence divergence_mix kd_weight teacher temperature temperature_scaling top_k"
 PREFERENCE = f"{TEACHER} beta loss loss_weights reference"
 SURFACE = {

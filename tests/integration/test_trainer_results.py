@@ -16,6 +16,7 @@ from tropism import DPOTrainer, EvalResult, KTOTrainer, RunResult
 from tropism import api as runs
 from tropism.errors import OutputExistsError, UsageError
 from tropism.observe import track
+from tropism.train import session
 from tropism.trainers import Trainer
 
 
@@ -148,9 +149,10 @@ def test_a_module_generates_after_a_run_that_failed(small: Any, module: Any, mon
 @pytest.mark.parametrize("name", ["save_interval", "save_steps", "save_every"])
 def test_models_that_are_kept_on_the_way(name: str, small: Any) -> None:
     """S1: every second step leaves a complete model, as good as a run that ends there; the last is RUN/model."""
-    result = small("dpo", max_steps=4, schedule="constant", warmup_ratio=0.0, **{name: 2}).fit()
+    model = {"checkpoint_model": True} if name == "save_every" else {}  # the other names mean it
+    result = small("dpo", max_steps=4, schedule="constant", warmup_ratio=0.0, **{name: 2}, **model).fit()
     place = result.directory / "checkpoints"
-    assert [path.name for path in place.iterdir()] == ["step-00000002"]
+    assert sorted(path.name for path in place.iterdir()) == ["step-00000002", "step-00000004"]
     assert (place / "step-00000002" / "COMPLETE").is_file()
     kept = place / "step-00000002" / "model"
     shorter = small("dpo", max_steps=2, schedule="constant", warmup_ratio=0.0).fit()
@@ -189,7 +191,7 @@ class Watched:
 def test_trackers_get_every_record(changes: dict[str, Any], names: list[str], small: Any, tmp_path: Path,
                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines of metrics.jsonl, under the run's name, in `log_dir` or in the run."""
-    monkeypatch.setattr(runs, "Trackers", Watched)
+    monkeypatch.setattr(session, "Trackers", Watched)
     monkeypatch.setattr(runs, "check_trackers", lambda names: None)
     log_dir = {"log_dir": str(tmp_path / "elsewhere")} if "track" not in changes else {}
     result = small("kto", eval_fraction=0.2, eval_steps=2, **changes, **log_dir).fit()
@@ -205,7 +207,7 @@ def test_trackers_get_every_record(changes: dict[str, Any], names: list[str], sm
 def test_no_tracker_is_asked_unless_one_is_named(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """H4: not even where its package is installed."""
     Watched.made = None
-    monkeypatch.setattr(runs, "Trackers", Watched)
+    monkeypatch.setattr(session, "Trackers", Watched)
     small("dpo", use_wandb=False).fit()
     assert Watched.made is None
     with pytest.raises(UsageError, match="unknown tracker 'wandbb'"):

@@ -80,7 +80,7 @@ VALUES: dict[str, Any] = {
     "max_grad_norm": 0.5, "epochs": 2, "output": "somewhere", "save_every": 2, "log_every": 3, "eval_every": 2,
     "learning_rate": 1e-4, "schedule": "cosine", "weight_decay": 0.1, "kd_weight": 0.3, "max_length": 64,
     "batch_size": 4, "loss": "ipo", "desirable_weight": 2.0, "undesirable_weight": 3.0, "warmup_ratio": 0.2,
-    "track": "tensorboard", "beta": 0.7}
+    "track": "tensorboard", "beta": 0.7, "keep": 3, "resume": "auto"}
 
 
 @pytest.mark.parametrize(("alias", "ours"), ALIASES.items())

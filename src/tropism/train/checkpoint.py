@@ -95,12 +95,12 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         for file in (path / "COMPLETE", path, root, root.parent):
             _sync(file)
     except (OSError, OutputError) as error:
-        free = _free(root)
         shutil.rmtree(path, ignore_errors=True)
+        free = _free(root)
         needed = sum(tensor.nbytes for tensor in tensors.values())
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise OutputError(f"{path}: the checkpoint could not be written: {reason}. It takes {needed} bytes for its "
-                          f"tensors, and {free} bytes were free. What was there before is untouched") from error
+                          f"tensors, and {free} bytes are free. What was there before is untouched") from error
     return sum(entry["bytes"] for entry in files.values())
 
 
