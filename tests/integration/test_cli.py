@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tropism.cli import _join_booleans, main
+from tropism.arguments import join_booleans
+from tropism.cli import main
 from tropism.config import METHODS, ConvertOptions, KTOOptions, read_yaml
 from tropism.errors import UsageError
 
@@ -181,7 +182,7 @@ def test_a_yaml_file_reads_scientific_notation(tmp_path: Path) -> None:
 
 
 def test_flags_take_words() -> None:
-    assert _join_booleans(["--shuffle", "false", "--strict", "--beta", "1"]) == [
+    assert join_booleans(["--shuffle", "false", "--strict", "--beta", "1"]) == [
         "--shuffle=false", "--strict", "--beta", "1"]
 
 

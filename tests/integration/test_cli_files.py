@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from integration.test_cli import BASE, run, small
-from tropism.cli import _with_config
+from tropism.arguments import with_config
 
 
 @pytest.mark.parametrize(("flags", "beta"), [
@@ -17,7 +17,7 @@ def test_another_loss_does_not_inherit_the_options_of_the_files(flags: list[str]
     """A beta that was meant for one loss is not passed on to another in silence; the same loss keeps it."""
     config = tmp_path / "c.yaml"
     config.write_text("method: dpo\nloss: [sigmoid]\nbeta: 0.3\nlabel_smoothing: 0.1\n")
-    given = _with_config(["train", str(config), *BASE, *flags])
+    given = with_config(["train", str(config), *BASE, *flags])
     parsed = {token.partition("=")[0]: token.partition("=")[2] for token in given if "=" in token}
     betas = [float(parsed["--beta"])] if "--beta" in parsed else []
     betas += [float(given[place + 1]) for place, token in enumerate(given) if token == "--beta"]

@@ -297,8 +297,8 @@ class LikeADataset:
 
 @pytest.mark.parametrize("method", ["kto", "dpo"])
 def test_a_dataset_of_any_kind(method: str, small: Any, data_of: dict[str, Path]) -> None:
-    """One data set, one result: file by name or Path, rows as dicts, a dataset object. A generator is a stream, of which
-    the steps take what they need."""
+    """One data set, one result: file by name or Path, rows as dicts, a dataset object. A generator is a stream, of
+    which the steps take what they need."""
     path = data_of[method]
     rows = rows_in(path)
     expected = weights(small(method, train_dataset=path).fit().model)
