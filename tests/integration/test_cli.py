@@ -341,7 +341,7 @@ def test_ctrl_c_leaves_a_readable_run_directory(
 
 def test_a_value_that_is_called_like_an_option_drops_nothing() -> None:
     """L3: `--output beta` says nothing of beta, which a file may set."""
-    from tropism.cli import _spelt_out
+    from tropism.arguments import _spelt_out
 
     assert _spelt_out({"beta": 0.5, "seed": 3}, ["--output", "beta"]) == ["--beta=0.5", "--seed=3"]
     assert _spelt_out({"max_steps": 5, "shuffle": True}, ["--max_steps", "7", "--no-shuffle"]) == []
