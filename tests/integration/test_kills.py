@@ -180,7 +180,8 @@ def test_the_command_line_stops_in_time_and_goes_on(settings: Callable[..., dict
     from tropism.cli import main
 
     output = tmp_path / "run"
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings(output, max_steps=3000, save_every="1h").items()]
+    given = settings(output, max_steps=3000, save_every="1h")
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-m", "tropism", "kto", *options, "--max-time", "8s"],
                           capture_output=True, text=True, check=False)

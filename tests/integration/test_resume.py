@@ -147,8 +147,9 @@ def test_stopping_anywhere_and_going_on_is_the_straight_run(case: str, start: St
         "reference" if case in ("dpo", "kto", "bco") else "policy"]
 
 
-def test_what_a_stop_keeps_does_not_know_of_its_last_evaluation(start: Start, straight: Callable[..., Path],
-                                                                stop_after: Callable[..., None], tmp_path: Path) -> None:
+def test_what_a_stop_keeps_does_not_know_of_its_last_evaluation(
+    start: Start, straight: Callable[..., Path], stop_after: Callable[..., None], tmp_path: Path,
+) -> None:
     """C1: the record of a stop in mid-window, and none twice."""
     stop_after(5, signal.SIGUSR1)
     with pytest.raises(StoppedEarly, match="SIGUSR1"):
@@ -512,3 +513,38 @@ def test_eval_limit_evaluates_the_same_rows_every_time(start: Start, tmp_path: P
     with pytest.raises(Exception, match="eval_limit"):
         start("dpo", tmp_path / "other", eval_limit=0)
     assert start("dpo", tmp_path / "more", eval_limit=500).before == start("dpo", tmp_path / "all").before
+
+
+def test_an_optimizer_and_a_scheduler_that_were_given(settings: Callable[..., dict[str, Any]], tiny_model_dir: Path,
+                                                      stop_after: Callable[..., None], tmp_path: Path) -> None:
+    """C1: kept by their own state; the module comes as it was when the run began."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tropism import DPOTrainer
+    from tropism.errors import UsageError
+
+    def trainer(output: Path, schedule: Any = None, **changes: Any) -> DPOTrainer:
+        chosen = settings("dpo", output, **changes)
+        module = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        scheduler = schedule(optimizer) if schedule else torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=20)
+        del chosen["model"], chosen["learning_rate"]
+        return DPOTrainer(module, tokenizer=AutoTokenizer.from_pretrained(tiny_model_dir), optimizer=optimizer,
+                          scheduler=scheduler, quiet=True, **chosen)
+
+    trainer(tmp_path / "straight").fit()
+    stop_after(4)
+    with pytest.raises(StoppedEarly, match="resume='auto' in Python"):
+        trainer(tmp_path / "run").fit()
+    stop_after(0)
+    assert main(["resume", str(tmp_path / "run")]) == 2  # it has objects
+    trainer(tmp_path / "run").fit(resume="auto")
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+    def with_counter(optimizer: Any) -> Any:  # its milestones are keyed by numbers, which JSON does not have
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    with pytest.raises(UsageError, match="save_every: the scheduler holds a Counter, which a checkpoint cannot keep"):
+        trainer(tmp_path / "refused", with_counter, save_every=2).fit()
+    assert trainer(tmp_path / "allowed", with_counter).fit().steps == STEPS
