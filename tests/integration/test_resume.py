@@ -126,12 +126,19 @@ def manifest(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "manifest.json").read_text())
 
 
-@pytest.mark.parametrize("case", ["sft", "dpo", "kto", "bco", "kd", "top_k"])
-def test_stopping_anywhere_and_going_on_is_the_straight_run(case: str, start: Start, straight: Callable[..., Path],
-                                                            stop_after: Callable[..., None], tmp_path: Path) -> None:
-    """C1, R2: after every step in turn, within one run that is stopped again and again."""
+EVERYWHERE = tuple(range(1, STEPS + 1))
+SOMEWHERE = (2, 3, 5)  # in mid-window, at a record, and between an evaluation and a record
+
+
+@pytest.mark.parametrize(("case", "stops"), [("sft", SOMEWHERE), ("dpo", SOMEWHERE), ("kto", EVERYWHERE),
+                                             ("bco", SOMEWHERE), ("kd", SOMEWHERE), ("top_k", SOMEWHERE)])
+def test_stopping_anywhere_and_going_on_is_the_straight_run(
+    case: str, stops: tuple[int, ...], start: Start, straight: Callable[..., Path], stop_after: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    """C1, R2: after one step after the other, within one run that is stopped again and again."""
     wanted, output = straight(case), tmp_path / "run"
-    for step in range(1, STEPS + 1):
+    for step in stops:
         stop_after(step)
         with pytest.raises(StoppedEarly, match=f"it got SIGTERM. Go on with: tropism resume {output}"):
             start(case, output, resume="auto")
@@ -141,7 +148,7 @@ def test_stopping_anywhere_and_going_on_is_the_straight_run(case: str, start: St
     start(case, output, resume="auto")
     assert_same_run(output, wanted)
     found = manifest(output)
-    assert [sitting["step"] for sitting in found["resumed"]] == list(range(1, STEPS + 1))
+    assert [sitting["step"] for sitting in found["resumed"]] == list(stops)
     assert found["status"] == "done"
     assert found["reference" if case in ("dpo", "kto", "bco") else "policy"] == manifest(wanted)[
         "reference" if case in ("dpo", "kto", "bco") else "policy"]
@@ -548,3 +555,20 @@ def test_an_optimizer_and_a_scheduler_that_were_given(settings: Callable[..., di
     with pytest.raises(UsageError, match="save_every: the scheduler holds a Counter, which a checkpoint cannot keep"):
         trainer(tmp_path / "refused", with_counter, save_every=2).fit()
     assert trainer(tmp_path / "allowed", with_counter).fit().steps == STEPS
+
+
+@pytest.mark.parametrize("changes", [{}, {"reference": "live"}, {"precision": "fp64", "optimizer": "sgd"}])
+def test_the_reference_is_the_one_of_before_step_1(changes: dict[str, Any], start: Start, straight: Callable[..., Path],
+                                                   stop_after: Callable[..., None], tmp_path: Path) -> None:
+    """R2: of each row, also where the store is gone: from the initial weights, not from those of the checkpoint."""
+    import shutil
+
+    output, store = tmp_path / "run", {"store": str(tmp_path / "store")}
+    stop_after(4)
+    with pytest.raises(StoppedEarly):
+        start("dpo", output, **changes, **store)
+    stop_after(0)
+    shutil.rmtree(tmp_path / "store", ignore_errors=True)
+    start("dpo", output, **changes, **store, resume="auto")
+    assert_same_run(output, straight("dpo", **changes))
+    assert manifest(output)["reference"] == manifest(straight("dpo", **changes))["reference"]

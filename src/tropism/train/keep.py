@@ -211,6 +211,8 @@ class Saver:
                 _replace(self.root / "best.json", {
                     "checkpoint": checkpoint.place_of(self.root, self.best[0]).name, "step": self.best[0],
                     "metric": metric, "value": self.best[1]})
+            else:
+                (self.root / "best.json").unlink(missing_ok=True)
             finished = {one.step for one in checkpoint.listed(self.root)}
             stay = self.retention.kept(sorted(finished), self.best[0] if self.best else None) | {step}
             for path in self.root.iterdir():
