@@ -370,7 +370,7 @@ def test_damaged_checkpoints(start: Start, straight: Callable[..., Path], stop_a
     (output / "checkpoints" / "step-00000004" / "trainer.json").unlink()
     assert main(["resume", str(output / "checkpoints" / "step-00000004")]) == 2
     assert "trainer.json: is missing. step-00000002 is whole" in capsys.readouterr().err
-    start("kto", output, save_every=2, keep=0, resume="auto", fall_back=True)
+    assert main(["resume", str(output), "--fall-back", "--keep", "3"]) == 0
     out = capsys.readouterr().out
     assert f"left out: {newest}: is damaged" in out
     assert "after step 2 of 7" in out
