@@ -219,8 +219,7 @@ class Run:
         initial = engine.model.snapshot() if keep else None
         if origin is not None:
             resume.check_same(origin.manifest, self.facts, directory.path,
-                              "".join(f"; {entry}" for entry in resume.libraries_that_differ(
-                                  origin.manifest.get("libraries", {}))))
+                              resume.possible_reasons(origin.manifest, world.device.type))
             if trainer is not None:
                 resume.load(engine, origin)
             manifest = world.on_main(lambda: self._begin(directory, origin))

@@ -126,12 +126,19 @@ def manifest(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "manifest.json").read_text())
 
 
-@pytest.mark.parametrize("case", ["sft", "dpo", "kto", "bco", "kd", "top_k"])
-def test_stopping_anywhere_and_going_on_is_the_straight_run(case: str, start: Start, straight: Callable[..., Path],
-                                                            stop_after: Callable[..., None], tmp_path: Path) -> None:
-    """C1, R2: after every step in turn, within one run that is stopped again and again."""
+EVERYWHERE = tuple(range(1, STEPS + 1))
+SOMEWHERE = (2, 3, 5)  # in mid-window, at a record, and between an evaluation and a record
+
+
+@pytest.mark.parametrize(("case", "stops"), [("sft", SOMEWHERE), ("dpo", SOMEWHERE), ("kto", EVERYWHERE),
+                                             ("bco", SOMEWHERE), ("kd", SOMEWHERE), ("top_k", SOMEWHERE)])
+def test_stopping_anywhere_and_going_on_is_the_straight_run(
+    case: str, stops: tuple[int, ...], start: Start, straight: Callable[..., Path], stop_after: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    """C1, R2: after one step after the other, within one run that is stopped again and again."""
     wanted, output = straight(case), tmp_path / "run"
-    for step in range(1, STEPS + 1):
+    for step in stops:
         stop_after(step)
         with pytest.raises(StoppedEarly, match=f"it got SIGTERM. Go on with: tropism resume {output}"):
             start(case, output, resume="auto")
@@ -141,14 +148,15 @@ def test_stopping_anywhere_and_going_on_is_the_straight_run(case: str, start: St
     start(case, output, resume="auto")
     assert_same_run(output, wanted)
     found = manifest(output)
-    assert [sitting["step"] for sitting in found["resumed"]] == list(range(1, STEPS + 1))
+    assert [sitting["step"] for sitting in found["resumed"]] == list(stops)
     assert found["status"] == "done"
     assert found["reference" if case in ("dpo", "kto", "bco") else "policy"] == manifest(wanted)[
         "reference" if case in ("dpo", "kto", "bco") else "policy"]
 
 
-def test_what_a_stop_keeps_does_not_know_of_its_last_evaluation(start: Start, straight: Callable[..., Path],
-                                                                stop_after: Callable[..., None], tmp_path: Path) -> None:
+def test_what_a_stop_keeps_does_not_know_of_its_last_evaluation(
+    start: Start, straight: Callable[..., Path], stop_after: Callable[..., None], tmp_path: Path,
+) -> None:
     """C1: the record of a stop in mid-window, and none twice."""
     stop_after(5, signal.SIGUSR1)
     with pytest.raises(StoppedEarly, match="SIGUSR1"):
@@ -362,7 +370,7 @@ def test_damaged_checkpoints(start: Start, straight: Callable[..., Path], stop_a
     (output / "checkpoints" / "step-00000004" / "trainer.json").unlink()
     assert main(["resume", str(output / "checkpoints" / "step-00000004")]) == 2
     assert "trainer.json: is missing. step-00000002 is whole" in capsys.readouterr().err
-    start("kto", output, save_every=2, keep=0, resume="auto", fall_back=True)
+    assert main(["resume", str(output), "--fall-back", "--keep", "3"]) == 0
     out = capsys.readouterr().out
     assert f"left out: {newest}: is damaged" in out
     assert "after step 2 of 7" in out
@@ -512,3 +520,55 @@ def test_eval_limit_evaluates_the_same_rows_every_time(start: Start, tmp_path: P
     with pytest.raises(Exception, match="eval_limit"):
         start("dpo", tmp_path / "other", eval_limit=0)
     assert start("dpo", tmp_path / "more", eval_limit=500).before == start("dpo", tmp_path / "all").before
+
+
+def test_an_optimizer_and_a_scheduler_that_were_given(settings: Callable[..., dict[str, Any]], tiny_model_dir: Path,
+                                                      stop_after: Callable[..., None], tmp_path: Path) -> None:
+    """C1: kept by their own state; the module comes as it was when the run began."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tropism import DPOTrainer
+    from tropism.errors import UsageError
+
+    def trainer(output: Path, schedule: Any = None, **changes: Any) -> DPOTrainer:
+        chosen = settings("dpo", output, **changes)
+        module = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        scheduler = schedule(optimizer) if schedule else torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=20)
+        del chosen["model"], chosen["learning_rate"]
+        return DPOTrainer(module, tokenizer=AutoTokenizer.from_pretrained(tiny_model_dir), optimizer=optimizer,
+                          scheduler=scheduler, quiet=True, **chosen)
+
+    trainer(tmp_path / "straight").fit()
+    stop_after(4)
+    with pytest.raises(StoppedEarly, match="resume='auto' in Python"):
+        trainer(tmp_path / "run").fit()
+    stop_after(0)
+    assert main(["resume", str(tmp_path / "run")]) == 2  # it has objects
+    trainer(tmp_path / "run").fit(resume="auto")
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+    def with_counter(optimizer: Any) -> Any:  # its milestones are keyed by numbers, which JSON does not have
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    with pytest.raises(UsageError, match="save_every: the scheduler holds a Counter, which a checkpoint cannot keep"):
+        trainer(tmp_path / "refused", with_counter, save_every=2).fit()
+    assert trainer(tmp_path / "allowed", with_counter).fit().steps == STEPS
+
+
+@pytest.mark.parametrize("changes", [{}, {"reference": "live"}, {"precision": "fp64", "optimizer": "sgd"}])
+def test_the_reference_is_the_one_of_before_step_1(changes: dict[str, Any], start: Start, straight: Callable[..., Path],
+                                                   stop_after: Callable[..., None], tmp_path: Path) -> None:
+    """R2: of each row, also where the store is gone: from the initial weights, not from those of the checkpoint."""
+    import shutil
+
+    output, store = tmp_path / "run", {"store": str(tmp_path / "store")}
+    stop_after(4)
+    with pytest.raises(StoppedEarly):
+        start("dpo", output, **changes, **store)
+    stop_after(0)
+    shutil.rmtree(tmp_path / "store", ignore_errors=True)
+    start("dpo", output, **changes, **store, resume="auto")
+    assert_same_run(output, straight("dpo", **changes))
+    assert manifest(output)["reference"] == manifest(straight("dpo", **changes))["reference"]

@@ -65,9 +65,19 @@ class TrainingState:
                     state.values.setdefault(name, {})[key] = value
         return state
 
-    def copied(self) -> dict[str, Tensor]:
-        """The tensors as they are now, on the CPU, where no later step changes them."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+    def copied(self, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The tensors as they are now, on the CPU, where no later step changes them.
+
+        Args:
+            into: an earlier copy that nobody needs any more: fresh memory costs more than what is copied to it.
+        """
+        found = {}
+        for name, tensor in self.tensors.items():
+            place = into.get(name) if into else None
+            if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+                place = torch.empty(tensor.shape, dtype=tensor.dtype)
+            found[name] = place.copy_(tensor.detach())
+        return found
 
     def apply(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give the state to a module and its optimiser; nothing may be missing or left over."""

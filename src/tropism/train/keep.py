@@ -110,6 +110,7 @@ class Saver:
         self.model = model
         self.root = directory.checkpoints
         self.best: tuple[int, float] | None = self._best_so_far() if self.world.is_main else None
+        self._copy: dict[str, Any] = {}
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         halt.took("save", self.estimate_bytes() / _SLOWEST_DISK)
@@ -146,6 +147,11 @@ class Saver:
         """
         self.world.on_main(self._join)
 
+    def leave(self) -> None:
+        """Let the save in hand come to its end, where something else has gone wrong: it was begun before that."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
@@ -159,7 +165,7 @@ class Saver:
         began = time.monotonic()
         updater = self.engine.updater
         state = TrainingState.of(self.engine.model.module, updater.optimizer)
-        tensors = state.copied()
+        tensors = self._copy = state.copied(self._copy)
         check_plain([state.groups, state.values], "the optimizer")
         trainer = {
             **progress.state(), **self.notes.state(), "offsets": self.directory.offsets(),
@@ -205,6 +211,8 @@ class Saver:
                 _replace(self.root / "best.json", {
                     "checkpoint": checkpoint.place_of(self.root, self.best[0]).name, "step": self.best[0],
                     "metric": metric, "value": self.best[1]})
+            else:
+                (self.root / "best.json").unlink(missing_ok=True)
             finished = {one.step for one in checkpoint.listed(self.root)}
             stay = self.retention.kept(sorted(finished), self.best[0] if self.best else None) | {step}
             for path in self.root.iterdir():

@@ -103,11 +103,11 @@ def _spell(value: Any) -> str:
     return "the default" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def check_same(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Path, libraries: str = "") -> None:
+def check_same(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Path, reasons: str = "") -> None:
     """Compare fingerprints, or other facts, of the run with those it began with.
 
     Args:
-        libraries: which libraries differ, as a possible reason.
+        reasons: what else differs, as a possible reason.
 
     Raises:
         CheckpointError: naming each that differs.
@@ -117,7 +117,7 @@ def check_same(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Path,
     if wrong:
         what = " and ".join(filter(None, (", ".join(wrong[:-1]), wrong[-1])))
         raise CheckpointError(f"{place}: cannot go on, because {what} {'are' if len(wrong) > 1 else 'is'} not what the "
-                              f"run began with{libraries}. --output NEW begins another run")
+                              f"run began with{reasons}. --output NEW begins another run")
 
 
 def libraries_that_differ(recorded: Mapping[str, str]) -> list[str]:
@@ -131,6 +131,14 @@ def libraries_that_differ(recorded: Mapping[str, str]) -> list[str]:
         if now != version:
             differ.append(f"{name} {version} when the run began, {now} now")
     return differ
+
+
+def possible_reasons(manifest: Mapping[str, Any], device: str) -> str:
+    """What else differs and is part of how a fingerprint comes about: libraries, and the kind of device."""
+    differ = libraries_that_differ(manifest.get("libraries", {}))
+    before = str(manifest.get("device", device)).partition(":")[0]
+    differ += [f"device {before} when the run began, {device} now"] if before != device else []
+    return "".join(f"; {entry}" for entry in differ)
 
 
 def load(engine: Engine, origin: Origin) -> None:

@@ -116,8 +116,13 @@ class Session:
             self.watch.restore(self.notes.guards)
         if self.evaluator is not None:
             self.evaluator.baselines = self.notes.baselines
-        self._follow(train(engine, self.planner, partial(self.evaluate, self.evaluator) if self.evaluator else None,
-                           self._plan(), progress, saver, self.halt))
+        try:
+            self._follow(train(engine, self.planner, partial(self.evaluate, self.evaluator) if self.evaluator else None,
+                               self._plan(), progress, saver, self.halt))
+        except Exception:  # a second Ctrl-C is none, and does not wait
+            if saver is not None:
+                saver.leave()
+            raise
         samples: list[dict[str, Any]] = []
         if world.is_main:
             samples = sampler.compare(self.notes.answers, sampler.ask(engine.model))
