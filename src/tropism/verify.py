@@ -144,8 +144,8 @@ def _of_output(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]:
     if manifest.get("status") == "done":
         files = manifest.get("model_files")
         yield _files("model", directory / "model", files, "the manifest has no checksums of it")
-    for path in sorted((directory / "checkpoints").glob("step-*")):
-        yield _checkpoint(path)
+    for one in checkpoint.listed(directory / "checkpoints"):  # one that was never finished does not count
+        yield _checkpoint(one.path)
 
 
 def _checkpoint(path: Path) -> Check:
@@ -202,7 +202,7 @@ def _of_data(options: MethodOptions, manifest: Mapping[str, Any], tokenizer: Any
         for name in (options.model, options.values.get("reference"), options.values.get("teacher")):
             if name not in (None, "live"):
                 configs.append(load.load_config(load.Source.of(str(name)), trust_remote_code=options.trust_remote_code))
-        data = prepare_data(options, tokenizer, configs, options.view)
+        data = prepare_data(options, tokenizer, configs, options.view, most=options.most_rows)
     except TropismError as error:
         paths = [Path(path).expanduser() for path in (options.data, options.eval_data) if path]
         gone = any(path.is_absolute() and not path.exists() for path in paths)

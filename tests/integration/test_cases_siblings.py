@@ -100,14 +100,15 @@ def test_09_the_answer_is_behind_the_cut(bench: Bench) -> None:
 
 # --- 10: nothing said ------------------------------------------------------------------------------------------------
 
-NOTHING = {"no-break space": "\xa0", "zero width space": "\u200b\u200b", "byte order mark": "\ufeff",
-           "wide spaces": "\u2003\u3000\u2028", "NUL": "\x00", "joiners": "\u2060\u00ad", "filler": "\u3164\u2800"}
+BLANK = {"no-break space": "\xa0", "wide spaces": "\u2003\u3000\u2028"}
+UNSEEN = {"zero width space": "\u200b\u200b", "byte order mark": "\ufeff", "NUL": "\x00", "joiners": "\u2060\u00ad",
+          "filler": "\u3164\u2800"}
 
 
 @pytest.mark.parametrize("form", ["plain", "messages", "parts"])
 def test_10_answers_that_nobody_sees(bench: Bench, form: str) -> None:
-    """D3: blank is what looks blank; one visible character makes an answer."""
-    answers = [*NOTHING.values(), " \u200b.", "\xa0x"]
+    """D3: white space is no answer; what has no width is one, as people and models do give it, and is pointed out."""
+    answers = [*BLANK.values(), *UNSEEN.values(), " \u200b.", "\xa0x"]
     if form == "plain":
         rows = plain(*answers)
     else:
@@ -115,10 +116,13 @@ def test_10_answers_that_nobody_sees(bench: Bench, form: str) -> None:
             lambda text: [{"type": "text", "text": text}])
         rows = chats(*([user("q"), {"role": "assistant", "content": shaped(text)}] for text in answers))
     report = bench.look(rows)
-    assert left_out(report) == dict.fromkeys(range(1, len(NOTHING) + 1), "empty_completion")
-    assert report["rows"]["kept"] == 2
-    bench.look(rows[: len(NOTHING)], code=2)
-    assert f"no row is left to train on; {len(NOTHING)} read, 0 kept: {len(NOTHING)} empty_completion" in bench.err
+    assert left_out(report) == dict.fromkeys(range(1, len(BLANK) + 1), "empty_completion")
+    assert report["rows"]["kept"] == len(UNSEEN) + 2
+    unseen = next(finding for finding in report["findings"] if finding["name"] == "unseen")
+    assert unseen["figures"] == {"rows": len(UNSEEN)}
+    assert unseen["places"] == [f"rows.jsonl:{number}" for number in range(len(BLANK) + 1, len(answers) - 1)]
+    bench.look(rows[: len(BLANK)], code=2)
+    assert f"no row is left to train on; {len(BLANK)} read, 0 kept: {len(BLANK)} empty_completion" in bench.err
 
 
 def test_10_null_inside_messages(bench: Bench) -> None:

@@ -35,6 +35,21 @@ def test_a_step_that_changes_nothing_is_an_error_with_counts() -> None:
         FirstStep(model()).look(outcome(1e-6, YES, torch.tensor(0.0)))
 
 
+@pytest.mark.parametrize(("norm", "size", "allowed"), [
+    (0.0, 0.0, True), (1e-8, 2e-8, True), (0.0, 0.5, False), (0.1, 0.0, False)])
+def test_where_the_loss_is_zero_there_is_nothing_to_learn(norm: float, size: float, allowed: bool) -> None:
+    """N4: a student that is its teacher stays as it is; a loss above 0 without a gradient is an error still."""
+    done = outcome(1e-3, YES, torch.tensor(norm))
+    done.size = torch.tensor(size)
+    first = FirstStep(model())
+    if allowed:
+        first.look(done)
+        assert first.done
+    else:
+        with pytest.raises(NothingLearntError):
+            first.look(done)
+
+
 def test_a_rate_of_zero_and_a_step_left_out_say_nothing() -> None:
     """N4: a rate of 0 is allowed; the next step is looked at."""
     module = model()

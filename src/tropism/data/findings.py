@@ -192,6 +192,8 @@ def _texts(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
         ("eos_added", 2.0, "the chat template does not end the answers of {rows}: one eos was added to each"),
         ("text_changed", 0.1, "rows that do not read back as written: {count} (first {first}). Tokenizer or template "
          "changes their text; `tropism inspect` shows how"),
+        ("unseen", 0.1, "rows with an answer that nobody sees, of zero width or control characters: {count} (first "
+         "{first}). They are trained as they are; take them out if they are not meant"),
         ("control_spelt", 2.0, "rows that spell control tokens in their text: {count} (first {first}). These are "
          "trained as plain characters"),
     ):

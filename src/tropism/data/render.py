@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
-from tropism.data.tokens import TextTokenizer
+from tropism.data.tokens import TextTokenizer, says_nothing
 from tropism.data.tree import Completion, token_ids
 from tropism.data.truncate import Limits, PromptCutter, fit
 from tropism.errors import DataError, ModelError
@@ -76,6 +76,9 @@ class Renderer:
                       for answer in row.completions if cutter.ids]
             if conversation.spelt:
                 notes.add("control_spelt")
+        if any(says_nothing(answer if isinstance(answer, str) else answer[-1].get("content") or " ")
+               and not (isinstance(answer, tuple) and answer[-1].get("tool_calls")) for answer in row.completions):
+            notes.add("unseen")
         if not cutter.ids:
             return Dropped(row.place, Reason.EMPTY_PROMPT, "the prompt has no token to predict from")
         completions = [completion for completion in spoken if completion is not None]

@@ -39,7 +39,7 @@ def differences(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list
         try:
             size = path.stat().st_size
             if size != known["bytes"]:
-                return f"{name} has {size} bytes instead of {known['size']}"
+                return f"{name} has {size} bytes instead of {known['bytes']}"
             if file_hash(path, len(known["blake2b"]) // 2) != known["blake2b"]:
                 return f"{name} has other content"
         except FileNotFoundError:

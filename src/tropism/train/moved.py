@@ -1,6 +1,6 @@
 """Whether a step changed anything: looked at once, after the first step that should."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from tropism.errors import NothingLearntError
 from tropism.train.step import StepOutcome
 
+_ROUNDING = 1e-6  # what a stored teacher leaves of a divergence that is 0, in nats; and of its gradient
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -18,18 +19,21 @@ class FirstStep:
     Args:
         module: the policy.
         done: a step has been looked at already, in a run that goes on.
+        pooled: sums a tensor over ranks.
     """
 
-    def __init__(self, module: Any, done: bool = False) -> None:
+    def __init__(self, module: Any, done: bool = False, pooled: Callable[[Tensor], Tensor] = lambda own: own) -> None:
         self.module = module
         self.done = done
+        self.pooled = pooled
         self._before = None if done else snapshot(_trainable(module).values())
 
     def look(self, outcome: StepOutcome) -> None:
         """Called after each step; only the first with a learning rate above 0 that was applied is looked at.
 
         Raises:
-            NothingLearntError: if the step changed no weight at all, with the counts of trainable weights.
+            NothingLearntError: if the step changed no weight at all, with the counts of trainable weights. Not where
+                its loss is 0: a student that is its teacher has nothing to learn.
         """
         if self.done or outcome.learning_rate == 0 or not bool(outcome.finite):
             return
@@ -37,8 +41,14 @@ class FirstStep:
         after = snapshot(_trainable(self.module).values())
         changed = [not torch.equal(one, other) for one, other in zip(self._before, after, strict=True)]
         self.done, self._before = True, None
-        if not any(changed):
+        if not any(changed) and not self._nothing_to_learn(outcome):
             raise NothingLearntError(explain(self.module, outcome.learning_rate, float(outcome.grad_norm)))
+
+    def _nothing_to_learn(self, outcome: StepOutcome) -> bool:
+        """Whether the step's loss is 0, but for what rounding leaves of it."""
+        if outcome.size is None:
+            return False
+        return float(self.pooled(outcome.size)) <= _ROUNDING and float(outcome.grad_norm) <= _ROUNDING
 
 
 def snapshot(weights: Iterable[Tensor]) -> list[Tensor]:

@@ -87,6 +87,8 @@ class StepOutcome:
     """`[3, U]` for the units of each of this rank's packs, with their rows: the loss, NaN where a log-prob was not
     finite; then 0, or NaN where a log-prob of its own was not, of the policy and of the reference."""
     learning_rate: float = 0.0
+    size: Tensor | None = None
+    """What this rank's packs contribute to the step's loss, without its sign; 0 where there is nothing to learn."""
 
 
 def train_step(engine: Engine, work: StepWork) -> StepOutcome:
@@ -94,7 +96,7 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
     device = engine.model.device
     tally = Tally()
     seen: list[tuple[Tensor, tuple[int, ...]]] = []
-    spoilt = torch.zeros((), dtype=torch.float64, device=device)
+    spoilt, total = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
     method = engine.method
     point = pooled_reference_point(engine, work.mismatched) if work.mismatched else None
     wide = look_ahead(engine, work.packs)
@@ -106,7 +108,9 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
         if work.leaves is not None:
             point = pooled_reference_point(engine, [work.leaves], main)
         losses = method.losses(scored, units, replace(wide[number], reference_point=point.value if point else None))
-        method.total(losses, work.counts).backward()
+        share = method.total(losses, work.counts)
+        share.backward()
+        total += share.detach().abs()
         if pack.rows:
             tally.add(method.metrics(scored, units, losses, pack.counts, engine.noise(scored)))
             # A saturated loss can hide an infinite log-ratio; times 0 it is NaN, and 0 otherwise.
@@ -121,7 +125,7 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
     finite = torch.isfinite(norm) & (engine.world.sum(spoilt) == 0)
     engine.shift.settle(finite)
     rate = engine.updater.apply(work.step, finite)
-    return StepOutcome(work.step, tally, norm.detach(), finite, point, seen, rate)
+    return StepOutcome(work.step, tally, norm.detach(), finite, point, seen, rate, total)
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 from tropism.data.rows import Message
-from tropism.data.tokens import says_nothing
 from tropism.errors import DataError
 
 Part = str | tuple[Message, ...]
@@ -134,11 +133,11 @@ def brief(value: Any) -> str:
 def blank(answer: Part) -> bool:
     """Whether an answer says nothing: no text, and no tool call."""
     if isinstance(answer, str):
-        return says_nothing(answer)
+        return not answer.strip()
     if not answer:
         return True
     last = answer[-1]
-    return says_nothing(last.get("content") or "") and not last.get("tool_calls")
+    return not (last.get("content") or "").strip() and not last.get("tool_calls")
 
 
 def as_messages(given: Part, role: str) -> tuple[Message, ...]:
