@@ -1,6 +1,7 @@
 """The options of each method, composed from their groups; YAML files of them."""
 
 import difflib
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -58,8 +59,10 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
 
     @property
     def most_rows(self) -> int | None:
-        """How many training rows are read at most: of a stream, as many as its steps need."""
-        return self.batch_size * self.max_steps if self.streaming and self.max_steps else None
+        """How many rows are read at most: of a stream, as many as its steps need beside those that are held out."""
+        if not self.streaming or self.max_steps is None:
+            return None
+        return math.ceil(self.batch_size * self.max_steps / (1 - self.eval_fraction))
 
     def dump(self) -> dict[str, Any]:
         """Content of `config.yaml`: the method, every option, files by absolute path."""

@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from helpers import CHATML, build_tokenizer, chat
 from tropism.data import encode
 from tropism.data.encode import BlockCache, fingerprint
 from tropism.data.load import load_rows
+from tropism.data.options import FormatOptions
 from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow
 from tropism.data.truncate import Limits
@@ -84,6 +86,47 @@ def test_labels_ids_and_places_are_not_what_a_block_is_known_by(tmp_path, counte
 def test_h1_whatever_decides_the_ids_is_part_of_the_key(change):
     assert fingerprint(change()) != fingerprint(renderer())
     assert fingerprint(change()) == fingerprint(change())
+
+
+def test_h1_what_only_the_tokenizers_settings_say_is_part_of_the_key(tmp_path):
+    """Options that stand beside the tokenizer's own file decide ids as well."""
+    import json
+
+    from transformers import AutoTokenizer
+
+    build_tokenizer(chat_template=CHATML).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    prints = []
+    for change in ({}, {"split_special_tokens": True}, {"extra_special_tokens": ["<|turn|>"]}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **change}))
+        prints.append(fingerprint(Renderer(AutoTokenizer.from_pretrained(tmp_path), LIMITS)))
+    assert prints[0] != prints[1]
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in state["added_tokens"]:
+        token["special"] = token["special"] and token["content"] != "<|turn|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with_turn = fingerprint(Renderer(AutoTokenizer.from_pretrained(tmp_path), LIMITS))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert with_turn != fingerprint(Renderer(AutoTokenizer.from_pretrained(tmp_path), LIMITS))
+
+
+class Louder(PreTrainedTokenizerFast):
+    """Code of a user's."""
+
+    def apply_chat_template(self, *given, **named):
+        return super().apply_chat_template(*given, **named)
+
+
+def test_h1_code_that_is_not_the_librarys_is_neither_cached_nor_sent_away(tmp_path, monkeypatch, counted):
+    monkeypatch.setattr(encode, "_BEFORE_HELP", 0)
+    plain = build_tokenizer(chat_template=CHATML)
+    plain.__class__ = Louder
+    for _ in range(2):
+        del counted[:]
+        rows = [row for row in records(3 * BLOCK_ROWS) if row["completion"][0]["content"]]
+        load_rows(rows, Renderer(plain, LIMITS), "unpaired", workers=2, cache=tmp_path)
+        assert len(counted) == len(rows)
+    assert not list(tmp_path.iterdir())
 
 
 def test_h1_the_code_that_renders_and_its_libraries_are_part_of_the_key(monkeypatch):
@@ -162,6 +205,13 @@ def test_a_process_that_dies_is_told(monkeypatch, tmp_path):
         load_rows(records(3 * BLOCK_ROWS), renderer(), "unpaired", workers=2)
 
 
+def test_files_beside_the_user_are_not_imported(monkeypatch, tmp_path):
+    monkeypatch.setattr(encode, "_BEFORE_HELP", 0)
+    (tmp_path / "queue.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    assert len(load_rows(records(3 * BLOCK_ROWS), renderer(), "unpaired", workers=2).rows) == 144
+
+
 def test_rows_left_out_are_told_in_file_order():
     rows = records(2 * BLOCK_ROWS)
     for number in range(0, len(rows), 10):  # left out when it is rendered, the empty ones when they are understood
@@ -196,6 +246,10 @@ def test_origins_stand_beside_the_rows_that_were_kept():
     found = load_rows(rows, renderer(), "unpaired")
     wanted = ["web" if int(row.place.split()[1]) % 2 == 0 else None for row in found.rows]
     assert found.origins == {"source": wanted}
+    twice = [{**row, "completion": [{"role": "assistant", "content": "elm" if label else "ash"}], "label": label,
+              "source": "web"} for row in rows[:30] for label in (True, False)]
+    paired = load_rows(twice, renderer(), "paired", options=FormatOptions(pair_by_prompt=True))
+    assert paired.origins == {"source": ["web"] * 30}
 
 
 def test_a_child_needs_no_environment_of_ours(tmp_path):

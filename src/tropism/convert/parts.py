@@ -153,13 +153,17 @@ def _others(name: str, head: list[RawRow], options: ConvertOptions) -> str:
 
 
 def turns_of(row: Row) -> list[Row]:
-    """A row for each answer of a conversation, first to last; the last answer's is the row itself, in the end."""
+    """A row for each answer of a conversation, first to last; the last answer's is the row itself, in the end.
+
+    A greeting with which the assistant opens answers nothing, and is context of the answers after it.
+    """
     (completion,) = row.completions
     if isinstance(row.prompt, str) or isinstance(completion, str):
         return [row]
     spoken = (*row.prompt, *completion)
     answers = [number for number, message in enumerate(spoken)
                if message.get("role") == "assistant" and (str(message.get("content") or "").strip()
-                                                          or message.get("tool_calls"))]
+                                                          or message.get("tool_calls"))
+               and any(earlier.get("role") not in ("system", "developer") for earlier in spoken[:number])]
     return [replace(row, id=row.id if count == 0 else f"{row.id}#{count + 1}", prompt=spoken[:number],
                     completions=((spoken[number],),)) for count, number in enumerate(answers)]

@@ -27,7 +27,7 @@ from tropism.errors import TropismError
 
 _BEFORE_HELP = 4  # blocks that are rendered here before processes are started, which takes as long as some blocks do
 _MOST_WORKERS = 8
-_CODE = ("encode", "render", "rows", "table", "tokens", "tree", "truncate")
+_CODE = ("encode", "facts", "render", "rows", "table", "tokens", "tree", "truncate")
 
 
 def default_workers() -> int:
@@ -77,9 +77,13 @@ def fingerprint(renderer: Renderer) -> str:
     """Hash of everything that decides the ids of a row but the row: tokenizer, template, options, limits, code."""
     tokenizer = renderer.text.tokenizer
     template = str(getattr(tokenizer, "chat_template", None))
+    text = renderer.text
     state = {
         "tokenizer": tokenizer.backend_tokenizer.to_str(), "class": type(tokenizer).__name__,
+        # What is not in the tokenizer's own file, and decides ids too.
+        "ends": [text.bos_id, text.eos_id, sorted(text.terminators), sorted(text.control.items())],
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "splits_special": bool(getattr(tokenizer, "split_special_tokens", False)),
         "template": template, "kwargs": renderer.template_kwargs, "system_prompt": renderer.system_prompt,
         "supervise": renderer.supervise, "limits": [renderer.limits.max_length, renderer.limits.max_prompt_length],
         "code": _code(), "libraries": [version(name) for name in ("transformers", "tokenizers", "jinja2")],
@@ -123,7 +127,7 @@ class Encoder:
             misses = 0
             stream = iter(rows)
             while chunk := list(islice(stream, BLOCK_ROWS)):
-                path = self._cache.path(chunk) if self._cache and len(chunk) == BLOCK_ROWS else None
+                path = self._cache.path(chunk) if len(chunk) == BLOCK_ROWS and self._cache else None
                 block: Block | Future[Block] | None = Block.open(path) if path else None
                 if block is None:
                     misses += 1
@@ -151,17 +155,20 @@ class Encoder:
 
     @cached_property
     def _cache(self) -> BlockCache | None:
-        # A tokenizer without a fast backend may be any code, of which nothing can be said.
-        known = getattr(self.renderer.text.tokenizer, "backend_tokenizer", None) is not None
+        known = self._of_library and getattr(self.renderer.text.tokenizer, "backend_tokenizer", None) is not None
         return BlockCache(self.cache, self.renderer) if self.cache is not None and known else None
+
+    @property
+    def _of_library(self) -> bool:
+        """Whether the tokenizer's class is one of transformers; any other is code of which nothing can be said, and
+        which another process may not find."""
+        return type(self.renderer.text.tokenizer).__module__.startswith("transformers.")
 
     @cached_property
     def _portable(self) -> bytes | None:
         """The renderer for another process; None if it cannot travel."""
-        if type(self.renderer.text.tokenizer).__module__.startswith("transformers_modules"):
-            return None  # code that came with a model, which another process does not find
         try:
-            return pickle.dumps(self.renderer)
+            return pickle.dumps(self.renderer) if self._of_library else None
         except Exception:  # pickling runs code of others, which fails in ways of its own
             return None
 
@@ -177,15 +184,16 @@ class _Team:
 
     def __init__(self, renderer: bytes, size: int, stack: ExitStack) -> None:
         self._threads = ThreadPoolExecutor(size)  # each waits for a child; they only pass bytes on
-        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        self._idle: SimpleQueue[tuple[subprocess.Popen[bytes], bool]] = SimpleQueue()  # and whether it has the renderer
+        self._renderer = renderer
         paths = os.pathsep.join(entry for entry in sys.path if entry)
         for _ in range(size):
-            child = subprocess.Popen([sys.executable, "-m", "tropism.data.encode"], stdin=subprocess.PIPE,
-                                     stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths})
+            # Without the working directory on its path (-P), and out of reach of Ctrl-C: it ends when its input does.
+            child = subprocess.Popen([sys.executable, "-P", "-m", "tropism.data.encode"], stdin=subprocess.PIPE,
+                                     stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths},
+                                     start_new_session=True)
             stack.callback(_end, child)
-            with suppress(BrokenPipeError):  # one that dies at once is noticed when it is asked
-                _send(child.stdin, renderer)
-            self._idle.put(child)
+            self._idle.put((child, False))
         stack.callback(self._threads.shutdown, cancel_futures=True)
 
     def render(self, rows: list[Row], path: Path | None) -> "Future[Block]":
@@ -193,13 +201,15 @@ class _Team:
         return self._threads.submit(self._ask, rows, path)
 
     def _ask(self, rows: list[Row], path: Path | None) -> Block:
-        child = self._idle.get()
+        child, ready = self._idle.get()
         try:
-            with suppress(BrokenPipeError):
+            with suppress(BrokenPipeError):  # it has died, and says nothing either
+                if not ready:
+                    _send(child.stdin, self._renderer)
                 _send(child.stdin, pickle.dumps((rows, path)))
             message = _receive(child.stdout)
         finally:
-            self._idle.put(child)
+            self._idle.put((child, True))
         if message is None:
             raise TropismError("a process that renders rows has died; if memory ran out, fewer --workers take less")
         answer = pickle.loads(message)
@@ -251,7 +261,11 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             answer = None if path is not None and path.exists() else block.batch
         except Exception as error:  # raised again where it was asked for
             answer = error
-        _send(answers, pickle.dumps(answer))
+        try:
+            message = pickle.dumps(answer)
+        except Exception:  # an error of someone's that cannot travel
+            message = pickle.dumps(TropismError(str(answer)))
+        _send(answers, message)
 
 
 def _main() -> None:

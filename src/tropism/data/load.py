@@ -56,12 +56,13 @@ def load_rows(
     readings = [recognise(part.head, view, part.name, options) for part in parts]
     audit = Audit(source=str(source) if isinstance(source, str | Path) else "rows given in Python",
                   format="; ".join(dict.fromkeys(map(str, readings))))
+    origins = [name for name in ORIGINS if any(part.has(name) for part in parts)]
     understood = (row for part, reading in zip(parts, readings, strict=True) for row in _rows(part, reading))
     if options.pair_by_prompt:
         known = list(understood)
         records = {row.place: record for row, record in known}
         understood = ((row, records[row.place]) for row in pair_by_prompt([row for row, _ in known]))
-    intake = _Intake(understood, [name for name in ORIGINS if any(part.has(name) for part in parts)])
+    intake = _Intake(understood, origins)
     encoder = Encoder(renderer, cache, default_workers() if workers is None else workers)
     table = TableBuilder()
     while True:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-import os
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -142,13 +142,13 @@ class Block:
         with pa.ipc.new_stream(sink, self.batch.schema) as writer:
             writer.write_batch(self.batch)
         content = sink.getvalue().to_pybytes()
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        # Not the process's number, which two containers that share a store may share too.
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             temporary.write_bytes(content + _checksum(content))
             temporary.replace(path)
-        except OSError:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
 
     @classmethod
     def open(cls, path: Path) -> "Block | None":
