@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from tropism.config import MethodOptions
 from tropism.data.load import check_embedding
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import GivenSchedule, Steps
+from tropism.data.schedule import Steps
 from tropism.dist import World, connect
 from tropism.errors import ModelError, OutputError, ReferenceMismatchError, StoppedEarly, TropismError, UsageError
 from tropism.methods import Method
@@ -34,12 +34,12 @@ from tropism.train.halt import Halt
 from tropism.train.keep import Notes, check_metric
 from tropism.train.loop import check_first_step
 from tropism.train.memory import keep_freed_memory
+from tropism.train.objects import Objects
 from tropism.train.optim import build_updater, check_given
 from tropism.train.options import TeacherOptions
 from tropism.train.origin import Origin, find
 from tropism.train.prepare import (
     Prepared,
-    Source,
     introduce,
     labels_of,
     make_schedule,
@@ -52,43 +52,21 @@ from tropism.train.session import RunResult, Session, result_of
 from tropism.train.step import Engine
 from tropism.train.stopping import make_rule
 from tropism.train.store import ROWS, check_writable
-from tropism.train.work import Planner, all_trees, has_partners, own_trees
+from tropism.train.work import Planner, all_trees, check_partners, own_trees
 
 
-@dataclass(frozen=True)
-class Objects:
-    """What comes from Python as an object, in place of a name among the options.
+def run(options: MethodOptions, voice: Voice | None = None, began: float | None = None) -> RunResult:
+    """Train as the options say.
 
     Args:
-        model, reference, teacher: transformers modules.
-        tokenizer: of the policy.
-        optimizer, scheduler: over weights of `model`.
-        train, evaluation: rows as dicts, or a file.
-        rows, eval_rows: rows as token ids.
-        steps: which of `rows` each step takes.
-    """
-
-    model: Any = None
-    reference: Any = None
-    teacher: Any = None
-    tokenizer: Any = None
-    optimizer: Any = None
-    scheduler: Any = None
-    train: Source | None = None
-    evaluation: Source | None = None
-    rows: list[EncodedRow] | None = None
-    eval_rows: list[EncodedRow] = field(default_factory=list)
-    steps: GivenSchedule | None = None
-
-
-def run(options: MethodOptions, voice: Voice | None = None) -> RunResult:
-    """Train as the options say.
+        began: when the time of the run began to count, of the monotonic clock; by default now.
 
     Raises:
         TropismError: a subclass that says what is wrong and what to do; before the first step wherever it can be.
     """
+    began = time.monotonic() if began is None else began
     with connect() as world:
-        return Run(options, world, voice).fit()
+        return Run(options, world, voice).fit(began)
 
 
 class Run:
@@ -143,9 +121,13 @@ class Run:
         if objects.rows is not None:
             data = prepare_rows(options, self.tokenizer, configs, options.view, objects.rows, objects.eval_rows)
         else:
-            with self.voice.bar("read") as report, self.world.main_first():
-                data = prepare_data(options, self.tokenizer, configs, options.view, objects.train, objects.evaluation,
-                                    cache=self.store / ROWS, report=report, most=options.most_rows)
+            def read() -> Prepared:
+                with self.voice.bar("read") as report, self.world.main_first():
+                    return prepare_data(options, self.tokenizer, configs, options.view, objects.train,
+                                        objects.evaluation, cache=self.store / ROWS, report=report,
+                                        most=options.most_rows)
+
+            data = self.world.together(read)
         for one in configs:
             load.check_rope(one, data.max_length)
             for rows in (data.train, data.evaluation):
@@ -161,28 +143,28 @@ class Run:
                              "here (no DistributedSampler)")
         check_metric(options.keep_best, self.method, bool(data.evaluation))
         make_rule(options.stop_metric, options.stop_patience, options.stop_delta, self.method, bool(data.evaluation))
-        self.schedule: Steps = self._check_partners(objects.steps) if objects.steps else make_schedule(
-            options, options, data.train, self.method.needs_reference_point)
+        self.schedule: Steps = check_partners(objects.steps, data.train, self.method) if objects.steps else (
+            make_schedule(options, options, data.train, self.method.needs_reference_point))
         self.config = config
         self.engine: Engine | None = None
+        self.trained = False
+        """Whether weights may no longer be those that the run begins with."""
+        self.done_before = False
         self._idle: list[torch.nn.Parameter] = []
 
-    def _check_partners(self, steps: GivenSchedule) -> GivenSchedule:
-        """Each given step has a partner for each of its rows, where the method needs them."""
-        for number, rows in enumerate(steps.steps, start=1):
-            if self.method.needs_reference_point and not has_partners(self.data.train, rows):
-                raise UsageError(f"step {number}: all of its {len(rows)} rows have one prompt, and KTO needs "
-                                 "completions of another prompt in the same step; mix the batches, set "
-                                 "accumulation_steps, or take kl_source='batch'")
-        return steps
+    def fit(self, began: float | None = None) -> RunResult:
+        """Train, or go on training, and leave a run directory. Once: the model is then no longer what it was.
 
-    def fit(self) -> RunResult:
-        """Train, or go on training, and leave a run directory.
+        Args:
+            began: as `run` says.
 
         Raises:
             StoppedEarly: if it was stopped, or its time was up; it can go on.
         """
-        began = time.monotonic()
+        if self.trained:
+            raise UsageError("this trainer has trained already; make a new one. To go on with its run, give that one "
+                             "the same model by name, or as a module that was loaded anew, and resume='auto'")
+        began = time.monotonic() if began is None else began
         directory = RunDirectory(Path(self.options.output).expanduser())
         with Ownership(directory.path, self.voice.warn) as ownership:
             if self.options.resume != "never":  # what it goes on from must not change under its eyes
@@ -197,6 +179,7 @@ class Run:
         self._introduce()
         if origin is not None and resume.is_over(origin, directory, self.schedule.total_steps, self._written(),
                                                  self._fingerprints(), self.voice):
+            self._take_result(directory)
             return result_of(directory, origin.manifest)
         self.world.on_main(ownership.take)
         manifest = None if origin else self.world.on_main(lambda: self._begin(directory))
@@ -204,10 +187,20 @@ class Run:
             with self.halt.listening():
                 session = self._sit_down(directory, manifest, origin, began)
                 manifest = session.manifest
+                self.trained = True
                 return session.train()
         except BaseException as error:
             self._give_up(directory, manifest, error)
             raise
+        finally:
+            self.halt = Halt(self.world)  # what was asked of this sitting concerns no other
+
+    def _take_result(self, directory: RunDirectory) -> None:
+        """A run that was done before: a module that was given, or built, gets the weights that it ended with."""
+        self.trained = self.done_before = True
+        if self.objects.model is not None or self.engine is not None:
+            module = self.engine.model.module if self.engine else self.numerics.module(self.named)
+            models.take_weights(module, directory.model, self.numerics, self.world)
 
     def _sit_down(self, directory: RunDirectory, manifest: Manifest | None, origin: Origin | None,
                   began: float) -> Session:
@@ -221,6 +214,7 @@ class Run:
             resume.check_same(origin.manifest, self.facts, directory.path,
                               resume.possible_reasons(origin.manifest, world.device.type))
             if trainer is not None:
+                self.trained = True
                 resume.load(engine, origin)
             manifest = world.on_main(lambda: self._begin(directory, origin))
         if manifest is not None:
@@ -292,7 +286,7 @@ class Run:
         where the run goes on."""
         options = self.options
         if origin is None:
-            directory.refuse_if_used(besides=("lock",))  # by a process that was faster, and has ended since
+            directory.refuse_if_used()  # by a process that was faster, and has ended since
         directory.create()
         if origin is not None:
             resume.begin_again(directory, origin)
@@ -324,6 +318,7 @@ class Run:
         if (method.needs_reference and not self.live) or self.values.get("top_k"):
             self.world.on_main(lambda: check_writable(self.store))
         module = self.numerics.module(self.named)
+        self.halt.check()
         probes = probe_trees(self.data.train, self.numerics.budget)
         model, probe = choose_layout(module, self.numerics.precision, world.device, probes, options.layout)
         self.voice.say(f"layout: {probe.layout}; differs from the model's own forward by at most "
@@ -348,11 +343,12 @@ class Run:
                                                self.numerics, self.store, world, self.voice, self.halt)
         updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
                                             self.objects.scheduler)
-        self.engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
-                             rounding=probe.per_root_token)
+        engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
+                        rounding=probe.per_root_token)
         self.facts: dict[str, Any] = {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
-        self._check(self.engine, fresh)
-        return self.engine
+        self._check(engine, fresh)
+        self.engine = engine
+        return engine
 
     def _check(self, engine: Engine, fresh: bool) -> None:
         """Policy and reference agree before step 1, where they must."""
@@ -388,6 +384,9 @@ class Run:
         """
         if not self.data.evaluation:
             raise UsageError("there is nothing to evaluate on: give eval_dataset, or eval_fraction")
+        if self.done_before and self.engine is None:
+            raise UsageError(f"the run was done before; its evaluations are in {self.options.output}, and `tropism "
+                             f"evaluate {self.options.output}` makes others")
         engine = self.build()
         with self.voice.bar("evaluate") as report:
             return self.evaluator(engine, report)

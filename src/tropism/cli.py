@@ -1,7 +1,9 @@
 """The command line: parse, one call, exit code. It imports torch only when a command needs it."""
 
 import sys
+import time
 from collections.abc import Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,13 +33,16 @@ store = App(name="store", help="Reference scores and rendered rows that are kept
             result_action="return_value")
 app.command(store)
 
+_began: ContextVar[float | None] = ContextVar("began", default=None)
+"""When the command line was called, of the monotonic clock: from there on --max-time counts."""
+
 _Flat = Parameter(name="*")
 
 
 def _run(options: MethodOptions) -> int:
     from tropism.api import run  # imports torch: not for --help
 
-    run(options)
+    run(options, began=_began.get())
     return 0
 
 
@@ -275,6 +280,7 @@ def store_clean(fingerprint: str | None = None, *, store: Path | None = None) ->
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0 when done, 1 when failed, 2 for a usage or data error, 75 when stopped and resumable."""
     tokens = list(sys.argv[1:] if argv is None else argv)
+    _began.set(time.monotonic())
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         result = app(spelt_out(tokens), exit_on_error=False, print_error=False)

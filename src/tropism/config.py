@@ -48,6 +48,14 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
             raise UsageError("log_dir has no effect without track")
         if self.fall_back and self.resume == "never":
             raise UsageError("fall_back has no effect without resume")
+        if self.eval_limit is not None and not self.eval_data and not self.eval_fraction:
+            raise UsageError("eval_limit has no effect without rows to evaluate: --eval-fraction 0.1 holds some out, "
+                             "--eval-data names a file of them")
+        if not (self.save_every or self.keep_best or self.max_time):
+            for name in ("keep", "checkpoint_model"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise UsageError(f"{name} is about checkpoints, and none is planned: --save-every 500 writes one "
+                                     "every 500 steps")
         if self.streaming and self.max_steps is None:
             raise UsageError("streaming needs max_steps: a stream may have no end, so say how many steps to train")
         return self

@@ -1,5 +1,6 @@
 """Trainers to hold in Python. They are the command line's runs, with objects where it takes names."""
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,7 +147,6 @@ class Trainer:
         self._read(objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source == "batch")
         self.objects = Objects(**objects)
         self._run: Run | None = None
-        self._fitted = False
 
     def _check_data(self, values: dict[str, Any], objects: dict[str, Any], train: Iterable[Any] | None,
                     evaluation: Iterable[Any] | None, accumulation_steps: int, kl_source: str) -> None:
@@ -205,27 +205,24 @@ class Trainer:
                 for module, implementation in zip(given, own, strict=True):
                     module.set_attn_implementation(implementation)
 
-    def fit(self, resume: str | Path | None = None) -> RunResult:
+    def fit(self, resume: bool | str | Path | None = None) -> RunResult:
         """Train, and leave a run directory with the model.
 
         Args:
-            resume: as the option of that name: `auto` goes on with the run in the output, if there is one. Modules are
-                given as they were when the run began.
+            resume: as the option of that name: `auto`, or True, goes on with the run in the output, if there is one.
+                Modules are given as they were when the run began; of a run that is done they get the result.
 
         Raises:
             TropismError: a subclass that says what is wrong and what to do; before the first step wherever it can be.
                 `StoppedEarly` where the run was stopped and can go on.
         """
-        if self._fitted:
-            raise UsageError("this trainer has trained already; make a new one from its model")
+        began = time.monotonic()
         if resume is not None:
-            self.options = self.options.model_copy(update={"resume": str(resume)})
+            self.options = make_options(self.options_class, self.options.model_dump() | canonical({"resume": resume}))
         if self.objects.model is not None:  # what an earlier backward pass left there is no part of step 1
             self.objects.model.zero_grad(set_to_none=True)
         with self._working() as run:
-            result = run.fit()
-        self._fitted = True
-        return result
+            return run.fit(began)
 
     def evaluate(self) -> EvalResult:
         """Evaluate the policy as it is now on the held-out rows.

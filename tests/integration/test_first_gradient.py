@@ -15,6 +15,7 @@ from tropism.config import METHODS
 from tropism.data.rows import EncodedRow
 from tropism.dist import World
 from tropism.observe.console import Voice
+from tropism.train.interval import Interval
 from tropism.train.loop import Plan, train
 
 BETA = 0.4
@@ -135,7 +136,7 @@ def test_first_step(tiny_model_dir: Path, data_of: dict[str, Path], tmp_path: Pa
         model=str(tiny_model_dir), data=str(data), output="none", batch_size=9, max_steps=1, precision="fp64",
         learning_rate=RATE, optimizer="sgd", warmup_ratio=0.0, max_grad_norm=0.0, microbatch_tokens=100, **own,
         **options), World(0, 1, torch.device("cpu")), Voice(loud=False), Objects(model=module))
-    record, = train(run.build(), run.planner, None, Plan(1, 0))
+    record, = train(run.build(), run.planner, None, Plan(Interval(1), Interval(0)))
     assert len(run.planner.work(1).packs) > 2
     plain = Plain(tiny_model_dir)
     wanted = by_hand(plain, [run.data.train[index] for index in run.schedule.step(1)])

@@ -22,6 +22,7 @@ from tropism.dist import World, connect
 from tropism.errors import UsageError
 from tropism.methods import LOSSES
 from tropism.observe.console import Voice
+from tropism.train.interval import Interval
 from tropism.train.loop import Plan, train
 from tropism.train.options import RunOptions, StoreOptions
 
@@ -137,7 +138,7 @@ class Bench:
                   Objects(model=self.module, tokenizer=self.tokenizer, **others))
         engine = run.build()
         self.module.load_state_dict(self.moved, strict=False)
-        first, = train(engine, run.planner, None, Plan(1, 0))
+        first, = train(engine, run.planner, None, Plan(Interval(1), Interval(0)))
         if run.data.evaluation:
             assert run.evaluate()["loss"] == pytest.approx(first.metrics["loss"], rel=1e-5)  # L5
         added = path["kd_weight"] * first.metrics["kd/divergence"] if "kd_weight" in path else 0.0

@@ -15,6 +15,7 @@ from tropism.data.tree import PromptTree, score_key
 from tropism.dist import World
 from tropism.errors import NonFiniteError
 from tropism.observe.console import Voice
+from tropism.train.interval import Interval
 from tropism.train.loop import Plan, train
 from tropism.train.reference import StoredReference
 
@@ -56,7 +57,7 @@ def test_three_steps_by_hand(opened: Callable[..., Run]) -> None:
     run = opened(loss="bco", beta=BETA, desirable_weight=DESIRABLE_WEIGHT)
     engine = run.build()
     total, count, shifts = 0.0, 0, []
-    records = train(engine, run.planner, None, Plan(log_every=1, eval_every=0))
+    records = train(engine, run.planner, None, Plan(Interval(1), Interval(0)))
     for step in (1, 2, 3):
         before = None if engine.shift.sums is None else engine.shift.sums.clone()
         evaluated = [run.evaluate()["loss"] for _ in range(2)]
@@ -82,7 +83,7 @@ def test_an_evaluation_sees_the_mean(opened: Callable[..., Run]) -> None:
     """L3: the shift moves the evaluation's loss, by which it is told from `bco` without one."""
     run = opened(loss="bco", beta=BETA)
     engine = run.build()
-    for _ in train(engine, run.planner, None, Plan(log_every=1, eval_every=0)):
+    for _ in train(engine, run.planner, None, Plan(Interval(1), Interval(0))):
         pass
     with_mean = run.evaluate()["loss"]
     engine.shift.sums = None
@@ -109,7 +110,7 @@ def test_a_step_that_is_not_finite(opened: Callable[..., Run], monkeypatch: pyte
     """N1: it leaves weights and running mean as they were; only the rows that are not finite themselves are named."""
     run = opened(method, loss=loss)
     engine = run.build()
-    records = train(engine, run.planner, None, Plan(log_every=1, eval_every=0))
+    records = train(engine, run.planner, None, Plan(Interval(1), Interval(0)))
     next(records)
     before = {name: weight.detach().clone() for name, weight in engine.model.module.named_parameters()}
     sums = None if engine.shift.sums is None else engine.shift.sums.clone()

@@ -87,9 +87,9 @@ VALUES: dict[str, Any] = {
 def test_every_alias(alias: str, ours: str, tiny_model_dir: Path, pairs: Path) -> None:
     """H2: the field's name sets our option; both names, or two of the field's, are an error that names them."""
     value = VALUES[ours]
-    teacher = {"teacher": str(tiny_model_dir)} if ours == "kd_weight" else {}
+    besides = {"kd_weight": {"teacher": str(tiny_model_dir)}, "keep": {"save_every": 2}}.get(ours, {})
     trainer = DPOTrainer if ours in DPOOptions.model_fields else KTOTrainer
-    assert getattr(trainer(tiny_model_dir, train_dataset=pairs, **teacher, **{alias: value}).options, ours) == value
+    assert getattr(trainer(tiny_model_dir, train_dataset=pairs, **besides, **{alias: value}).options, ours) == value
     for again in (ours, *(name for name, same in ALIASES.items() if same == ours and name != alias)):
         with pytest.raises(UsageError, match=f"^{alias} and {again} are the same option"):
             trainer(tiny_model_dir, train_dataset=pairs, **{alias: value, again: value})

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,57 @@ def test_every_write_that_fails_leaves_the_last_one_alone(written: checkpoint.Ch
     checkpoint.verify(root / "step-00000006")
 
 
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_checkpoint_of_the_same_step_counts_until_the_new_one_does(written: checkpoint.Checkpoint,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """C1, C2: killed, or refused by the disk, at the first, second, ... call: one that is whole is always there."""
+    root, left, error = written.path.parent, 0, BaseException()
+
+    def counted(call: Any) -> Any:
+        def wrapped(*args: Any, **keywords: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise error
+            return call(*args, **keywords)
+        return wrapped
+
+    for owner, names in ((os, ("fsync",)), (shutil, ("rmtree",)),
+                         (Path, ("write_text", "open", "mkdir", "unlink", "rename"))):
+        for name in names:
+            monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+    for error in (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Killed()):
+        rounds, before = 0, None
+        while True:
+            left = rounds + 1
+            value = [type(error).__name__, rounds]
+            try:
+                checkpoint.write(root, 3, tensors(), {**TRAINER, "value": value})
+            except (OutputError, RuntimeError, Killed):  # torch's writer makes a RuntimeError of it
+                done = False
+            else:
+                done = True
+            left = 0
+            one, = checkpoint.listed(root)
+            found = checkpoint.verify(one.path)["value"]
+            assert found == value if done else found in (before, value) or before is None
+            if done:
+                break
+            before, rounds = found, rounds + 1
+        assert rounds > 15
+
+
+def test_one_that_is_set_aside_does_not_come_back(written: checkpoint.Checkpoint) -> None:
+    """C1: killed between the new one's COMPLETE and the old one's end, there are two of one step."""
+    shutil.copytree(written.path, written.path.with_name("step-00000003.new"))
+    assert checkpoint.listed(written.path.parent) == [written]
+    checkpoint.set_aside(written.path)
+    assert checkpoint.listed(written.path.parent) == []
+
+
 @pytest.mark.parametrize(("retention", "best", "kept"), [
     (Retention(2), None, {30, 40}), (Retention(1, "loss"), 20, {20, 40}), (Retention(0), None, {10, 20, 30, 40}),
     (Retention(2, "loss"), 40, {30, 40}), (Retention(9), None, {10, 20, 30, 40}), (Retention(1, "loss"), 5, {40})])
@@ -184,6 +236,39 @@ def test_a_copy_does_not_follow_the_weights() -> None:
     with torch.no_grad():
         module.weight.add_(1)
     assert torch.equal(copy["model/weight"], before)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_copy_takes_no_step(momentum: float, steps: int) -> None:
+    """C1: hooks of an optimiser that was given see the training's steps alone; also state that is not there yet."""
+    def made(count: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[int]]:
+        module = torch.nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum, dampening=0.5 * momentum)
+        calls: list[int] = []
+        for _ in range(count):
+            module(torch.ones(3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        return module, optimizer, calls
+
+    module, optimizer, calls = made(steps)
+    state = TrainingState.of(module, optimizer)
+    assert not calls
+    assert state.groups[0]["params"] == ["weight", "bias"]
+    begun = bool(optimizer.state)
+    assert ("optimizer/weight/momentum_buffer" in state.tensors) == begun == (momentum > 0 and steps > 0)
+    other, its, _ = made(0)
+    expected = TrainingState.of(other, its, begun=begun)
+    assert expected.tensors.keys() == state.tensors.keys()
+    expected.tensors = state.copied()
+    expected.apply(other, its)
+    for net, optim in ((module, optimizer), (other, its)):
+        net(torch.ones(3)).sum().backward()
+        optim.step()
+    assert torch.equal(module.weight, other.weight)
+    assert torch.equal(module.bias, other.bias)
 
 
 def test_random_states_come_back() -> None:

@@ -157,3 +157,40 @@ def test_a_directory_that_vanishes_or_cannot_be_written(tmp_path: Path) -> None:
     with owned(gone):
         (gone / "lock").unlink()
         gone.rmdir()
+
+
+def test_a_lock_that_nobody_touches_on_another_host_is_taken_over(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner would have touched it every minute; after ten of silence it is gone, and that is said."""
+    write(tmp_path, replace(Owner.here(), host="elsewhere"))
+    os.utime(tmp_path / "lock", (time.time() - 500, time.time() - 500))
+    with pytest.raises(OutputLockedError, match="or wait: 10 minutes after its last sign of life"), owned(tmp_path):
+        pass
+    os.utime(tmp_path / "lock", (time.time() - 700, time.time() - 700))
+    said: list[str] = []
+    with owned(tmp_path, said.append):
+        assert json.loads((tmp_path / "lock").read_text())["host"] == os.uname().nodename
+    assert len(said) == 1
+    assert "has given no sign of life for 12 minutes; this run takes over" in said[0]
+
+
+def test_silence_is_no_end_where_it_can_be_seen_that_the_owner_lives(
+        tmp_path: Path, holder: Callable[[], subprocess.Popen[str]]) -> None:
+    holder()
+    os.utime(tmp_path / "lock", (0, 0))
+    with pytest.raises(OutputLockedError, match="is in use by"), owned(tmp_path):
+        pass
+
+
+def test_an_owner_touches_its_lock_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tropism.observe.lock._BEAT_S", 0.02)
+    with owned(tmp_path):
+        os.utime(tmp_path / "lock", (0, 0))
+        deadline = time.monotonic() + 5
+        while (tmp_path / "lock").stat().st_mtime < 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert time.time() - (tmp_path / "lock").stat().st_mtime < 60
+        write(tmp_path, replace(Owner.here(), host="elsewhere"))  # taken over while we stood still
+        os.utime(tmp_path / "lock", (0, 0))
+        time.sleep(0.1)
+        assert (tmp_path / "lock").stat().st_mtime == 0

@@ -50,6 +50,21 @@ def test_a_resumed_run_stops_at_the_same_step(cut: int) -> None:
     assert "rewards/auc was best at step 1 (0.7)" in after.reason
 
 
+def test_the_state_of_another_metric_says_nothing() -> None:
+    """C1: a run that goes on with another metric begins anew, with another patience or delta it goes on counting."""
+    before = Stopper(Rule("loss", 3))
+    for step, value in enumerate((4.0, 5.0, 6.0)):
+        before.see(step, {"loss": value})
+    other = Stopper(Rule("rewards/auc", 3))
+    other.restore(before.state())
+    assert (other.best, other.without) == (None, 0)
+    assert not other.see(3, {"rewards/auc": 0.5})
+    assert other.best == 0.5
+    shorter = Stopper(Rule("loss", 2))
+    shorter.restore(before.state())
+    assert (shorter.best, shorter.over) == (4.0, True)
+
+
 def test_the_reason_names_metric_step_value_and_patience() -> None:
     stopper = Stopper(Rule("loss", 2))
     assert [stopper.see(step, {"loss": value}) for step, value in ((0, 1.0), (10, 0.5), (20, 0.6), (30, 0.7))] == [

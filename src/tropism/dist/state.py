@@ -15,7 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 
 from tropism.errors import CheckpointError, UsageError
 
@@ -42,10 +47,19 @@ class TrainingState:
     values: dict[str, Plain] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> "TrainingState":
-        """The state as it is."""
-        model, optim = get_state_dict(module, optimizer)
-        state = cls({}, {}, [dict(group) for group in optim["param_groups"]])
+    def of(cls, module: torch.nn.Module, optimizer: torch.optim.Optimizer, begun: bool = False) -> "TrainingState":
+        """The state as it is.
+
+        Args:
+            begun: with what the optimiser makes at its first step, if it has not done that yet. It is made by a step
+                with rate 0, so only where other weights and state are given to it afterwards.
+        """
+        if begun:
+            get_optimizer_state_dict(module, optimizer)
+        model, optim = get_model_state_dict(module), optimizer.state_dict()
+        names = _names(module, optimizer)
+        state = cls({}, {}, [{**group, "params": [names[index] for index in group["params"]]}
+                             for group in optim["param_groups"]])
         seen: dict[tuple[int, torch.Size, Any], str] = {}
         for name, tensor in model.items():
             key = f"model/{name}"
@@ -56,13 +70,12 @@ class TrainingState:
                     continue
                 seen[place] = key
             state.tensors[key] = tensor
-        entries: Mapping[str, Any] = optim["state"]
-        for name, entry in entries.items():
+        for index, entry in optim["state"].items():
             for key, value in entry.items():
                 if isinstance(value, Tensor):
-                    state.tensors[f"optimizer/{name}/{key}"] = value
+                    state.tensors[f"optimizer/{names[index]}/{key}"] = value
                 else:
-                    state.values.setdefault(name, {})[key] = value
+                    state.values.setdefault(names[index], {})[key] = value
         return state
 
     def copied(self, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -91,9 +104,18 @@ class TrainingState:
             else:
                 weight, _, key = rest.rpartition("/")
                 entries.setdefault(weight, {})[key] = tensor
-        set_state_dict(module, optimizer, model_state_dict=model,
-                       optim_state_dict={"state": entries, "param_groups": self.groups},
-                       options=StateDictOptions(strict=True))
+        set_model_state_dict(module, model, options=StateDictOptions(strict=True))
+        names = _names(module, optimizer)
+        groups = [{**kept, "params": own["params"]}
+                  for kept, own in zip(self.groups, optimizer.state_dict()["param_groups"], strict=True)]
+        optimizer.load_state_dict({"param_groups": groups, "state": {
+            index: entries[name] for index, name in enumerate(names) if name in entries}})
+
+
+def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of an optimiser's weights, by the numbers that its own state has for them."""
+    own = {parameter: name for name, parameter in module.named_parameters()}
+    return [own[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_plain(value: Any, what: str) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -72,17 +72,26 @@ class World:
                 dist.broadcast(tensor, src=0)
 
     def on_main(self, action: Callable[[], T]) -> T | None:
-        """What the main rank alone does; an error of it is raised on every rank, so that none waits for it."""
+        """What the main rank alone does; an error of it is raised on every rank, as `together` says."""
+        return self.together(lambda: action() if self.is_main else None)
+
+    def together(self, action: Callable[[], T]) -> T:
+        """What every rank does for itself; an error of any is raised on all of them, so that none waits for it.
+
+        Raises:
+            TropismError: that of another rank; naming its type, if it was no error of ours.
+        """
+        if self.size == 1:
+            return action()
         result, failure = None, None
-        if self.is_main:
-            try:
-                result = action()
-            except TropismError as error:
-                failure = error
-        failure = self.broadcast(failure)
-        if failure is not None:
-            raise failure
-        return result
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        if self.max([failure is not None]) == [1]:
+            told = self.gather(None if failure is None else _portable(failure, self.rank))
+            raise failure or next(filter(None, told))
+        return cast(T, result)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -115,6 +124,11 @@ class World:
             held += gradient.nbytes
         if bucket:
             _sum_bucket(bucket)
+
+
+def _portable(error: Exception, rank: int) -> TropismError:
+    """An error as other ranks may raise it."""
+    return error if isinstance(error, TropismError) else TropismError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def _sum_bucket(bucket: list[Tensor]) -> None:

@@ -1,7 +1,8 @@
 """A run directory has one owner at a time: `RUN/lock` says who.
 
 The file is made by an operation that only one process can win. A process that was killed leaves it behind; the next
-one sees that its owner is gone, and takes over.
+one sees that its owner is gone, and takes over. Of a process on another machine nobody can see that: an owner touches
+its lock every minute, and one that has not done so for long counts as gone.
 """
 
 import fcntl
@@ -10,6 +11,8 @@ import os
 import shlex
 import socket
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +23,8 @@ from pathlib import Path
 from tropism.errors import OutputError, OutputLockedError
 
 _PATIENCE_S = 1.0  # a lock without content has just been made; its owner writes it at once
+_BEAT_S = 60.0
+_SILENT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
 
     Args:
         directory: that exists.
-        say: takes the note that a lock of a process that is gone was taken over.
+        say: takes the note that a lock of a process that is gone, or silent on another machine, was taken over.
 
     Raises:
         OutputLockedError: if another process owns it, or may own it.
@@ -88,9 +93,12 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
     path = directory / "lock"
     mine = Owner.here()
     _acquire(path, mine, say)
+    ended = threading.Event()
+    threading.Thread(target=_beat, args=(path, mine, ended), name="lock", daemon=True).start()
     try:
         yield
     finally:
+        ended.set()
         with suppress(OSError):  # a directory that has vanished holds no lock
             if _read(path) == mine:
                 path.unlink()
@@ -146,16 +154,34 @@ def _acquire(path: Path, mine: Owner, say: Callable[[str], None]) -> None:
         owner = _settled(path)
         if owner is None:
             continue  # released since
-        if not owner.gone:
+        silent_s = _silence_s(path) if owner.elsewhere else 0.0
+        if not owner.gone and silent_s < _SILENT_S:
             raise OutputLockedError(_refusal(path, owner))
         if _clear(path):
-            say(f"{path.parent}: was left by {owner}, which is gone; this run takes over")
+            how = f"and has given no sign of life for {silent_s / 60:.0f} minutes" if silent_s else "which is gone"
+            say(f"{path.parent}: was left by {owner}, {how}; this run takes over")
+
+
+def _beat(path: Path, mine: Owner, ended: threading.Event) -> None:
+    """Touch the lock until the run ends. A thread does it: no step, pass or save is too long for it."""
+    while not ended.wait(_BEAT_S):
+        with suppress(OSError):
+            if _read(path) == mine:
+                os.utime(path)
+
+
+def _silence_s(path: Path) -> float:
+    """Since when nobody has touched a lock, by the clock of the disk on which it lies: machines' own may differ."""
+    with suppress(OSError), tempfile.TemporaryFile(dir=path.parent) as probe:
+        return os.fstat(probe.fileno()).st_mtime - path.stat().st_mtime
+    return 0.0
 
 
 def _refusal(path: Path, owner: Owner) -> str:
     if owner.elsewhere:
         return (f"{path.parent}: is in use by {owner}. From here nobody can see whether that process still runs; if it "
-                f"is gone, remove {path}")
+                f"is gone, remove {path}, or wait: {_SILENT_S / 60:.0f} minutes after its last sign of life the next "
+                "run takes over")
     return f"{path.parent}: is in use by {owner}. Wait for it or end it, or write to another directory with --output"
 
 

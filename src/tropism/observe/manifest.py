@@ -35,8 +35,10 @@ class Manifest:
                  "libraries": libraries(), **facts}
         self.facts: dict[str, Any] = begun
         if earlier:
-            gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason")
-            kept = {name: fact for name, fact in earlier.items() if name not in gone}
+            gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason", "stopped_by", "model_files")
+            # From step 1 on nothing is left of what the sittings before did, nor of how they did it.
+            stays = earlier.keys() - gone if step else {"started"}
+            kept = {name: fact for name, fact in earlier.items() if name in stays}
             sitting = {"step": step, "time": begun["started"], "world_size": facts.get("world_size"),
                        "libraries": begun["libraries"]}
             self.facts = {**begun, **kept, "resumed": [*earlier.get("resumed", []), sitting]}

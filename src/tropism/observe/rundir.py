@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,14 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def refuse_if_used(self, besides: Collection[str] = ()) -> None:
+    def refuse_if_used(self) -> None:
         """Stop before anything is spent.
 
-        Args:
-            besides: names that may be there.
-
         Raises:
-            OutputExistsError: if the directory holds anything already.
+            OutputExistsError: if the directory holds anything, but what a kill leaves before a run has begun.
         """
         path = self.path
-        if path.exists() and (not path.is_dir() or any(entry.name not in besides for entry in path.iterdir())):
+        if path.exists() and (not path.is_dir() or not all(_is_left_over(entry.name) for entry in path.iterdir())):
             on = f", or go on with the run that is there: tropism resume {path}" if self.holds_run else ""
             raise OutputExistsError(f"{path} exists and is not empty; nothing was changed. Choose another place: "
                                     f"--output {free_name(path)}{on}")
@@ -44,11 +40,7 @@ class RunDirectory:
     @property
     def holds_run(self) -> bool:
         """Whether a run began here, however far it came."""
-        if not self.path.is_dir():
-            return False
-        names = {entry.name for entry in self.path.iterdir()}
-        return bool(names & {"config.yaml", "manifest.json"}) or (
-            bool(names) and all(_is_temporary(name) or name == "lock" for name in names))
+        return any((self.path / name).exists() for name in ("config.yaml", "manifest.json"))
 
     def create(self) -> None:
         """Make the directory, or look whether the one that is there can be written. What a kill left half written goes.
@@ -143,6 +135,10 @@ class RunDirectory:
 
 def _is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def _is_left_over(name: str) -> bool:
+    return name == "lock" or _is_temporary(name)
 
 
 def free_name(path: Path) -> Path:

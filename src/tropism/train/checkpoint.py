@@ -6,6 +6,8 @@
                                   files.json     size and hash of every file above
                                   COMPLETE       the hash of files.json; written last, after all else is on the disk
 
+It is written under the name `step-00000100.new`, and takes the place of an earlier one of its step when it is complete.
+
 Nothing is opened before its hash was compared with the one that was written: the metadata of `state/` is a pickle.
 """
 
@@ -26,7 +28,8 @@ from tropism.dist.state import write_tensors
 from tropism.errors import CheckpointError, OutputError
 
 SCHEMA_VERSION = 1
-_NAME = re.compile(r"step-(\d{8,})")
+_BESIDE = ".new"
+_NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_BESIDE)})?")
 _CHUNK_BYTES = 2**22
 
 
@@ -49,21 +52,22 @@ def place_of(root: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a directory's name says, if it says one."""
+    """The step that a directory's name says, if it says one; also where it is not in its place yet."""
     found = _NAME.fullmatch(path.name)
     return int(found[1]) if found else None
 
 
 def listed(root: Path) -> list[Checkpoint]:
-    """Finished checkpoints in RUN/checkpoints, oldest first."""
+    """Finished checkpoints in RUN/checkpoints, oldest first; of a step the one in its place, where that is finished."""
     found = [Checkpoint(path, step) for path in (root.iterdir() if root.is_dir() else ())
              if (step := step_of(path)) is not None and (path / "COMPLETE").is_file()]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    by_step = {one.step: one for one in sorted(found, key=lambda one: one.path.name, reverse=True)}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, Any],
           model: Callable[[Path], None] | None = None, synced: tuple[Path, ...] = ()) -> int:
-    """Write a checkpoint.
+    """Write a checkpoint. One of the same step counts until this one does.
 
     Args:
         root: RUN/checkpoints.
@@ -78,7 +82,10 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
     Raises:
         OutputError: if the disk refuses, with the bytes that are needed and free. What was written of it is removed.
     """
-    path = place_of(root, step)
+    place = place_of(root, step)
+    beside = _beside(place)
+    only_beside = (beside / "COMPLETE").is_file() and not (place / "COMPLETE").is_file()  # was killed before the rename
+    path = place if only_beside else beside
     try:
         remove(path)
         path.mkdir(parents=True)
@@ -99,8 +106,15 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         free = _free(root)
         needed = sum(tensor.nbytes for tensor in tensors.values())
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        raise OutputError(f"{path}: the checkpoint could not be written: {reason}. It takes {needed} bytes for its "
+        raise OutputError(f"{place}: the checkpoint could not be written: {reason}. It takes {needed} bytes for its "
                           f"tensors, and {free} bytes are free. What was there before is untouched") from error
+    try:
+        if path == beside:
+            remove(place)
+            path.rename(place)
+    except OSError as error:
+        raise OutputError(f"{place}: an earlier checkpoint of this step cannot be replaced: {error.strerror}. The new "
+                          f"one is {path}") from error
     return sum(entry["bytes"] for entry in files.values())
 
 
@@ -113,7 +127,13 @@ def remove(path: Path) -> None:
 
 def set_aside(path: Path) -> None:
     """Let a checkpoint no longer count. Its files stay until the next one is written."""
-    (path / "COMPLETE").unlink(missing_ok=True)
+    for place in (_beside(path), path):
+        (place / "COMPLETE").unlink(missing_ok=True)
+
+
+def _beside(place: Path) -> Path:
+    """Where a checkpoint is written before it takes its place."""
+    return place.with_name(place.name.removesuffix(_BESIDE) + _BESIDE)
 
 
 def verify(path: Path) -> dict[str, Any]:

@@ -52,11 +52,14 @@ class Evaluator:
         shares = share([sum(map(cost, pack)) for pack in packs], engine.world.size)
         own, rounds = shares[engine.world.rank], max(map(len, shares))
         found: dict[bytes, Values] = {}
+
+        def known(pack: Sequence[PromptTree]) -> list[Values]:
+            return _values(engine, pack) if pack else []
+
         for number in range(rounds):
-            if number < len(own):
-                pack = packs[own[number]]
-                keys = [key for tree in pack for key in tree.score_keys]
-                found |= dict(zip(keys, _values(engine, pack), strict=True))
+            pack = packs[own[number]] if number < len(own) else []
+            keys = [key for tree in pack for key in tree.score_keys]
+            found |= dict(zip(keys, engine.world.together(partial(known, pack)), strict=True))
             report(number + 1, rounds)  # by all ranks alike: it may stop them
         return {key: value for part in engine.world.gather(found) for key, value in part.items()}
 

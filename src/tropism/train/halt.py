@@ -36,6 +36,8 @@ class Halt:
         self.ending: str | None = None
         """Why the run ends with the step in hand as if it were the last; set by an observer that sees the same records
         on every rank."""
+        self.kept = False
+        """Whether the run is on the disk as it stands: nothing needs time any more but what is going on."""
         self._signal = 0
 
     @contextmanager
@@ -85,23 +87,33 @@ class Halt:
         """A wish that all ranks agreed on, in words."""
         return "max_time is reached" if wish == _TIME else f"it got {signal.Signals(wish >> 1).name}"
 
+    @staticmethod
+    def leaves_time(wish: int) -> bool:
+        """Whether a stop is early enough for a last evaluation. After a signal a kill may follow at any moment."""
+        return wish == _TIME
+
+    def check(self) -> None:
+        """Stop here if that was asked for; called by all ranks alike, where nothing needs to be kept.
+
+        Raises:
+            StoppedEarly: on every rank.
+        """
+        own = self._signal << 1
+        if not own and self.limit_s is not None and self._left() < (0.0 if self.kept else self.longest["save"]):
+            own = _TIME
+        wish, = self.world.max([own])
+        if wish:
+            raise StoppedEarly(self.reason(wish))
+
     def watching(self, report: Callable[..., None]) -> Callable[..., None]:
         """A progress report, called by all ranks alike, that also stops a pass over the data between two packs.
-
-        What was asked for before the pass began does not stop it.
 
         Raises:
             StoppedEarly: from the report, on every rank.
         """
-        before = self._signal
-
         def watched(done: int, total: int) -> None:
             report(done, total)
-            own = 0 if before else self._signal << 1
-            if not own and not before and self.limit_s is not None and self._left() < self.longest["save"]:
-                own = _TIME
-            wish, = self.world.max([own])
-            if wish and done < total:
-                raise StoppedEarly(self.reason(wish))
+            if done < total:
+                self.check()
 
         return watched

@@ -1,6 +1,7 @@
 """Keeping a run while it goes on: tensors are copied within a step and written beside the next ones."""
 
 import json
+import math
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from tropism.dist.state import TrainingState, check_plain
 from tropism.dist.world import World
 from tropism.errors import OutputError, TropismError, UsageError
 from tropism.methods import Method
+from tropism.observe.console import Voice
 from tropism.observe.metrics import direction
 from tropism.observe.rundir import RunDirectory
 from tropism.train import checkpoint
@@ -33,7 +35,8 @@ class Retention:
 
     Args:
         newest: how many of the newest; 0 for all.
-        best: metric of the evaluations by which one more stays, if it is not among them.
+        best: metric by which one more stays, if it is not among them: the best of those that were evaluated at their
+            own step.
     """
 
     newest: int = 2
@@ -94,26 +97,27 @@ class Saver:
         notes: what is kept around it; whoever changes them is seen by the next save.
         retention: which checkpoints stay.
         halt: is told how long a save takes.
-        say: takes a line for each save.
+        voice: says a line for each save.
         model: writes the weights of a state dict as a model directory; None for none.
     """
 
     def __init__(self, engine: Engine, directory: RunDirectory, notes: Notes, retention: Retention, halt: Halt,
-                 say: Callable[[str], None], model: Callable[[dict[str, Any], Path], None] | None = None) -> None:
+                 voice: Voice, model: Callable[[dict[str, Any], Path], None] | None = None) -> None:
         self.engine = engine
         self.world: World = engine.world
         self.directory = directory
         self.notes = notes
         self.retention = retention
         self.halt = halt
-        self.say = say
+        self.voice = voice
         self.model = model
         self.root = directory.checkpoints
-        self.best: tuple[int, float] | None = self._best_so_far() if self.world.is_main else None
+        self.best: tuple[int, float] | None = None
         self._copy: dict[str, Any] = {}
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         halt.took("save", self.estimate_bytes() / _SLOWEST_DISK)
+        self.world.on_main(self._begin_with_best)
 
     def estimate_bytes(self) -> int:
         """About what one checkpoint takes, before there is one."""
@@ -130,14 +134,31 @@ class Saver:
         """A save in the background has failed; `wait` says how."""
         return self._failure is not None
 
+    def wants(self, step: int) -> bool:
+        """Whether the evaluation of this step is better than that of any checkpoint. All ranks call this together."""
+        if self.retention.best is None:
+            return False
+        own = self.world.is_main and self._beats(step, self.notes.evaluation)
+        return bool(self.world.max([int(own)])[0])
+
     def save(self, progress: Progress) -> None:
         """Copy what is to be kept, and begin to write it. All ranks call this together.
 
         Raises:
-            OutputError: if the save before this one failed.
+            OutputError: if the save before this one failed, or something cannot be copied.
         """
         self.wait()
-        self.world.on_main(lambda: self._begin(progress))
+
+        def begin() -> None:
+            try:
+                self._begin(progress)
+            except TropismError:
+                raise
+            except Exception as error:  # of an optimiser that was given; the other ranks would wait for us
+                raise OutputError(f"{self.root}: the state after step {progress.step} cannot be kept: "
+                                  f"{type(error).__name__}: {error}") from error
+
+        self.world.on_main(begin)
 
     def wait(self) -> None:
         """Come back when the save in hand is on the disk. All ranks call this together.
@@ -149,8 +170,10 @@ class Saver:
 
     def leave(self) -> None:
         """Let the save in hand come to its end, where something else has gone wrong: it was begun before that."""
-        if self._thread is not None:
-            self._thread.join()
+        try:
+            self._join()
+        except TropismError as error:
+            self.voice.warn(str(error))
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -170,8 +193,10 @@ class Saver:
         trainer = {
             **progress.state(), **self.notes.state(), "offsets": self.directory.offsets(),
             "shift": self.engine.shift.state(), "random": random_state(), "updater": updater.state(),
-            "optimizer": {"groups": state.groups, "values": state.values},
+            "optimizer": {"groups": state.groups, "values": state.values, "begun": bool(updater.optimizer.state)},
             "saved": datetime.now(UTC).isoformat(timespec="seconds")}
+        if self._beats(progress.step, self.notes.evaluation):
+            self.best = progress.step, self.notes.evaluation[str(self.retention.best)]
         trainer["stall_s"] = time.monotonic() - began
         # A daemon: whoever leaves the run in a hurry does not wait for it, and what is unfinished does not count.
         self._thread = threading.Thread(target=self._write, args=(progress.step, tensors, state.tied, trainer),
@@ -190,49 +215,57 @@ class Saver:
                            if name.startswith("model/")}
                 model = lambda path: write_model(weights, path)  # noqa: E731
             size = checkpoint.write(self.root, step, tensors, trainer, model, self.directory.logs)
-            self._publish(step, trainer["evaluation"])
+            self._publish(step)
         except BaseException as error:  # told at the next step, by whoever asks
             self._failure = error
             return
         seconds = time.monotonic() - began
         self.halt.took("save", trainer["stall_s"] + seconds)
-        self.say(f"checkpoint: step {step}, {size / 2**20:.1f} MiB in {seconds:.2f} s beside the training, which stood "
-                 f"still for {trainer['stall_s']:.3f} s")
+        self.voice.say(f"checkpoint: step {step}, {size / 2**20:.1f} MiB in {seconds:.2f} s beside the training, which "
+                       f"stood still for {trainer['stall_s']:.3f} s")
 
-    def _publish(self, step: int, evaluation: dict[str, Any]) -> None:
+    def _publish(self, step: int) -> None:
         """Say which is the best, and remove those that need not stay."""
-        metric = self.retention.best
-        if metric is not None and metric in evaluation:
-            value = evaluation[metric]
-            if self.best is None or _better(metric, value, self.best[1]):
-                self.best = (step, value)
         try:
-            if self.best is not None:
-                _replace(self.root / "best.json", {
-                    "checkpoint": checkpoint.place_of(self.root, self.best[0]).name, "step": self.best[0],
-                    "metric": metric, "value": self.best[1]})
-            else:
-                (self.root / "best.json").unlink(missing_ok=True)
-            finished = {one.step for one in checkpoint.listed(self.root)}
-            stay = self.retention.kept(sorted(finished), self.best[0] if self.best else None) | {step}
+            self._write_best()
+            finished = checkpoint.listed(self.root)
+            stay = self.retention.kept([one.step for one in finished], self.best[0] if self.best else None) | {step}
+            paths = {one.path for one in finished if one.step in stay}
             for path in self.root.iterdir():
-                if (found := checkpoint.step_of(path)) is not None and found not in stay:
+                if checkpoint.step_of(path) is not None and path not in paths:
                     checkpoint.remove(path)
         except OSError as error:
             raise OutputError(f"{self.root}: cannot be tidied up: {error.strerror}") from error
 
-    def _best_so_far(self) -> tuple[int, float] | None:
-        """Of the checkpoints that are there, earlier ones first."""
-        best: tuple[int, float] | None = None
+    def _write_best(self) -> None:
+        if self.best is None:
+            (self.root / "best.json").unlink(missing_ok=True)
+        else:
+            _replace(self.root / "best.json", {
+                "checkpoint": checkpoint.place_of(self.root, self.best[0]).name, "step": self.best[0],
+                "metric": self.retention.best, "value": self.best[1]})
+
+    def _beats(self, step: int, evaluation: dict[str, Any]) -> bool:
+        """Whether a checkpoint of this step is better than the best before it. An older evaluation says nothing."""
         metric = self.retention.best
-        for one in checkpoint.listed(self.root) if metric else ():
+        if metric is None or evaluation.get("step") != step or not math.isfinite(evaluation.get(metric, math.nan)):
+            return False
+        value = evaluation[metric]
+        return self.best is None or (value > self.best[1] if direction(metric) == "higher" else value < self.best[1])
+
+    def _begin_with_best(self) -> None:
+        """The best of the checkpoints that are there and count, which need not be those of the last sitting."""
+        for one in checkpoint.listed(self.root) if self.retention.best else ():
             try:
-                found = json.loads((one.path / "trainer.json").read_text(encoding="utf-8"))["evaluation"]
+                evaluation = json.loads((one.path / "trainer.json").read_text(encoding="utf-8"))["evaluation"]
             except (OSError, ValueError, KeyError):
                 continue
-            if metric is not None and metric in found and (best is None or _better(metric, found[metric], best[1])):
-                best = (one.step, found[metric])
-        return best
+            if self._beats(one.step, evaluation):
+                self.best = one.step, evaluation[str(self.retention.best)]
+        try:
+            self._write_best()
+        except OSError as error:
+            raise OutputError(f"{self.root / 'best.json'}: cannot be written: {error.strerror}") from error
 
 
 def check_metric(metric: str | None, method: Method, has_evaluation: bool) -> None:
@@ -249,10 +282,6 @@ def check_metric(metric: str | None, method: Method, has_evaluation: bool) -> No
     if not has_evaluation:
         raise UsageError(f"keep_best {metric} needs rows to evaluate: --eval-fraction 0.1 holds some out, --eval-data "
                          "names a file of them")
-
-
-def _better(metric: str, value: float, other: float) -> bool:
-    return value > other if direction(metric) == "higher" else value < other
 
 
 def _replace(target: Path, value: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -44,13 +44,13 @@ class Plan:
     Args:
         log_every: between train records.
         eval_every: between evaluations; 0 for start and end only.
-        save_every: between checkpoints, with one at the end; 0 saves none unless the run is stopped.
+        save_every: between checkpoints, with one at the end; 0 for those alone that a stop or the keeper asks for.
         workers: threads that prepare steps ahead.
     """
 
-    log_every: Interval | int
-    eval_every: Interval | int
-    save_every: Interval | int = 0
+    log_every: Interval
+    eval_every: Interval
+    save_every: Interval = field(default=Interval(0))
     workers: int = 0
 
 
@@ -60,6 +60,10 @@ class Keeper(Protocol):
     @property
     def failed(self) -> bool:
         """Whether a save that went on beside the steps has failed."""
+        ...
+
+    def wants(self, step: int) -> bool:
+        """Whether it asks for a save after the evaluation of this step; called by all ranks."""
         ...
 
     def save(self, progress: Progress) -> None:
@@ -78,6 +82,10 @@ class Keeper(Protocol):
 class _NoKeeper:
     failed = False
 
+    def wants(self, step: int) -> bool:
+        """Never."""
+        return False
+
     def save(self, progress: Progress) -> None:
         """Nothing is kept."""
 
@@ -87,7 +95,7 @@ class _NoKeeper:
 
 def train(engine: Engine, planner: Planner, evaluate: Evaluate | None, plan: Plan, progress: Progress | None = None,
           keeper: Keeper | None = None, halt: Halt | None = None) -> Iterator[Record]:
-    """Run what is left of the schedule.
+    """Run what is left of the schedule, after what the step before still owes.
 
     Args:
         evaluate: None if nothing is held out.
@@ -99,17 +107,21 @@ def train(engine: Engine, planner: Planner, evaluate: Evaluate | None, plan: Pla
         NothingLearntError: if the first step with a learning rate above 0 changes no weight.
         NonFiniteError: at the first record or save after a step whose loss or gradient was not finite; that step
             changed nothing. The rows are named.
-        StoppedEarly: where `halt` said so; the run is kept, and was evaluated after that.
+        StoppedEarly: where `halt` said so; the run is kept, and was evaluated after that if there was time.
         OutputError: if the keeper could not write.
     """
-    run = _Run(engine, planner, evaluate, progress or Progress(), keeper or _NoKeeper(), halt or Halt(engine.world))
+    run = _Run(engine, planner, evaluate, plan, progress or Progress(), keeper or _NoKeeper(),
+               halt or Halt(engine.world))
     progress, halt = run.progress, run.halt
     timers = _Timers(plan, planner)
-    if evaluate is not None and progress.evaluation_due:
-        yield run.evaluated()
-    progress.evaluation_due = False
-    first = FirstStep(engine.model.module, done=progress.step > 0)
-    for work in _prepared(planner, plan.workers, progress.step + 1):
+    last = 0 < progress.step == timers.total
+    if last and progress.window.steps:
+        yield run.record()
+    progress.evaluation_due = progress.evaluation_due and evaluate is not None
+    yield from run.close(last and plan.save_every.every > 0)
+    halt.check()
+    first = FirstStep(engine.model.module, progress.step > 0, engine.world.sum)
+    for work in () if halt.ending else _prepared(planner, plan.workers, progress.step + 1):
         began = time.monotonic()
         outcome = train_step(engine, work)
         progress.add(outcome, work.units, work.flat_tokens, work.computed_tokens)
@@ -122,13 +134,8 @@ def train(engine: Engine, planner: Planner, evaluate: Evaluate | None, plan: Pla
         if due.failed:
             run.keeper.wait()
         if due.stop:
-            yield from run.stopped(halt.reason(due.stop))
-        if progress.evaluation_due:
-            yield run.evaluated()
-        if halt.ending and progress.window.steps:
-            yield run.record()
-        if due.save or (halt.ending and plan.save_every):
-            run.save()
+            yield from run.stopped(due.stop)
+        yield from run.close(due.save)
         if halt.ending:
             break
     run.keeper.wait()
@@ -141,6 +148,7 @@ class _Run:
     engine: Engine
     planner: Planner
     evaluate: Evaluate | None
+    plan: Plan
     progress: Progress
     keeper: Keeper
     halt: Halt
@@ -170,6 +178,16 @@ class _Run:
         self._paused("evaluate", began)
         return record
 
+    def close(self, save: bool) -> Iterator[Record]:
+        """What comes after a step and its record: the evaluation, where it is due, and what follows from it."""
+        if self.progress.evaluation_due:
+            yield self.evaluated()
+            save = save or (self.progress.step > 0 and self.keeper.wants(self.progress.step))
+        if self.halt.ending and self.progress.window.steps:
+            yield self.record()
+        if save or (self.halt.ending and self.progress.step and self.plan.save_every.every):
+            self.save()
+
     def save(self) -> None:
         """Keep the run as it stands."""
         began = time.monotonic()
@@ -177,17 +195,19 @@ class _Run:
         self.keeper.save(self.progress)
         self._paused("stall", began)
 
-    def stopped(self, reason: str) -> Iterator[Record]:
-        """Keep the run, then evaluate it: what is kept does not know of that evaluation, as a straight run would not.
+    def stopped(self, wish: int) -> Iterator[Record]:
+        """Keep the run, then evaluate it where there is time: what is kept does not know of that evaluation, as a
+        straight run would not.
 
         Raises:
             StoppedEarly: at the end.
         """
         self.save()
         self.keeper.wait()
-        if self.evaluate is not None:
+        self.halt.kept = True
+        if self.evaluate is not None and self.halt.leaves_time(wish):
             yield Record(self.progress.step, "eval", self.evaluate(self.engine))
-        raise StoppedEarly(reason)
+        raise StoppedEarly(self.halt.reason(wish))
 
     def _paused(self, what: str, began: float) -> None:
         """It was no part of a step's time."""
@@ -212,7 +232,7 @@ class _Timers:
 
     def __init__(self, plan: Plan, planner: Planner) -> None:
         self.total = planner.schedule.total_steps
-        self.dues = [Due(every if isinstance(every, Interval) else Interval(every), planner.schedule.epochs_after)
+        self.dues = [Due(every, planner.schedule.epochs_after)
                      for every in (plan.log_every, plan.eval_every, plan.save_every)]
         self.world = planner.world
 

@@ -161,6 +161,23 @@ def build_teacher(policy: LanguageModel, named: Named, options: TeacherOptions, 
     return built
 
 
+def take_weights(module: Any, directory: Path, numerics: Numerics, world: World) -> None:
+    """Overwrite the weights of a module with those of a model directory. All ranks call this together.
+
+    Raises:
+        ModelError: if they are not of the same shapes and names.
+    """
+    def load_them() -> None:
+        try:
+            module.load_state_dict(numerics.module(load.Source.of(str(directory))).state_dict())
+        except RuntimeError as error:
+            raise ModelError(f"{directory}: does not fit the module that was given: "
+                             f"{' '.join(str(error).split())}") from error
+
+    world.on_main(load_them)
+    world.broadcast_into(module.state_dict().values())
+
+
 def _tell_damaged(files: Sequence[Path], what: str, voice: Voice) -> None:
     if files:
         voice.warn(f"{len(files)} damaged files of the {what} store were left out and their content computed again "

@@ -25,6 +25,7 @@ class Origin:
         notes: what a person should know of how it was chosen.
         aside: checkpoints that no longer count if it goes on from here.
         named: this checkpoint was asked for by its path.
+        problem: why there is no checkpoint, where those of a finished run cannot be used.
     """
 
     manifest: dict[str, Any]
@@ -34,6 +35,7 @@ class Origin:
     notes: tuple[str, ...] = ()
     aside: tuple[Path, ...] = ()
     named: bool = False
+    problem: str = ""
 
     @property
     def finished(self) -> bool:
@@ -74,7 +76,12 @@ def find(directory: RunDirectory, resume: str, fall_back: bool = False) -> Origi
     manifest = _read(directory.path / "manifest.json", json.loads)
     options = _read(directory.path / "config.yaml", yaml.safe_load)
     wanted = named if named is not None and named.parent == directory.checkpoints.resolve() else None
-    return _choose(directory, manifest, options, wanted, fall_back)
+    try:
+        return _choose(directory, manifest, options, wanted, fall_back)
+    except CheckpointError as error:
+        if manifest.get("status") != "done" or wanted is not None:
+            raise
+        return Origin(manifest, options, problem=str(error))
 
 
 def _read(file: Path, parse: Any) -> dict[str, Any]:

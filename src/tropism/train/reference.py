@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,29 +124,33 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
     packs = scoring_packs(trees, budget, model.layout)
     store = ScoreStore(root, fingerprint(model), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
-    known = world.broadcast(store.load() if world.is_main else {})
+    known = world.broadcast(world.on_main(store.load) or {})
     missing = [pack for pack in packs if any(key not in known for tree in pack for key in tree.score_keys)]
     planned = rounds(missing, world.size)
     fresh: dict[bytes, float] = {}
     written = time.monotonic()
+
+    def compute(own: list[PromptTree]) -> dict[bytes, float]:
+        nonlocal written
+        if world.is_main and time.monotonic() - written > _WRITE_EVERY_S:
+            write()
+            written = time.monotonic()
+        return _score_pack(model, own) if own else {}
+
+    def write() -> None:
+        store.add(fresh)
+        known.update(fresh)
+        fresh.clear()
+
     try:
-        for number, packs_of_ranks in enumerate(planned, start=1):
-            own = _score_pack(model, packs_of_ranks[world.rank]) if packs_of_ranks[world.rank] else {}
-            for scores in world.gather(own):
+        for number, of_ranks in enumerate(planned, start=1):
+            for scores in world.gather(world.together(partial(compute, of_ranks[world.rank]))):
                 fresh.update((key, value) for key, value in scores.items() if key not in known)
             report(min(number * world.size, len(missing)), len(missing))
-            if world.is_main and time.monotonic() - written > _WRITE_EVERY_S:
-                store.add({key: value for key, value in fresh.items() if key not in known})
-                known.update(fresh)
-                fresh = {}
-                written = time.monotonic()
     except StoppedEarly:  # from the report: the next time begins where this one stopped
-        if world.is_main:
-            store.add(fresh)
+        world.on_main(write)
         raise
-    if world.is_main:
-        store.add(fresh)
-    known.update(fresh)
+    world.on_main(write)
     known = world.broadcast(known) if missing else known
     return StoredReference({key: known[key] for pack in packs for tree in pack for key in tree.score_keys}, store)
 

@@ -52,10 +52,16 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
     changed = check_options(recorded.get("options") or origin.options, options, place)
     check_same(origin.manifest.get("fingerprints", {}), fingerprints, place)
     planned = origin.manifest.get("planned_steps", origin.manifest.get("steps", 0))
-    if origin.finished and total <= planned:
-        voice.say(f"{place} is done ({origin.manifest['steps']} steps): the model is in {directory.model}. "
-                  f"--max-steps above {planned} goes on")
+    early = origin.finished and origin.manifest.get("stopped_by") == "stop_metric"
+    if origin.finished and total <= planned and not (early and _stops_otherwise(origin.options or recorded, options)):
+        more = f"--max-steps above {planned} goes on"
+        if early:
+            more = (f"It stopped early: {origin.manifest.get('reason')}. Another --stop-patience, --stop-delta or "
+                    "--stop-metric goes on")
+        voice.say(f"{place} is done ({origin.manifest['steps']} steps): the model is in {directory.model}. {more}")
         return True
+    if origin.problem:
+        raise CheckpointError(origin.problem)
     if origin.finished and origin.checkpoint is None:
         raise CheckpointError(f"{place} is done and kept no checkpoint, so it cannot be extended; train on from "
                               f"{directory.model}, with --output NEW")
@@ -70,6 +76,11 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
     for entry in libraries_that_differ(origin.manifest.get("libraries", {})):
         voice.warn(entry)
     return False
+
+
+def _stops_otherwise(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the rule of early stopping is another one now."""
+    return any(recorded.get(name) != now.get(name) for name in ("stop_metric", "stop_patience", "stop_delta"))
 
 
 def check_options(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> list[str]:
@@ -151,11 +162,10 @@ def load(engine: Engine, origin: Origin) -> None:
     assert one is not None
     assert trainer is not None
     updater, module = engine.updater, engine.model.module
-    state = TrainingState.of(module, updater.optimizer)
-    path = one.state
+    kept, path = trainer["optimizer"], one.state
+    state = TrainingState.of(module, updater.optimizer, begun=kept.get("begun", True))
     engine.world.on_main(lambda: read_tensors(state.tensors, path))
     engine.world.broadcast_into(state.tensors.values())
-    kept = trainer["optimizer"]
     state.groups = [_group(mine, theirs, path) for mine, theirs in _paired(state.groups, kept["groups"], path)]
     state.values = kept["values"]
     try:

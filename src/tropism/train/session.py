@@ -1,6 +1,7 @@
 """One sitting of a run: from an engine that was built to the model on the disk, or to a stop in between."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -108,12 +109,17 @@ class Session:
                           max_positions=load.max_positions(engine.model.module.config))
         saver = self._saver()
         world.on_main(lambda: self._check_space(saver))
-        if begins and world.is_main:
-            self.notes.answers = sampler.ask(engine.model)
+        if begins:
+            self.halt.check()
+            self.notes.answers = world.on_main(lambda: sampler.ask(engine.model)) or []
         progress = Progress(tolerance=Tolerance(options.on_nonfinite))
         if self.origin is not None and self.origin.trainer is not None:
             progress.restore(self.origin.trainer)
+            if progress.step == self.planner.schedule.total_steps != self.notes.evaluation.get("step"):
+                progress.evaluation_due = True  # the end is here now
             self.watch.restore(self.notes.guards)
+            if not self.origin.finished and not progress.evaluation_due:
+                self.halt.ending = self.watch.over
         if self.evaluator is not None:
             self.evaluator.baselines = self.notes.baselines
         try:
@@ -180,14 +186,15 @@ class Session:
         """
         reason = why_not_kept(self.engine.updater)
         if reason is not None:
-            if self.options.save_every:
-                raise UsageError(f"save_every: {reason}; leave save_every out, or let Tropism make the optimizer")
+            for name in ("save_every", "keep_best"):
+                if getattr(self.options, name):
+                    raise UsageError(f"{name}: {reason}; leave {name} out, or let Tropism make the optimizer")
             self.voice.warn(f"this run cannot be resumed if it is stopped: {reason}")
             return None
         options = self.options
         model = self._write_model if options.checkpoint_model else None
         return Saver(self.engine, self.directory, self.notes, Retention(options.keep, options.keep_best), self.halt,
-                     self.voice.say, model)
+                     self.voice, model)
 
     def _write_model(self, weights: dict[str, Any], path: Path) -> None:
         dtype = getattr(torch, self.options.export_dtype)
@@ -196,16 +203,22 @@ class Session:
     def _check_space(self, saver: Saver | None) -> None:
         """The result and what is kept on the way fit on the disk."""
         options, copies, beside = self.options, 1, 0
-        plan = self._plan()
-        assert isinstance(plan.save_every, Interval)
-        if saver is not None and plan.save_every.every:
-            total = self.planner.schedule.total_steps
-            saves = -(-total // int(plan.save_every.every)) if plan.save_every.unit == "steps" else total
+        saves = self._fewest_saves()
+        if saver is not None and saves:
             together = min(saves, options.keep + 1 + bool(options.keep_best)) if options.keep else saves
             more = max(0, together - len(saver.finished()))
             beside, copies = more * saver.estimate_bytes(), copies + more * options.checkpoint_model
         load.check_space(self.engine.model.module, self.directory.path, getattr(torch, options.export_dtype), copies,
                          beside)
+
+    def _fewest_saves(self) -> int:
+        """Checkpoints that the run is going to write, at the least: how long it takes nobody knows."""
+        every, steps = self._plan().save_every, self.planner.schedule.total_steps
+        best = int(self.options.keep_best is not None)
+        if not every.every:
+            return best
+        length = {"steps": steps, "epochs": self.planner.schedule.epochs_after(steps), "seconds": 0}[every.unit]
+        return best + min(steps, max(1, math.ceil(length / every.every - 1e-9)))  # epochs are sums of fractions
 
     def evaluate(self, evaluator: Evaluator, engine: Engine) -> dict[str, float]:
         """The evaluation record of the policy as it is."""

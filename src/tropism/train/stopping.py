@@ -61,7 +61,12 @@ class Stopper:
             self.best, self.best_step, self.without = value, step, 0
         else:
             self.without += 1
-        return self.without >= rule.patience
+        return self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether the run ends with the last evaluation that was seen."""
+        return self.without >= self.rule.patience
 
     @property
     def reason(self) -> str:
@@ -72,10 +77,12 @@ class Stopper:
 
     def state(self) -> dict[str, Any]:
         """What decides when to stop, as plain JSON."""
-        return {"best": self.best, "best_step": self.best_step, "without": self.without}
+        return {"metric": self.rule.metric, "best": self.best, "best_step": self.best_step, "without": self.without}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`."""
+        """Go on from `state()`; the state of another metric says nothing of this one, which begins anew."""
+        if state.get("metric") != self.rule.metric:
+            return
         self.best, self.best_step, self.without = state["best"], state["best_step"], state["without"]
 
 

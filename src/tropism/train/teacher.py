@@ -16,7 +16,7 @@ from tropism.data.collate import Batch, collate
 from tropism.data.pack import scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.dist.world import World
-from tropism.errors import ReferenceMismatchError, StoppedEarly, TropismError
+from tropism.errors import ReferenceMismatchError, StoppedEarly
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
 from tropism.methods.build import DEFAULT_KD_WEIGHT
 from tropism.model.divergence import Comparison, Exact, Targets, TopK, top_k
@@ -185,7 +185,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
     store = TopKStore(root, stored_name(of_model, options, vocabulary), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout,
         "holds": f"top {k} at temperature {comparison.temperature:g}", "teacher": of_model})
-    store.open()
+    world.together(store.open)
     packs = scoring_packs(trees, budget, model.layout)
     missing = [pack for pack in packs if any(key not in store for tree in pack for key in tree.score_keys)]
     missing = world.broadcast(missing)  # ranks may see different disks
@@ -194,39 +194,40 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
     if missing:
         say(f"teacher: top {k} of {tokens} tokens, {per_token} bytes each: {tokens * per_token / 2**20:.1f} MiB in "
             f"{store.path}")
-        store.check_space(tokens * per_token)
-    failure = None
-    try:
-        _fill(model, missing, store, comparison, k, world, report)
-    except TropismError as error:  # told to all, so that none waits for a rank that has gone
-        failure = error
-    for told in world.gather(failure):  # nobody reads before everybody has written
-        if told is not None:
-            raise told
-    store.open()
+        world.together(lambda: store.check_space(tokens * per_token))
+    _fill(model, missing, store, comparison, k, world, report)
+    world.together(store.open)
     return StoredTeacher(store, comparison)
 
 
 def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKStore, comparison: Comparison, k: int,
           world: World, report: Report) -> None:
-    """Each rank computes its packs and writes its own files."""
+    """Each rank computes its packs and writes its own files; nobody comes back before everybody has written."""
     fresh: dict[bytes, Entry] = {}
     written, size = time.monotonic(), 0
-    planned = rounds(packs, world.size)
-    for number, of_ranks in enumerate(planned, start=1):
-        own = of_ranks[world.rank]
+
+    def compute(own: list[PromptTree]) -> None:
+        nonlocal size
         found = _top_k_of(model, own, comparison, k) if own else {}
         fresh.update(found)
         size += sum(ids.nbytes + logps.nbytes for ids, logps, _ in found.values())
-        try:
-            report(min(number * world.size, len(packs)), len(packs))
-        except StoppedEarly:  # the next time begins where this one stopped
-            store.add(fresh, comparison.vocabulary)
-            raise
         if time.monotonic() - written > _WRITE_EVERY_S or size > _WRITE_EVERY_BYTES:
-            store.add(fresh, comparison.vocabulary)
-            fresh, written, size = {}, time.monotonic(), 0
-    store.add(fresh, comparison.vocabulary)
+            write()
+
+    def write() -> None:
+        nonlocal written, size
+        store.add(fresh, comparison.vocabulary)
+        fresh.clear()
+        written, size = time.monotonic(), 0
+
+    try:
+        for number, of_ranks in enumerate(rounds(packs, world.size), start=1):
+            world.together(partial(compute, of_ranks[world.rank]))
+            report(min(number * world.size, len(packs)), len(packs))
+    except StoppedEarly:  # from the report: the next time begins where this one stopped
+        world.together(write)
+        raise
+    world.together(write)
 
 
 @torch.no_grad()

@@ -47,6 +47,11 @@ class Watch:
             return self.stopper.reason
         return None
 
+    @property
+    def over(self) -> str | None:
+        """Why the run has ended, if it has: it can be killed between its last save and its end."""
+        return self.stopper.reason if self.stopper is not None and self.stopper.over else None
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"guards": self.guards.state(), "stopper": self.stopper.state() if self.stopper else None}

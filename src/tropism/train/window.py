@@ -100,8 +100,8 @@ class Window:
     @classmethod
     def restored(cls, state: dict[str, Any]) -> "Window":
         """The window that a state describes."""
-        skipped = [BadStep(**{**bad, "rows": tuple(map(tuple, bad["rows"]))}) for bad in state["skipped"]]
-        return cls([torch.tensor(row, dtype=torch.float64) for row in state["rows"]], skipped, dict(state["last"]), [],
+        return cls([torch.tensor(row, dtype=torch.float64) for row in state["rows"]],
+                   [BadStep.from_json(line) for line in state["skipped"]], dict(state["last"]), [],
                    int(state["tokens"]), float(state["seconds"]))
 
 
@@ -135,11 +135,13 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """Plain values that `restore` takes."""
         return {"step": self.step, "totals": dict(self.totals), "window": self.window.state(),
-                "evaluation_due": self.evaluation_due, "tolerance": self.tolerance.state()}
+                "evaluation_due": self.evaluation_due, "learning_rate": self.learning_rate,
+                "tolerance": self.tolerance.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state()`."""
         self.step, self.evaluation_due = int(state["step"]), bool(state["evaluation_due"])
+        self.learning_rate = float(state.get("learning_rate", 0.0))
         self.totals = {key: int(count) for key, count in state["totals"].items()}
         self.window = Window.restored(state["window"])
         self.tolerance.restore(state["tolerance"])

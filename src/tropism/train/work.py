@@ -11,9 +11,10 @@ from tropism.data.collate import Batch, Layout, collate, collate_leaves
 from tropism.data.facts import facts_of
 from tropism.data.pack import Mismatched, Planted, cost, fill, mismatch, plant, share, size
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import Steps
+from tropism.data.schedule import GivenSchedule, Steps
 from tropism.data.tree import PromptTree
 from tropism.dist.world import World
+from tropism.errors import UsageError
 from tropism.methods import Method, Units
 
 _REPORT_EVERY = 100  # steps that are surveyed: some tens of milliseconds
@@ -179,6 +180,20 @@ def has_partners(rows: Sequence[EncodedRow], indices: Sequence[int]) -> bool:
     """Whether each of some rows has a completion of another prompt to be compared with."""
     return (all(rows[index].partner is not None for index in indices)
             or len({rows[index].prompt_key for index in indices}) > 1)
+
+
+def check_partners(steps: GivenSchedule, rows: Sequence[EncodedRow], method: Method) -> GivenSchedule:
+    """Steps that were given, if each has a partner for each of its rows, where the method needs them.
+
+    Raises:
+        UsageError: naming the first step that has not.
+    """
+    for number, own in enumerate(steps.steps, start=1):
+        if method.needs_reference_point and not has_partners(rows, own):
+            raise UsageError(f"step {number}: all of its {len(own)} rows have one prompt, and KTO needs completions of "
+                             "another prompt in the same step; mix the batches, set accumulation_steps, or take "
+                             "kl_source='batch'")
+    return steps
 
 
 def make_pack(planted: Sequence[Planted], rows: Sequence[EncodedRow], layout: Layout, method: Method) -> Pack:

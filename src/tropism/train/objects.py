@@ -1,0 +1,34 @@
+"""What a run may be given from Python as an object."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tropism.data.rows import EncodedRow
+from tropism.data.schedule import GivenSchedule
+from tropism.train.prepare import Source
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What comes from Python as an object, in place of a name among the options.
+
+    Args:
+        model, reference, teacher: transformers modules.
+        tokenizer: of the policy.
+        optimizer, scheduler: over weights of `model`.
+        train, evaluation: rows as dicts, or a file.
+        rows, eval_rows: rows as token ids.
+        steps: which of `rows` each step takes.
+    """
+
+    model: Any = None
+    reference: Any = None
+    teacher: Any = None
+    tokenizer: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    train: Source | None = None
+    evaluation: Source | None = None
+    rows: list[EncodedRow] | None = None
+    eval_rows: list[EncodedRow] = field(default_factory=list)
+    steps: GivenSchedule | None = None
