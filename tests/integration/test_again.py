@@ -52,7 +52,7 @@ def test_a_trainer_that_failed_does_not_train_on_from_wrong_weights(
     as_module: bool, trainer: Callable[..., DPOTrainer], tiny_model_dir: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """H4: it is refused; a new one begins at step 1 with the weights of the beginning, as a straight run."""
+    """It is refused; a new one begins at step 1 with the weights of the beginning, as a straight run."""
     def model() -> Any:
         return AutoModelForCausalLM.from_pretrained(tiny_model_dir) if as_module else None
 
@@ -70,7 +70,7 @@ def test_a_trainer_that_failed_does_not_train_on_from_wrong_weights(
 
 
 def test_a_trainer_that_was_refused_before_step_1_may_fit(trainer: Callable[..., DPOTrainer], tmp_path: Path) -> None:
-    """H4: nothing was trained."""
+    """Nothing was trained."""
     trainer("run").fit()
     one = trainer("run", max_steps=5, save_every=2)
     with pytest.raises(TropismError, match="exists and is not empty"):
@@ -80,7 +80,7 @@ def test_a_trainer_that_was_refused_before_step_1_may_fit(trainer: Callable[...,
 
 
 def test_fit_takes_what_the_constructor_takes(trainer: Callable[..., DPOTrainer], tmp_path: Path) -> None:
-    """L3: True is `auto`, False `never`, a path is a path, and anything else is refused by name."""
+    """True is `auto`, False `never`, a path is a path, and anything else is refused by name."""
     done = trainer("run", save_every=2).fit(resume=True)
     assert trainer("run", save_every=2).fit(resume=True).steps == done.steps
     assert trainer("run", save_every=2).fit(resume=tmp_path / "run").steps == done.steps
@@ -94,7 +94,7 @@ def test_fit_takes_what_the_constructor_takes(trainer: Callable[..., DPOTrainer]
 
 def test_a_module_gets_the_result_of_a_run_that_is_done(trainer: Callable[..., DPOTrainer], tiny_model_dir: Path,
                                                         ) -> None:
-    """L4: the module is trained in place, whichever sitting trained it; what cannot be evaluated says so."""
+    """The module is trained in place, whichever sitting trained it; what cannot be evaluated says so."""
     result = trainer("run", AutoModelForCausalLM.from_pretrained(tiny_model_dir)).fit()
     module = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     later = trainer("run", module)
@@ -107,7 +107,7 @@ def test_a_module_gets_the_result_of_a_run_that_is_done(trainer: Callable[..., D
 
 def test_evaluate_after_a_run_that_was_done_does_not_judge_the_initial_model(
         trainer: Callable[..., DPOTrainer]) -> None:
-    """L4: neither by name."""
+    """Neither by name."""
     trainer("run", eval_fraction=0.2).fit()
     later = trainer("run", eval_fraction=0.2)
     later.fit(resume="auto")
@@ -120,7 +120,7 @@ def test_evaluate_after_a_run_that_was_done_does_not_judge_the_initial_model(
 @pytest.mark.parametrize("changes", [{"eval_fraction": 0.2}, {}, {"samples": 2, "loss": "simpo"}])
 def test_a_signal_while_the_model_is_loaded_stops_the_run_there(
         changes: dict[str, Any], train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """M5: no pack is scored, nothing is sampled or evaluated, and there is no step 1."""
+    """No pack is scored, nothing is sampled or evaluated, and there is no step 1."""
     real, scored = models.Numerics.module, []
 
     def module(self: Any, named: Any) -> Any:
@@ -141,7 +141,7 @@ def test_a_signal_while_the_model_is_loaded_stops_the_run_there(
 
 def test_a_signal_while_prompts_are_answered_stops_before_step_1(train: Callable[..., Any],
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """M5: also where nothing is evaluated first."""
+    """Also where nothing is evaluated first."""
     steps: list[Any] = []
     monkeypatch.setattr("tropism.train.samples.answer", lambda *args: os.kill(os.getpid(), signal.SIGTERM) or [])
     monkeypatch.setattr(loop, "train_step", lambda *args: steps.append(args))
@@ -151,7 +151,7 @@ def test_a_signal_while_prompts_are_answered_stops_before_step_1(train: Callable
 
 
 def test_max_time_counts_reading(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """M6: with data that takes an hour of a limit of half an hour."""
+    """With data that takes an hour of a limit of half an hour."""
     import tropism.api as api
 
     real, clock, hours = api.prepare_data, time.monotonic, 0
@@ -170,7 +170,7 @@ def test_max_time_counts_reading(train: Callable[..., Any], monkeypatch: pytest.
 
 def test_max_time_counts_from_the_command(monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path, pairs: Path,
                                           tmp_path: Path) -> None:
-    """M6: parsing, which imports torch, is part of it."""
+    """Parsing, which imports torch, is part of it."""
     began: list[float] = []
     monkeypatch.setattr("tropism.api.run", lambda options, **given: began.append(given["began"]))
     before = time.monotonic()
@@ -182,7 +182,7 @@ def test_max_time_counts_from_the_command(monkeypatch: pytest.MonkeyPatch, tiny_
 
 def test_more_patience_for_a_run_that_stopped_early(train: Callable[..., Any], tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    """M10, L1: without it the run says why it is done and how to go on; with it, it does, and forgets its early end."""
+    """Without it the run says why it is done and how to go on; with it, it does, and forgets its early end."""
     settings = {**EARLY, "output": str(tmp_path / "run"), "max_steps": 8}
     assert train("dpo", stop_patience=1, **settings).steps == 2
     assert manifest(tmp_path / "run")["stopped_by"] == "stop_metric"
@@ -199,7 +199,7 @@ def test_more_patience_for_a_run_that_stopped_early(train: Callable[..., Any], t
 
 
 def test_the_manifest_forgets_an_end_and_how_a_lost_sitting_computed(tmp_path: Path) -> None:
-    """L1: what an extension makes untrue goes; from step 1 on, only when it began stays."""
+    """What an extension makes untrue goes; from step 1 on, only when it began stays."""
     from tropism.observe.manifest import Manifest
 
     earlier = {"started": "then", "stopped_by": "stop_metric", "model_files": {}, "libraries": {"torch": "1"},
@@ -216,7 +216,7 @@ def test_the_manifest_forgets_an_end_and_how_a_lost_sitting_computed(tmp_path: P
 
 def test_a_damaged_checkpoint_of_a_run_that_is_done_matters_only_to_go_on(train: Callable[..., Any],
                                                                           tmp_path: Path) -> None:
-    """L2: there is nothing to resume; with more steps there is."""
+    """There is nothing to resume; with more steps there is."""
     settings = {"output": str(tmp_path / "run"), "save_every": 2, "keep": 1}
     train("dpo", max_steps=4, **settings)
     file = tmp_path / "run" / "checkpoints" / "step-00000004" / "trainer.json"
@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_of_a_run_that_is_done_matters_only_to_go_on(train:
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_a_lock_alone_is_an_empty_directory(resume: str, train: Callable[..., Any], tmp_path: Path) -> None:
-    """L9: what a kill between lock and config.yaml leaves; the plain command begins, and so does `auto`."""
+    """What a kill between lock and config.yaml leaves; the plain command begins, and so does `auto`."""
     output = tmp_path / "run"
     output.mkdir()
     gone = {"host": os.uname().nodename, "boot": "before the reboot", "pid": 1, "started": "1", "since": "then",
@@ -248,7 +248,7 @@ def test_a_lock_alone_is_an_empty_directory(resume: str, train: Callable[..., An
     ({"keep": 5}, "keep is about checkpoints, and none is planned"),
     ({"checkpoint_model": True}, "checkpoint_model is about checkpoints, and none is planned")])
 def test_options_that_would_do_nothing_are_refused(changes: dict[str, Any], sentence: str) -> None:
-    """M9: and the defaults, which `config.yaml` spells out, are not."""
+    """And the defaults, which `config.yaml` spells out, are not."""
     least = {"model": "m", "data": "d", "output": "o"}
     with pytest.raises(UsageError, match=sentence):
         METHODS["dpo"](**least, **changes)
@@ -290,7 +290,7 @@ def _failing(rank: int, size: int, port: int, where: str, settings: dict[str, An
 @pytest.mark.parametrize("where", ["teacher", "write", "reference", "evaluate", "main"])
 def test_a_rank_that_fails_leaves_no_other_waiting(where: str, tiny_model_dir: Path, pairs: Path, tmp_path: Path,
                                                    ) -> None:
-    """H5: in each pass, in a write to the store, and where the main rank alone does something, both end with what
+    """In each pass, in a write to the store, and where the main rank alone does something, both end with what
     happened; an error that is none of ours is named by its type on the other."""
     settings: dict[str, Any] = {
         "model": str(tiny_model_dir), "data": str(pairs), "output": str(tmp_path / "run"),
