@@ -11,12 +11,11 @@ It is written under the name `step-00000100.new`, and takes the place of an earl
 Nothing is opened before its hash was compared with the one that was written: the metadata of `state/` is a pickle.
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from tropism.dist.state import write_tensors
 from tropism.errors import CheckpointError, OutputError
+from tropism.observe.checksums import checksums, file_hash
 
 SCHEMA_VERSION = 1
 _BESIDE = ".new"
@@ -94,11 +94,11 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         (path / "trainer.json").write_text(content, encoding="utf-8")
         if model is not None:
             model(path / "model")
-        files = {str(file.relative_to(path)): entry for file, entry in _hashed(path)}
+        files = checksums(path)
         (path / "files.json").write_text(json.dumps(files, indent=1), encoding="utf-8")
         for file in (*synced, *path.rglob("*"), path):
             _sync(file)
-        (path / "COMPLETE").write_text(_digest(path / "files.json") + "\n", encoding="utf-8")
+        (path / "COMPLETE").write_text(file_hash(path / "files.json") + "\n", encoding="utf-8")
         for file in (path / "COMPLETE", path, root, root.parent):
             _sync(file)
     except (OSError, OutputError) as error:
@@ -149,7 +149,7 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: was never finished (it has no file COMPLETE)")
     if not (path / "files.json").is_file():
         raise CheckpointError(f"{path / 'files.json'}: is missing")
-    if _digest(path / "files.json") != (path / "COMPLETE").read_bytes().decode(errors="replace").strip():
+    if file_hash(path / "files.json") != (path / "COMPLETE").read_bytes().decode(errors="replace").strip():
         raise CheckpointError(f"{path / 'files.json'}: is damaged, or COMPLETE is: its hash is not the one in COMPLETE")
     files = json.loads((path / "files.json").read_text(encoding="utf-8"))
     for name, entry in files.items():
@@ -159,7 +159,7 @@ def verify(path: Path) -> dict[str, Any]:
         if file.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{file}: is damaged: it has {file.stat().st_size} bytes of {entry['bytes']}")
     with ThreadPoolExecutor() as pool:
-        for name, digest in zip(files, pool.map(lambda name: _digest(path / name), files), strict=True):
+        for name, digest in zip(files, pool.map(lambda name: file_hash(path / name), files), strict=True):
             if digest != files[name]["blake2b"]:
                 raise CheckpointError(f"{path / name}: is damaged: its content is not what was written")
     trainer: dict[str, Any] = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
@@ -175,20 +175,6 @@ def _check_version(file: Path) -> None:
     if version != SCHEMA_VERSION:
         raise CheckpointError(f"{file}: has schema version {version}, and this version of Tropism reads "
                               f"{SCHEMA_VERSION}")
-
-
-def _hashed(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for file in sorted(path.rglob("*")):
-        if file.is_file():
-            yield file, {"bytes": file.stat().st_size, "blake2b": _digest(file)}
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.blake2b(digest_size=32)
-    with file.open("rb") as content:
-        while chunk := content.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,16 +12,17 @@ from typing import Any
 
 from tropism.dist.state import TrainingState, check_plain
 from tropism.dist.world import World
-from tropism.errors import OutputError, TropismError, UsageError
+from tropism.errors import OutputError, TropismError
 from tropism.methods import Method
 from tropism.observe.console import Voice
+from tropism.observe.files import write_whole
 from tropism.observe.metrics import direction
 from tropism.observe.rundir import RunDirectory
 from tropism.train import checkpoint
 from tropism.train.halt import Halt
 from tropism.train.randomness import random_state
 from tropism.train.step import Engine
-from tropism.train.stopping import evaluation_keys
+from tropism.train.stopping import check_evaluated
 from tropism.train.window import Progress
 
 _SLOWEST_DISK = 100e6
@@ -241,9 +241,9 @@ class Saver:
         if self.best is None:
             (self.root / "best.json").unlink(missing_ok=True)
         else:
-            _replace(self.root / "best.json", {
-                "checkpoint": checkpoint.place_of(self.root, self.best[0]).name, "step": self.best[0],
-                "metric": self.retention.best, "value": self.best[1]})
+            best = {"checkpoint": checkpoint.place_of(self.root, self.best[0]).name, "step": self.best[0],
+                    "metric": self.retention.best, "value": self.best[1]}
+            write_whole(self.root / "best.json", (json.dumps(best, indent=2) + "\n").encode())
 
     def _beats(self, step: int, evaluation: dict[str, Any]) -> bool:
         """Whether a checkpoint of this step is better than the best before it. An older evaluation says nothing."""
@@ -276,15 +276,4 @@ def check_metric(metric: str | None, method: Method, has_evaluation: bool) -> No
     """
     if metric is None:
         return
-    known = evaluation_keys(method)
-    if metric not in known:
-        raise UsageError(f"keep_best: {metric!r} is not one of {', '.join(known)}")
-    if not has_evaluation:
-        raise UsageError(f"keep_best {metric} needs rows to evaluate: --eval-fraction 0.1 holds some out, --eval-data "
-                         "names a file of them")
-
-
-def _replace(target: Path, value: dict[str, Any]) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(target)
+    check_evaluated("keep_best", metric, method, has_evaluation)

@@ -111,10 +111,19 @@ def make_rule(metric: str | None, patience: int | None, delta: float | None, met
             if value is not None:
                 raise UsageError(f"{name} has no effect without stop_metric")
         return None
+    check_evaluated("stop_metric", metric, method, has_evaluation)
+    return Rule(metric, DEFAULT_PATIENCE if patience is None else patience, delta or 0.0)
+
+
+def check_evaluated(option: str, metric: str, method: Method, has_evaluation: bool) -> None:
+    """An option that goes by a metric of the evaluations needs evaluations that have it.
+
+    Raises:
+        UsageError: naming the metrics that there are, or how to have rows to evaluate.
+    """
     known = evaluation_keys(method)
     if metric not in known:
-        raise UsageError(f"stop_metric: {metric!r} is not one of {', '.join(known)}")
+        raise UsageError(f"{option}: {metric!r} is not one of {', '.join(known)}")
     if not has_evaluation:
-        raise UsageError(f"stop_metric {metric} needs rows to evaluate: --eval-fraction 0.1 holds some out, "
-                         "--eval-data names a file of them")
-    return Rule(metric, DEFAULT_PATIENCE if patience is None else patience, delta or 0.0)
+        raise UsageError(f"{option} {metric} needs rows to evaluate: --eval-fraction 0.1 holds some out, --eval-data "
+                         "names a file of them")
