@@ -2,12 +2,9 @@
 
 import json
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,9 +27,6 @@ from tropism.train.window import Progress
 
 _SLOWEST_DISK = 100e6
 """Bytes per second that the first save is expected to write, before any was measured."""
-
-_NICE = 15
-"""How far the writing stands back where it and the training want the same processor."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +206,6 @@ class Saver:
     def _write(self, step: int, tensors: dict[str, Any], tied: dict[str, str], trainer: dict[str, Any]) -> None:
         """In the background: write, publish, tidy up."""
         began = time.monotonic()
-        if sys.platform == "linux":  # where a thread, and those that it starts, may stand behind the training's own
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             write_model = self.model
             model = None
