@@ -11,35 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from integration.conftest import NOT_RESULTS, weights
+from integration.conftest import weights
+from integration.resuming import during, lines
 from tropism.errors import OutputError, StoppedEarly, TropismError, UsageError
 from tropism.train import checkpoint, keep, loop
 from tropism.train.session import Session
 from tropism.train.step import StepOutcome
 
+__all__ = ["during"]
 Train = Callable[..., Any]
-TIMES = NOT_RESULTS - {"tokens/computed"}
-
-
-@pytest.fixture
-def during(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Do something before a step; without arguments, nothing any more."""
-    real = loop.train_step
-
-    def arm(step: int = 0, action: Callable[[], Any] = lambda: os.kill(os.getpid(), signal.SIGTERM)) -> None:
-        def watched(engine: Any, work: Any) -> StepOutcome:
-            if work.step == step:
-                action()
-            return real(engine, work)
-
-        monkeypatch.setattr(loop, "train_step", watched)
-
-    return arm
-
-
-def lines(directory: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in found]
 
 
 def same(ours: Path, theirs: Path) -> None:
