@@ -107,7 +107,7 @@ def _spell(value: Any) -> str:
 def join_booleans(tokens: list[str]) -> list[str]:
     """`--shuffle false` as `--shuffle=false`: YAML and command line take the same words."""
     flags = {f"--{name.replace('_', '-')}" for options in METHODS.values()
-             for name, info in options.model_fields.items() if takes_bool(info.annotation)}
+             for name, info in options.flat_fields().items() if takes_bool(info.annotation)}
     joined: list[str] = []
     for token in tokens:
         if joined and joined[-1] in flags and token.lower() in ("true", "false"):

@@ -24,6 +24,7 @@ from tropism.config import (
     SFTOptions,
     explain,
     nearest,
+    place_of,
 )
 from tropism.errors import TropismError, UsageError
 
@@ -302,13 +303,13 @@ def _explain(error: CycloptsError) -> str:
         problems: list[Any] = getattr(error.__cause__, "errors", list)()
         if problems:
             problem = problems[0]
-            option = "--" + "-".join(str(part).replace("_", "-") for part in problem["loc"][:1])
-            return f"{option}: {explain(problem)}"
+            fields = {name: None for known in METHODS.values() for name in known.flat_fields()}
+            return f"--{place_of(problem, fields).replace('_', '-')}: {explain(problem)}"
     if isinstance(error, cyclopts.UnknownOptionError) and error.token is not None:
         options = METHODS.get((error.command_chain or ("",))[0])
         name = str(error.token.keyword or error.token.value).split("=")[0].lstrip("-")
         if options is not None:
-            return f"--{name}: unknown{nearest(name, options.model_fields)}"
+            return f"--{name}: unknown{nearest(name, options.flat_fields())}"
     return " ".join(str(error).split())
 
 

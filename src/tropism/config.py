@@ -274,43 +274,64 @@ def read_yaml(path: str | Path, default: str | None = None) -> tuple[str | None,
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{path}: expected `option: value` lines")
-    lines: dict[str, int] = {}
-    for key, _ in node.value if node is not None else ():
-        if key.value in lines:
-            raise UsageError(f"{path}:{key.start_mark.line + 1}: {key.value}: is on line {lines[key.value]} already")
-        lines[key.value] = key.start_mark.line + 1
+    lines = _lines_of(path, node)
     method = values.pop("method", None)
     if method is not None and not (isinstance(method, str) and method in METHODS):
         raise UsageError(f"{path}:{lines['method']}: method: {method!r} is not one of {', '.join(METHODS)}")
     known = METHODS.get(method or default or "")
+    values = (known or MethodOptions).flattened(values)
     check_values(values, known, lambda key: f"{path}:{lines.get(str(key), 1)}: ")
     return method, values
 
 
+def _lines_of(path: Path, node: Any, group: str = "") -> dict[str, int]:
+    """The line of each key, those inside a mapping as `group.key`.
+
+    Raises:
+        UsageError: for a key that is there twice.
+    """
+    lines: dict[str, int] = {}
+    for key, value in node.value if node is not None else ():
+        name = f"{group}{key.value}"
+        if name in lines:
+            raise UsageError(f"{path}:{key.start_mark.line + 1}: {name}: is on line {lines[name]} already")
+        lines[name] = key.start_mark.line + 1
+        if isinstance(value, yaml.MappingNode) and not group:
+            lines |= _lines_of(path, value, f"{name}.")
+    return lines
+
+
 def check_values(values: dict[str, Any], options: type[MethodOptions] | None, place: Any) -> None:
-    """Check keys and types of values; `options` None accepts the keys of any method.
+    """Check keys and types of values, those of groups as `group.key`; `options` None takes the keys of any method.
 
     Raises:
         UsageError: for the first that is wrong.
     """
     classes = [options] if options else list(METHODS.values())
-    known = {name: cls for cls in classes for name in cls.model_fields}
+    known = {name: info for cls in classes for name, info in cls.flat_fields().items()}
     for key, value in values.items():
         if key not in known:
             raise UsageError(f"{place(key)}{key}: unknown{nearest(str(key), known)}")
-        if isinstance(value, bool) and not takes_bool(known[key].model_fields[key].annotation):
+        if isinstance(value, bool) and not takes_bool(known[key].annotation):
             raise UsageError(f"{place(key)}{key}: {value} is not a value for this option")
     for cls in classes:
         try:
             # Without its output a file is never complete, so that options are not judged together: the command line
             # may add to them or change them.
-            cls.model_validate({key: value for key, value in values.items()
-                                if key in cls.model_fields and key != "output"})
+            fields = cls.flat_fields()
+            cls.model_validate(cls.nested({key: value for key, value in values.items()
+                                           if key in fields and key != "output"}))
         except ValidationError as error:
             for problem in error.errors():
                 if problem["type"] != "missing":
-                    name = str(problem["loc"][0])
+                    name = place_of(problem, fields)
                     raise UsageError(f"{place(name)}{name}: {explain(problem)}") from None
+
+
+def place_of(problem: Any, fields: Any) -> str:
+    """The option that a validation problem is about, by its name on the command line."""
+    inside = ".".join(str(part) for part in problem["loc"][:2])
+    return inside if inside in fields else str(problem["loc"][0])
 
 
 def explain(problem: Any) -> str:

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ValidationError
 
+from tropism.aliases import ALIASES, arguments, canonical
 from tropism.api import Objects, Run, RunResult
-from tropism.config import DPOOptions, KDOptions, KTOOptions, MethodOptions, SFTOptions, explain, nearest
+from tropism.config import DPOOptions, KDOptions, KTOOptions, MethodOptions, SFTOptions, explain, nearest, place_of
 from tropism.data.dataloader import read_batches
 from tropism.data.options import FormatOptions
 from tropism.data.templates import TemplateOptions
@@ -23,29 +24,8 @@ from tropism.errors import UsageError
 from tropism.observe.console import Voice
 from tropism.observe.rundir import free_name
 
-ALIASES: dict[str, str] = {
-    "max_norm": "max_grad_norm", "max_epochs": "epochs", "save_dir": "output", "save_interval": "save_every",
-    "logging_steps": "log_every", "eval_steps": "eval_every", "save_steps": "save_every", "lr": "learning_rate",
-    "lr_scheduler_type": "schedule", "l2": "weight_decay", "num_train_epochs": "epochs", "output_dir": "output",
-    "kd_coef": "kd_weight", "max_len": "max_length", "train_batch_size": "batch_size", "loss_type": "loss",
-    "desirable_loss_weight": "desirable_weight", "undesirable_loss_weight": "undesirable_weight",
-    "lr_warmup_ratio": "warmup_ratio", "lr_scheduler": "schedule", "save_path": "output", "report_to": "track",
-    "save_total_limit": "keep", "max_ckpt_num": "keep", "resume_from_checkpoint": "resume",
-    "ref_policy_kl_penalty": "beta", "global_batch_size": "batch_size", "gradient_clip_val": "max_grad_norm",
-}
-"""What other trainers call our options."""
-
-ARGUMENTS: dict[str, str] = {
-    "actor": "model", "optim": "optimizer", "actor_optim": "optimizer", "actor_lr_scheduler": "scheduler",
-    "processing_class": "tokenizer",
-}
-"""What other trainers call our arguments."""
-
 _RENDERING = (*FormatOptions.model_fields, *TemplateOptions.model_fields)
 """Options that say how text becomes token ids."""
-
-_NEVER = ("save_every",)
-"""Options for which 0 or -1 means never, as elsewhere."""
 
 _WITH_MODEL = ("save_interval", "save_steps")
 """Names under which elsewhere a model is saved that loads as it is, and all of them stay."""
@@ -105,7 +85,7 @@ class Trainer:
                  accumulation_steps: int = 1, kl_source: Literal["step", "batch"] = "step", use_wandb: bool = False,
                  quiet: bool = False, voice: Voice | None = None, **options: Any) -> None:
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "tokenizer": tokenizer}
-        model, optimizer, scheduler, tokenizer = _arguments(given, options).values()
+        model, optimizer, scheduler, tokenizer = arguments(given, options).values()
         values = canonical(options)
         if values.get("save_every") and any(name in options for name in _WITH_MODEL):
             values = {"checkpoint_model": True, "keep": 0, **values}
@@ -218,7 +198,8 @@ class Trainer:
         """
         began = time.monotonic()
         if resume is not None:
-            self.options = make_options(self.options_class, self.options.model_dump() | canonical({"resume": resume}))
+            given = self.options.model_dump(exclude_unset=True)
+            self.options = make_options(self.options_class, given | canonical({"resume": resume}))
         if self.objects.model is not None:  # what an earlier backward pass left there is no part of step 1
             self.objects.model.zero_grad(set_to_none=True)
         with self._working() as run:
@@ -273,63 +254,24 @@ def _origin(module: Any) -> str:
     return str(getattr(getattr(module, "config", None), "name_or_path", "") or "")
 
 
-def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by our names.
-
-    Raises:
-        UsageError: where an option is given under two names.
-    """
-    values: dict[str, Any] = {}
-    given: dict[str, str] = {}
-    for name, value in options.items():
-        ours = ALIASES.get(name, name)
-        if value is None:
-            continue
-        if ours in given:
-            raise UsageError(f"{given[ours]} and {name} are the same option; give one of them")
-        given[ours] = name
-        never = (ours in _NEVER and value in (0, -1)) or (ours, value) == ("track", "none")
-        values[ours] = None if never else value
-        if ours == "resume" and isinstance(value, bool | Path):
-            values[ours] = str(value) if isinstance(value, Path) else "auto" if value else "never"
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _arguments(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with what was given under other names, which are taken out of `options`.
-
-    Raises:
-        UsageError: where one is given twice.
-    """
-    found = dict(given)
-    names = {name: name for name, value in given.items() if value is not None}
-    for name in [name for name in options if name in ARGUMENTS]:
-        ours, value = ARGUMENTS[name], options.pop(name)
-        if value is None:
-            continue
-        if ours in names:
-            raise UsageError(f"{names[ours]} and {name} are the same argument; give one of them")
-        names[ours], found[ours] = name, value
-    return found
-
-
 def make_options(options: type[MethodOptions], values: Mapping[str, Any]) -> MethodOptions:
     """Typed options.
 
     Raises:
         UsageError: for an unknown name, with the nearest known one, or an ill-typed value.
     """
-    fields = options.model_fields
+    fields = options.flat_fields()
+    values = options.flattened(values)
     aliases = {name for name, ours in ALIASES.items() if ours in fields}
     known = {*fields, *aliases, *signature(Trainer).parameters} - {"options"}
     for name in values:
         if name not in fields:
             raise UsageError(f"{name}: unknown{nearest(name, known)}")
     try:
-        return options.model_validate(dict(values))
+        return options.model_validate(options.nested(values))
     except ValidationError as error:
         problem = error.errors()[0]
-        name = str(problem["loc"][0])
+        name = place_of(problem, fields)
         if problem["type"] == "missing":
             raise UsageError(f"{name} is missing") from None
         raise UsageError(f"{name}: {explain(problem)}") from None

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from integration.conftest import assert_same_metrics, distance, records, weights
 from tropism import DPOOptions, DPOTrainer, KDTrainer, KTOTrainer, SFTTrainer
+from tropism.aliases import ALIASES, ARGUMENTS, canonical
 from tropism.data.batch_layouts import LAYOUTS
 from tropism.data.load import load_rows
 from tropism.data.render import Renderer
@@ -21,7 +22,7 @@ from tropism.data.tree import PromptTree
 from tropism.data.truncate import Limits
 from tropism.errors import DataError, ModelError, UsageError
 from tropism.observe.console import Voice
-from tropism.trainers import ALIASES, ARGUMENTS, Trainer, canonical
+from tropism.trainers import Trainer
 
 DOC = Path(__file__).parents[2] / "docs" / "python.md"
 TRAINERS: dict[str, type[Trainer]] = {"kto": KTOTrainer, "dpo": DPOTrainer, "sft": SFTTrainer, "kd": KDTrainer}
@@ -80,16 +81,21 @@ VALUES: dict[str, Any] = {
     "max_grad_norm": 0.5, "epochs": 2, "output": "somewhere", "save_every": 2, "log_every": 3, "eval_every": 2,
     "learning_rate": 1e-4, "schedule": "cosine", "weight_decay": 0.1, "kd_weight": 0.3, "max_length": 64,
     "batch_size": 4, "loss": "ipo", "desirable_weight": 2.0, "undesirable_weight": 3.0, "warmup_ratio": 0.2,
-    "track": "tensorboard", "beta": 0.7, "keep": 3, "resume": "auto"}
+    "track": "tensorboard", "beta": 0.7, "keep": 3, "resume": "auto",
+    "lora.rank": 4, "lora.alpha": 8.0, "lora.targets": "q_proj", "lora.dora": True, "lora.rslora": True,
+    "router_aux_weight": 0.01}
+BESIDES: dict[str, dict[str, Any]] = {
+    "keep": {"save_every": 2}, **{f"lora.{name}": {"lora.rank": 2} for name in ("alpha", "targets", "dora", "rslora")}}
 
 
 @pytest.mark.parametrize(("alias", "ours"), ALIASES.items())
 def test_every_alias(alias: str, ours: str, tiny_model_dir: Path, pairs: Path) -> None:
     """H2: the field's name sets our option; both names, or two of the field's, are an error that names them."""
     value = VALUES[ours]
-    besides = {"kd_weight": {"teacher": str(tiny_model_dir)}, "keep": {"save_every": 2}}.get(ours, {})
-    trainer = DPOTrainer if ours in DPOOptions.model_fields else KTOTrainer
-    assert getattr(trainer(tiny_model_dir, train_dataset=pairs, **besides, **{alias: value}).options, ours) == value
+    besides = {"kd_weight": {"teacher": str(tiny_model_dir)}, **BESIDES}.get(ours, {})
+    trainer = DPOTrainer if ours in DPOOptions.flat_fields() else KTOTrainer
+    options = trainer(tiny_model_dir, train_dataset=pairs, **besides, **{alias: value}).options
+    assert options.flattened(options.model_dump())[ours] == value
     for again in (ours, *(name for name, same in ALIASES.items() if same == ours and name != alias)):
         with pytest.raises(UsageError, match=f"^{alias} and {again} are the same option"):
             trainer(tiny_model_dir, train_dataset=pairs, **{alias: value, again: value})

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from tropism.errors import UsageError
+from tropism.model.options import LoraOptions
 from tropism.options import Options
 from tropism.train.interval import Interval, seconds_of
 
@@ -60,6 +62,38 @@ class TeacherOptions(StoreOptions):
     top_k: int | None = Field(None, ge=1)
     """Keep the teacher's k likeliest tokens and the mass of the others in the store, instead of the teacher in
     memory."""
+
+
+class ParallelOptions(Options):
+    """How the model is spread over the processes that torchrun starts; without torchrun none of these is needed."""
+
+    shard: int | None = Field(None, ge=1)
+    """Processes that share one copy of weights, gradients and optimizer state (FSDP); by default all that the other
+    two leave. 1 keeps a whole copy in each process."""
+    replicate: int = Field(1, ge=1)
+    """Such groups side by side, each with a copy of its own (HSDP): gradients are summed across them once per step."""
+    tensor: int = Field(1, ge=1)
+    """Processes that compute each layer together (tensor parallel), by the model's own plan; they divide its heads and
+    its vocabulary."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer state in the host's memory, and bring a layer to the GPU when it is
+    due."""
+    reduce_once: bool = False
+    """Sum gradients over processes once per step, not after each pack: less communication, and each process holds
+    whole gradients until then."""
+
+    def sizes(self, world: int) -> tuple[int, int, int]:
+        """(replicate, shard, tensor) for so many processes.
+
+        Raises:
+            UsageError: if they do not come out.
+        """
+        rest = self.replicate * self.tensor
+        shard = self.shard or world // rest
+        if shard * rest != world:
+            raise UsageError(f"parallel.shard {self.shard or '(the rest)'} x parallel.replicate {self.replicate} x "
+                             f"parallel.tensor {self.tensor} does not make the {world} processes that there are")
+        return self.replicate, shard, self.tensor
 
 
 class RunOptions(Options):
@@ -135,6 +169,13 @@ class RunOptions(Options):
     """Where trackers write; by default RUN/logs."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Of the order of rows."""
+    router_aux_weight: float = Field(0.0, ge=0.0)
+    """Weight of the router's load-balancing loss (Switch Transformer, arXiv:2101.03961, as transformers has it for
+    Mixtral and Qwen-MoE), over the tokens of the whole step; for mixture-of-experts models."""
+    lora: LoraOptions = LoraOptions()
+    """Adapters."""
+    parallel: ParallelOptions = ParallelOptions()
+    """More than one process."""
     samples: int = Field(4, ge=0)
     """Held-out prompts that are answered before and after training."""
     export_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"

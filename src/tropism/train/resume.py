@@ -12,6 +12,7 @@ from tropism.errors import CheckpointError
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory
 from tropism.train import checkpoint
+from tropism.train.options import ParallelOptions
 from tropism.train.origin import Origin
 from tropism.train.randomness import set_random_state
 from tropism.train.step import Engine
@@ -22,10 +23,12 @@ MAY_CHANGE = frozenset((
     "checkpoint_model", "on_nonfinite", "stop_metric", "stop_patience", "stop_delta",
     "track", "log_dir", "export_dtype",
     # how it is computed: speed and memory, and results beyond their rounding never
-    "microbatch_tokens", "workers", "store",
+    "microbatch_tokens", "workers", "store", *(f"parallel.{name}" for name in ParallelOptions.model_fields),
     # how this sitting starts
     "output", "resume", "fall_back", "strict", "trust_remote_code"))
 """Options that may differ when a run goes on; `docs/checkpoints.md` lists them. All others decide results."""
+
+_GROUPS = ("parallel", "lora")
 
 _BY_FINGERPRINT = frozenset(("model", "data", "eval_data", "chat_template", "reference", "teacher"))
 """Options that name something which may lie elsewhere now: what it holds is compared, by its fingerprint."""
@@ -93,6 +96,7 @@ def check_options(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Pa
         CheckpointError: naming every option that may not differ, with both values.
     """
     wrong, changed = [], []
+    recorded, now = flat(recorded), flat(now)
     for name in sorted(recorded.keys() & now.keys()):
         before, value = recorded[name], now[name]
         if before == value or name in ("output", "resume", "fall_back"):
@@ -108,6 +112,17 @@ def check_options(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Pa
     if {"max_steps", "epochs"} & {entry.split(":")[0] for entry in changed}:
         changed.append("the learning rate follows its schedule over the new number of steps from here on")
     return changed
+
+
+def flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with those of groups by their names on the command line."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _GROUPS and isinstance(value, Mapping):
+            found |= {f"{name}.{inner}": entry for inner, entry in value.items()}
+        else:
+            found[name] = value
+    return found
 
 
 def _spell(value: Any) -> str:
