@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,13 @@ class Engine:
     rounding: float = 0.0
     """Largest difference between our log-prob of a completion and the model's own, measured at start, in nats per
     root of its tokens; what bfloat16 explains."""
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        """The models in memory, by what they are to the run."""
+        held = {"policy": self.model, "reference": getattr(self.reference, "model", None),
+                "teacher": getattr(self.teacher, "model", None)}
+        return {name: model.module for name, model in held.items() if model is not None}
 
     def score(self, trees: Sequence[PromptTree], batch: Batch, tree: TreePass | None = None) -> Scored:
         """What the losses are a function of, for the completions of a batch on the model's device."""
@@ -109,7 +117,7 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
             point = pooled_reference_point(engine, [work.leaves], main)
         losses = method.losses(scored, units, replace(wide[number], reference_point=point.value if point else None))
         share = method.total(losses, work.counts)
-        share.backward()
+        engine.model.backward(share, last=number == len(work.packs) - 1)
         total += share.detach().abs()
         if pack.rows:
             tally.add(method.metrics(scored, units, losses, pack.counts, engine.noise(scored)))
@@ -119,9 +127,11 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
             values = torch.stack(losses).detach().sum(0) + policy + reference
             spoilt += (~torch.isfinite(values)).sum()
             seen.append((torch.stack((values, policy, reference)), pack.rows))
-    parameters = engine.updater.parameters
-    engine.world.sum_gradients(parameters)
-    norm = clip(parameters, engine.max_grad_norm)
+    owned = engine.updater.owned
+    owned.collect(engine.world)
+    norm = owned.norm(engine.world)
+    if engine.max_grad_norm:
+        torch.nn.utils.clip_grads_with_norm_(owned.parts, engine.max_grad_norm, norm)
     finite = torch.isfinite(norm) & (engine.world.sum(spoilt) == 0)
     engine.shift.settle(finite)
     rate = engine.updater.apply(work.step, finite)
@@ -140,10 +150,11 @@ def look_ahead(engine: Engine, packs: Sequence[Pack]) -> list[Wide]:
     found = []
     for pack in packs:
         batch = pack.batch.to(device)
+        logps = engine.model.logps(batch)  # of an empty pack too: ranks that share a model run it together
         scored = None
         if pack.rows:
             assert engine.reference is not None
-            scored = Scored(engine.model.logps(batch), engine.reference.score(pack.trees, batch), batch.lengths)
+            scored = Scored(logps, engine.reference.score(pack.trees, batch), batch.lengths)
         found.append((scored, to_device(pack.units, device)))
     shift = None
     if method.needs("shift"):
@@ -152,15 +163,6 @@ def look_ahead(engine: Engine, packs: Sequence[Pack]) -> list[Wide]:
         return [Wide(shift=shift)] * len(packs)
     wide = ranks_of_step(method, found, [pack.rows for pack in packs], engine.world, device)
     return [replace(of_pack, shift=shift) for of_pack in wide]
-
-
-def clip(parameters: list[torch.nn.Parameter], max_norm: float) -> Tensor:
-    """The global gradient norm; gradients are scaled down to `max_norm` where they exceed it (0: never)."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
 
 
 @torch.no_grad()

@@ -133,8 +133,8 @@ class Planner:
             partners = mismatch(self.rows, indices, self.max_length)
         # Trees and mismatched trees stand in the same order, one of each per prompt, and stay together.
         costs = [3 * cost(planted[i].tree) + (cost(partners[i].tree) if partners else 0) for i in range(len(planted))]
-        shares = share(costs, self.world.size)
-        own = shares[self.world.rank]
+        shares = share(costs, self.world.parts)
+        own = shares[self.world.part]
         packs = self._packs([entry.tree for entry in planted], shares)
         leaves = None
         lone: list[list[int]] = []
@@ -155,7 +155,7 @@ class Planner:
     def _packs(self, trees: Sequence[PromptTree], shares: Sequence[Sequence[int]]) -> list[list[int]]:
         """This rank's packs as indices of trees, with empty ones up to the largest number that any rank has."""
         filled = [[[rank[i] for i in pack] for pack in self._fill([trees[i] for i in rank])] for rank in shares]
-        own = filled[self.world.rank]
+        own = filled[self.world.part]
         return own + [[]] * (max(map(len, filled)) - len(own))
 
     def _fill(self, trees: Sequence[PromptTree]) -> list[list[int]]:
