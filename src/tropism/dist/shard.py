@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from tropism.dist.mesh import AXES, Mesh
 
@@ -127,8 +128,9 @@ def like(part: Tensor, whole: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
     """
     if not isinstance(whole, DTensor):
         return part
-    return DTensor.from_local(part, mesh or whole.device_mesh, whole.placements, run_check=False, shape=whole.shape,
-                              stride=whole.stride())
+    # Not by `from_local`, which moves a part that is kept in the host's memory to the mesh's device.
+    spec = DTensorSpec(mesh or whole.device_mesh, whole.placements, tensor_meta=whole._spec.tensor_meta)
+    return DTensor(part, spec, requires_grad=False)
 
 
 def whole_of(tensor: Tensor) -> Tensor:

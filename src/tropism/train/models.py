@@ -196,6 +196,9 @@ def take_weights(module: Any, directory: Path, numerics: Numerics, world: World)
             raise ModelError(f"{directory}: does not fit the module that was given: "
                              f"{' '.join(str(error).split())}") from error
 
+    if world.mesh is not None:
+        world.together(load_them)  # each its part
+        return
     world.on_main(load_them)
     world.broadcast_into(module.state_dict().values())
 

@@ -90,7 +90,7 @@ class Scheduled:
     def apply(self, step: int, finite: torch.Tensor) -> float:
         """As `Updater` says; the device decides, and the host does not wait for it."""
         rate = self.rate(step)
-        step_if_finite(self.optimizer, rate, finite)
+        step_if_finite(self.optimizer, rate, finite.to(self.owned.parts[0].device))
         return rate
 
     def state(self) -> dict[str, Any]:
