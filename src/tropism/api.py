@@ -304,7 +304,7 @@ class Run:
             return self.engine
         options, world, method = self.options, self.world, self.method
         if world.device.type == "cpu":
-            keep_freed_memory()
+            keep_freed_memory(world.mesh is None)
         if (method.needs_reference and not self.live) or self.values.get("top_k"):
             self.world.on_main(lambda: check_writable(self.store))
         module = self.numerics.module(self.named)

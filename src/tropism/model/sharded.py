@@ -123,7 +123,8 @@ def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:
         kept = opened[file].get_slice(found)
         if tuple(kept.get_shape()) != tuple(weight.shape):
             raise ModelError(f"{file}: {found} is {list(kept.get_shape())} there and {list(weight.shape)} in the model")
-        return kept[region] if region else opened[file].get_tensor(found)
+        part: Tensor = kept[region] if region else opened[file].get_tensor(found)
+        return part.clone()  # out of the file that is mapped, which may go or change
 
     return read
 
