@@ -5,20 +5,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from integration.test_invariance import run_ranks
 from tropism.losses.divergence import DIVERGENCES
 from tropism.model import divergence
-from tropism.model.columns import Divided
+from tropism.model.columns import WHOLE, Columns, Divided
 from tropism.model.divergence import Comparison, Exact, top_k
-from tropism.model.head import Head
+from tropism.model.head import Head, head_of
 
 S, D, V, VOCABULARY, CHUNK = 48, 6, 127, 61, 4  # the second process has 63 columns, and none below the vocabulary
 
@@ -84,7 +87,22 @@ def one_rank(rank: int, size: int, port: int, folder: Path) -> None:
         head, teacher = (replace(a_head(seed, rows), columns=Divided.of(V, Peers())) for seed in (10, 20))
         with Largest() as largest:
             found = [list(results(*case, head, teacher)) for case in CASES]
-        torch.save({"found": found, "largest": largest.elements, "width": columns.width}, folder / f"{rank}.pt")
+        torch.save({"found": found, "largest": largest.elements, "width": columns.width,
+                    "of a model": of_a_model(columns)}, folder / f"{rank}.pt")
+
+
+def of_a_model(columns: Columns) -> list[Tensor]:
+    """A head whose weight torch has sharded: log-probs, and the gradient that the parameter gets; joined again."""
+    sharded = a_head(10, slice(None)).weight
+    if isinstance(columns, Divided):
+        sharded = distribute_tensor(sharded, init_device_mesh("cpu", (columns.group.size,)), [Shard(0)])
+    weight = torch.nn.Parameter(sharded)
+    model = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight),
+                            config=SimpleNamespace(get_text_config=SimpleNamespace))
+    logps = head_of(model, columns=columns).per_token_logps(random(S, D, seed=1), torch.arange(S), CHUNK)
+    logps.sum().backward()
+    assert weight.grad is not None
+    return [logps.detach(), weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +125,13 @@ def test_two_processes_equal_one(ranks: list[dict[str, Any]], number: int) -> No
         else:
             assert torch.equal(got, others[position])
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_weight_that_torch_has_sharded(ranks: list[dict[str, Any]]) -> None:
+    """X1: a DTensor parameter, divided as torch divides it, gets the gradient of its own rows."""
+    for number, wanted in enumerate(of_a_model(WHOLE)):
+        assert torch.equal(*(rank["of a model"][number] for rank in ranks))
+        torch.testing.assert_close(ranks[0]["of a model"][number], wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_no_process_has_the_logits_of_all_positions_or_columns(ranks: list[dict[str, Any]]) -> None:

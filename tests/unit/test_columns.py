@@ -1,8 +1,7 @@
 """A head whose vocabulary is divided over processes, played by threads in lockstep, against the undivided one."""
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lockstep import Meeting, Seat, together
 from tropism.errors import ModelError
 from tropism.losses.divergence import DIVERGENCES
 from tropism.model.columns import WHOLE, Columns, Divided
@@ -24,62 +24,6 @@ BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
 of_dtypes = st.sampled_from(list(BOUND))
 of_sizes = {"vocabulary": st.integers(2, 23), "processes": st.integers(1, 5)}
 of_heads = {"with_bias": st.booleans(), "scale": st.sampled_from([1.0, 0.3]), "softcap": st.sampled_from([None, 3.0])}
-
-
-class Meeting:
-    """Where threads wait for each other with a tensor each."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=20)
-        self.brought: list[Tensor] = [torch.empty(0)] * size
-        self.calls = 0
-
-    def bring(self, rank: int, values: Tensor) -> Tensor:
-        self.brought[rank] = values.detach().clone()
-        self.barrier.wait()
-        found = torch.stack(self.brought)
-        self.calls += rank == 0
-        self.barrier.wait()
-        return found
-
-
-@dataclass(frozen=True)
-class Seat:
-    """One thread's side of a meeting."""
-
-    meeting: Meeting
-    rank: int
-
-    @property
-    def size(self) -> int:
-        return len(self.meeting.brought)
-
-    def sum(self, values: Tensor) -> Tensor:
-        return self.meeting.bring(self.rank, values).sum(0)
-
-    def gather(self, values: Tensor) -> Tensor:
-        return self.meeting.bring(self.rank, values)
-
-
-def together(size: int, task: Callable[[Seat], Any]) -> tuple[list[Any], int]:
-    """What each of `size` processes finds, and how often they spoke; the first error of one is raised."""
-    meeting, found, errors = Meeting(size), [None] * size, []
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = task(Seat(meeting, rank))
-        except Exception as error:
-            errors.append(error)
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-    return found, meeting.calls
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -212,6 +156,18 @@ def test_divergences(name: str, kind: str, vocabulary: int, processes: int, dtyp
     parts, calls = together(processes, task)
     check(differentiate(student, hidden, partial(of, teacher)), parts, dtype)
     assert calls == {"exact": 3 * (3 + 4), "top-k": 3 * (2 + 3) + 3}[kind.partition(",")[0]]
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_columns_meet_in_the_value_alone(name: str) -> None:
+    """L2: the value is a sum over columns, and no column's slope depends on the others; no column at all counts 0."""
+    log_p, log_q = (3 * random(S, 9, seed=seed) for seed in (1, 2))
+    log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
+    value, slope = DIVERGENCES[name](log_p, log_q, mix=0.3)
+    parts = [DIVERGENCES[name](log_p[:, cut], log_q[:, cut], mix=0.3)
+             for cut in (slice(0, 4), slice(4, 4), slice(4, 9))]
+    torch.testing.assert_close(sum(part[0] for part in parts), value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts], dim=-1), slope, rtol=1e-14, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
