@@ -18,7 +18,7 @@ from tropism.dist import World, connect
 from tropism.errors import ModelError, OutputError, ReferenceMismatchError, StoppedEarly, TropismError, UsageError
 from tropism.methods import Method
 from tropism.methods.build import build_method, effective
-from tropism.model import load
+from tropism.model import load, router
 from tropism.model.probe import choose_layout
 from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
@@ -29,6 +29,7 @@ from tropism.observe.track import check as check_trackers
 from tropism.train import checkpoint, models, resume
 from tropism.train import reference as references
 from tropism.train import teacher as teachers
+from tropism.train.balance import build_balance
 from tropism.train.evaluate import Evaluator
 from tropism.train.halt import Halt
 from tropism.train.keep import Notes, check_metric
@@ -112,6 +113,7 @@ class Run:
         else:
             config = named.config
             check_given(objects.optimizer, named)
+        router.check_option(options.router_aux_weight, config)
         self.tokenizer = objects.tokenizer or load.load_tokenizer(
             named if isinstance(named, load.Source) else load.Source.of(config.name_or_path), trust_remote_code=remote)
         models.tokenizer_of(self.reference, "reference", self.tokenizer, remote)
@@ -263,9 +265,8 @@ class Run:
         self.voice.say(f"plan: {len(self.data.train)} rows{held_out}; {self.schedule.total_steps} steps of {size}, "
                        f"learning rate {rate}, max_length {self.data.max_length}, {self.numerics.precision}, "
                        f"{self.world.size} x {self.world.device.type}")
-        if dropout := load.dropout_of(self.config):
-            listed = ", ".join(f"{name} {rate}" for name, rate in dropout.items())
-            self.voice.say(f"dropout is off (the config asks for {listed})")
+        for note in models.turned_off(self.config, options.router_aux_weight):
+            self.voice.say(note)
         if options.learning_rate == 0 and own:
             self.voice.warn("learning_rate is 0: nothing will change")
 
@@ -344,7 +345,8 @@ class Run:
         updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
                                             self.objects.scheduler)
         engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
-                        rounding=probe.per_root_token)
+                        rounding=probe.per_root_token,
+                        balance=build_balance(options.router_aux_weight, model, probes))
         self.facts: dict[str, Any] = {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
         self._check(engine, fresh)
         self.engine = engine
