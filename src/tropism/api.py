@@ -327,7 +327,8 @@ class Run:
         if world.size > 1 and len(set(world.gather(references.fingerprint(model)))) > 1:
             raise ModelError("the processes hold different weights; load or seed the model equally on all of them")
         self.planner = Planner(self.data.train, self.schedule, method, model.layout, self.numerics.budget,
-                               self.data.max_length, world, reuse_prompts=not self.live)
+                               self.data.max_length, world, reuse_prompts=not self.live,
+                               balanced=options.router_aux_weight > 0)
         trees, oversized = self.planner.survey(self.halt.watching(lambda done, total: None))
         if oversized:
             self.voice.warn(f"{oversized} prompts with their completions exceed microbatch_tokens "
@@ -345,8 +346,7 @@ class Run:
         updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
                                             self.objects.scheduler)
         engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
-                        rounding=probe.per_root_token,
-                        balance=build_balance(options.router_aux_weight, model, probes))
+                        rounding=probe.per_root_token, balance=build_balance(options.router_aux_weight, model, probes))
         self.facts: dict[str, Any] = {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
         self._check(engine, fresh)
         self.engine = engine

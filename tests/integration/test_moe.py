@@ -172,3 +172,15 @@ def test_coefficient_of_the_config_is_named(bench: Bench, capsys: pytest.Capture
         bench.run(f"told-{weight}", ("sft", "fp64"), max_steps=1, router_aux_weight=weight)
         output = capsys.readouterr()
         assert (output.out + output.err).count("router_aux_loss_coef 0.001") == times
+
+
+def test_the_extra_pass_is_counted_where_there_is_one(bench: Bench) -> None:
+    """P1: `tokens/computed` says what was packed; a step of one pack needs no pass for the loss."""
+    computed = {}
+    for tokens in (16, 8192):
+        for weight in (0.0, 0.3):
+            run = bench.run(f"cost-{tokens}-{weight}", ("sft", "fp64"), max_steps=1, eval_every=0,
+                            microbatch_tokens=tokens, router_aux_weight=weight)
+            computed[tokens, weight] = steps(run)[0]["tokens/computed"]
+    assert computed[16, 0.3] == 2 * computed[16, 0.0]
+    assert computed[8192, 0.3] == computed[8192, 0.0]
