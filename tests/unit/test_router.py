@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from helpers import tree
@@ -251,9 +258,18 @@ def test_refusals_name_the_option() -> None:
     check_option(0.0, dense)
     with pytest.raises(UsageError, match=r"^router_aux_weight 0.01: LlamaForCausalLM is not a mixture of experts"):
         check_option(0.01, dense)
+    with pytest.raises(UsageError, match=r"^router_aux_weight 0.01: deepseek_v3 .* no router_aux_loss_coef"):
+        check_option(0.01, DeepseekV3Config())
     with pytest.raises(ModelError, match=r"^router_aux_weight: .* no router logits"):
         Routed().take(SimpleNamespace(last_hidden_state=torch.zeros(1)))
     module = module_of("mixtral")
+    gate = type(module.model.layers[0].mlp.gate)
+    told = gate.forward
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gate, "forward", lambda self, states: (told(self, states)[0].softmax(-1),
+                                                               *told(self, states)[1:]))
+        with pytest.raises(ModelError, match=r"^router_aux_weight: .* probabilities already"):
+            build_balance(0.1, LanguageModel(module, "tree", "fp64", CPU), FOREST)
     module.config.num_local_experts = 3
     with pytest.raises(ModelError, match=r"^router_aux_weight: .* \(13, 4\), not one for each token and expert"):
         build_balance(0.1, LanguageModel(module, "tree", "fp64", CPU), FOREST)

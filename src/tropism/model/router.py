@@ -16,6 +16,8 @@ from torch import Tensor
 from tropism.errors import ModelError, UsageError
 
 OPTION = "router_aux_weight"
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Where configs of families name the weight for which transformers has this loss."""
 
 
 @dataclass(slots=True)
@@ -74,15 +76,23 @@ def check_option(weight: float, config: Any) -> None:
     Raises:
         UsageError: naming the option and the model.
     """
-    if weight and Experts.of(config) is None:
+    if not weight:
+        return
+    missing = ""
+    if Experts.of(config) is None:
+        missing = "num_experts or num_local_experts with num_experts_per_tok"
+    elif not any(hasattr(config.get_text_config(), name) for name in _COEFFICIENTS):
+        missing = " or ".join(_COEFFICIENTS)
+    if missing:
         name = (getattr(config, "architectures", None) or [config.model_type])[0]
-        raise UsageError(f"{OPTION} {weight:g}: {name} is not a mixture of experts that this serves (its config has no "
-                         f"num_experts or num_local_experts with num_experts_per_tok); leave {OPTION} out")
+        raise UsageError(f"{OPTION} {weight:g}: {name} is not a mixture of experts with such a loss (its config has no "
+                         f"{missing}); leave {OPTION} out")
 
 
 def coefficient_of(config: Any) -> float | None:
     """The weight that a model's own config names; it has no effect here. None without one, or without experts."""
-    asked = getattr(config.get_text_config(), "router_aux_loss_coef", None)
+    text = config.get_text_config()
+    asked = next((value for name in _COEFFICIENTS if (value := getattr(text, name, None))), None)
     return float(asked) if asked and Experts.of(config) is not None else None
 
 

@@ -117,4 +117,7 @@ def build_balance(weight: float, model: LanguageModel, trees: Sequence[PromptTre
         if layer.shape != expected:
             raise ModelError(f"{OPTION}: the model's router logits are {tuple(layer.shape)}, not one for each token "
                              f"and expert {expected}; leave {OPTION} out")
+        if bool((layer >= 0).all()) and torch.allclose(layer.sum(-1), torch.ones_like(layer[:, 0]), atol=1e-2):
+            raise ModelError(f"{OPTION}: what this model's code calls router logits are probabilities already; leave "
+                             f"{OPTION} out")
     return Balance(weight, experts)
