@@ -18,7 +18,7 @@ from tropism.dist import World, connect
 from tropism.errors import ModelError, OutputError, ReferenceMismatchError, StoppedEarly, TropismError, UsageError
 from tropism.methods import Method
 from tropism.methods.build import build_method, effective
-from tropism.model import load
+from tropism.model import load, router
 from tropism.model.probe import choose_layout
 from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
@@ -29,6 +29,7 @@ from tropism.observe.track import check as check_trackers
 from tropism.train import checkpoint, models, resume
 from tropism.train import reference as references
 from tropism.train import teacher as teachers
+from tropism.train.balance import build_balance
 from tropism.train.evaluate import Evaluator
 from tropism.train.halt import Halt
 from tropism.train.keep import Notes, check_metric
@@ -115,6 +116,7 @@ class Run:
         else:
             config = named.config
             check_given(objects.optimizer, named)
+        router.check_option(options.router_aux_weight, config)
         self.tokenizer = objects.tokenizer or load.load_tokenizer(
             named if isinstance(named, load.Source) else load.Source.of(config.name_or_path), trust_remote_code=remote)
         models.tokenizer_of(self.reference, "reference", self.tokenizer, remote)
@@ -182,9 +184,8 @@ class Run:
         introduce(self.data, self.method, self.voice)
         introduce_plan(options, self.data, self.schedule, len(self.held_out), self.numerics.precision, self.world,
                        self.objects, self.voice)
-        if dropout := load.dropout_of(self.config):
-            listed = ", ".join(f"{name} {rate}" for name, rate in dropout.items())
-            self.voice.say(f"dropout is off (the config asks for {listed})")
+        for note in models.turned_off(self.config, options.router_aux_weight):
+            self.voice.say(note)
         if origin is not None and resume.is_over(origin, directory, self.schedule.total_steps, self._written(),
                                                  self._fingerprints(), self.voice):
             self._take_result(directory)
@@ -317,7 +318,8 @@ class Run:
         if world.size > 1 and world.mesh is None and len(set(world.gather(references.fingerprint(model)))) > 1:
             raise ModelError("the processes hold different weights; load or seed the model equally on all of them")
         self.planner = Planner(self.data.train, self.schedule, method, model.layout, self.numerics.budget,
-                               self.data.max_length, world, reuse_prompts=not self.live)
+                               self.data.max_length, world, reuse_prompts=not self.live,
+                               balanced=options.router_aux_weight > 0)
         trees, oversized = self.planner.survey(self.halt.watching(lambda done, total: None))
         if oversized:
             self.voice.warn(f"{oversized} prompts with their completions exceed microbatch_tokens "
@@ -335,7 +337,7 @@ class Run:
         updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
                                             self.objects.scheduler)
         engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
-                        rounding=probe.per_root_token)
+                        rounding=probe.per_root_token, balance=build_balance(options.router_aux_weight, model, probes))
         self.facts: dict[str, Any] = {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
         if world.mesh is not None:
             for line in table(engine.modules, world):

@@ -256,7 +256,7 @@ class Owned:
             if part is not weight:
                 part.grad = torch.zeros_like(part) if weight.grad is None else part_of(weight.grad)
                 weight.grad = None
-                if getattr(weight, "partial_over_tensor", False):
+                if getattr(weight, "summed_over_tensor", False):
                     torch.distributed.all_reduce(part.grad, group=world.mesh.group("tensor"))
         if world.mesh is None:
             world.sum_gradients(self.parts)

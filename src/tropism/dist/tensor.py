@@ -20,12 +20,15 @@ _STYLES: dict[str, Any] = {"colwise": ColwiseParallel, "rowwise": RowwiseParalle
 _SUMMED = "replicated_with_grad_allreduce"
 
 
-def divide(module: Any, plan: Mapping[str, str], mesh: Mesh) -> None:
+def divide(module: Any, plan: Mapping[str, str], mesh: Mesh) -> list[str]:
     """Divide the layers of a causal model over the tensor axis, in place. It may be without memory still.
 
     Args:
         module: a transformers causal model.
         plan: style of each module by the pattern of its name in the backbone, as transformers has it.
+
+    Returns:
+        Names of weights that each process has whole and uses for its own heads alone: their gradients are to be summed.
 
     Raises:
         ModelError: if there is no plan, or a style of it is not served.
@@ -42,6 +45,7 @@ def divide(module: Any, plan: Mapping[str, str], mesh: Mesh) -> None:
                              "which cannot be divided by it")
     axis = mesh.device["tensor"]
     unserved: dict[str, str] = {}
+    summed: list[str] = []
     for path, part in module.base_model.named_modules():
         style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
         if style is None:
@@ -49,8 +53,7 @@ def divide(module: Any, plan: Mapping[str, str], mesh: Mesh) -> None:
         if style in _STYLES and isinstance(part, nn.Linear):
             parallelize_module(part, axis, _STYLES[style]())
         elif style == _SUMMED:
-            for weight in part.parameters():
-                weight.partial_over_tensor = True
+            summed += [f"{module.base_model_prefix}.{path}.{weight}" for weight, _ in part.named_parameters()]
         else:
             unserved[style] = path
     if unserved:
@@ -58,6 +61,7 @@ def divide(module: Any, plan: Mapping[str, str], mesh: Mesh) -> None:
         raise ModelError(f"{name}: tensor parallel is not served for {path} (style {style!r} of its plan); leave "
                          "--parallel.tensor out")
     _divide_vocabulary(module, axis)
+    return summed
 
 
 def _divide_vocabulary(module: Any, axis: Any) -> None:

@@ -14,6 +14,7 @@ from tropism.errors import ModelError
 from tropism.model.attention import NAME, TreePass, plain_implementation
 from tropism.model.divergence import Comparison, Targets
 from tropism.model.head import head_of
+from tropism.model.router import Routed, compute_experts
 from tropism.shapes import PerCompletion, PerToken
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class LanguageModel:
 
     def __post_init__(self) -> None:
         self._attend()
+        compute_experts(self.module, self.precision == "fp64")
 
     def _attend(self) -> None:
         """Put the layout's attention in place; someone may have used the module otherwise in the meantime."""
@@ -86,16 +88,20 @@ class LanguageModel:
         self._attend()
         return within(self.module, action, self.stays or (tree is not None and tree.earlier is not None))
 
-    def hidden(self, batch: Batch, tree: TreePass | None) -> Tensor:
-        """`[S, D]` the hidden state that predicts each supervised token."""
-        return self._within(lambda: (self._hidden(batch, tree),), tree)[0]
+    def hidden(self, batch: Batch, tree: TreePass | None, routed: Routed | None = None) -> Tensor:
+        """`[S, D]` the hidden state that predicts each supervised token; `routed` takes what the routers say."""
+        return self._within(lambda: (self._hidden(batch, tree, routed),), tree)[0]
 
-    def _hidden(self, batch: Batch, tree: TreePass | None) -> Tensor:
+    def _hidden(self, batch: Batch, tree: TreePass | None, routed: Routed | None) -> Tensor:
         kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
+        if routed is not None:
+            kwargs["output_router_logits"] = True
         with self._autocast():
-            states = self.module.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
-                                            use_cache=False, **kwargs).last_hidden_state
-        states = states.flatten(0, 1)
+            output = self.module.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
+                                            use_cache=False, **kwargs)
+        if routed is not None:
+            routed.take(output)
+        states = output.last_hidden_state.flatten(0, 1)
         if tree is not None:
             if tree.record:
                 tree.states = states.detach()
@@ -103,32 +109,33 @@ class LanguageModel:
                 states = torch.cat((tree.earlier.states, states))
         return states.index_select(0, batch.predict_index)
 
-    def per_token_logps(self, batch: Batch, tree: TreePass | None = None) -> PerToken:
+    def per_token_logps(self, batch: Batch, tree: TreePass | None = None, routed: Routed | None = None) -> PerToken:
         """`[S]` log-prob of each supervised token, in at least float32."""
         tree = tree or self.tree_pass(batch)
 
         def action() -> tuple[Tensor]:
-            hidden = self._hidden(batch, tree)
+            hidden = self._hidden(batch, tree, routed)
             return (head_of(self.module, self.compute).per_token_logps(hidden, batch.target_ids),)
 
         return self._within(action, tree)[0]
 
-    def logps(self, batch: Batch, tree: TreePass | None = None) -> PerCompletion:
+    def logps(self, batch: Batch, tree: TreePass | None = None, routed: Routed | None = None) -> PerCompletion:
         """`[C]` summed log-prob of each completion, in nats. The sum is taken in float64."""
-        return summed(self.per_token_logps(batch, tree), batch)
+        return summed(self.per_token_logps(batch, tree, routed), batch)
 
     def outcome(self, batch: Batch, tree: TreePass | None = None, *, comparison: Comparison | None = None,
-                targets: Targets | None = None, confidence: bool = False) -> Outcome:
+                targets: Targets | None = None, confidence: bool = False, routed: Routed | None = None) -> Outcome:
         """What losses need of a batch, from one pass.
 
         Args:
             comparison, targets: compare with a teacher; both or none.
             confidence: find how sure the policy is of each completion, for WPO.
+            routed: takes what the routers say.
         """
         tree = tree or self.tree_pass(batch)
 
         def action() -> tuple[Tensor, Tensor | None, Tensor | None]:
-            hidden = self._hidden(batch, tree)
+            hidden = self._hidden(batch, tree, routed)
             head = head_of(self.module, self.compute)
             away = peaks = None
             if comparison is not None and targets is not None:

@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import cached_file
 
+from tropism.dist.peers import Peers
 from tropism.dist.shard import Spreading, fill, shard
 from tropism.dist.tensor import divide
 from tropism.dist.world import World
 from tropism.errors import ModelError
+from tropism.model.columns import Divided
 from tropism.model.load import Source, load_config, load_model, weights_dtype
 from tropism.model.logps import Precision
 
@@ -44,8 +46,10 @@ def load_sharded(source: Source, precision: Precision, world: World, how: Spread
         raise ModelError(f"{source.name}: the model could not be built: {error}") from error
     module.tie_weights()
     module.to(dtype=dtype).eval()  # buffers, which are real
+    summed: list[str] = []
     if how.mesh.size("tensor") > 1:
-        divide(module, getattr(config.get_text_config(), "base_model_tp_plan", None) or {}, how.mesh)
+        summed = divide(module, getattr(config.get_text_config(), "base_model_tp_plan", None) or {}, how.mesh)
+        module.tropism_columns = Divided.of(len(module.get_output_embeddings().weight), Peers(how.mesh.group("tensor")))
     names = _names(module)
     files = world.together(lambda: _files(source))
     read = _from_files(files, names) if files is not None and names.keys() <= files.keys() | _tied(names) else None
@@ -54,6 +58,8 @@ def load_sharded(source: Source, precision: Precision, world: World, how: Spread
         read = _from_main(source, precision, world, names, trust_remote_code)
     place = torch.device("cpu") if how.offload else world.device
     fill(module, read, place)
+    for name in summed:
+        module.get_parameter(name).summed_over_tensor = True
     for name, buffer in module.named_buffers():
         module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(world.device)
     module.generation_config = world.together(lambda: _generation(source, module))

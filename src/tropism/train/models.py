@@ -11,7 +11,7 @@ from tropism.data.tree import PromptTree
 from tropism.dist.shard import Spreading
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
-from tropism.model import load
+from tropism.model import load, router
 from tropism.model.logps import LanguageModel, Precision
 from tropism.model.probe import Layout, choose_layout
 from tropism.model.sharded import load_sharded
@@ -99,6 +99,18 @@ def config_of(named: Named, trust_remote_code: bool) -> Any:
     if isinstance(named, load.Source):
         return load.load_config(named, trust_remote_code=trust_remote_code)
     return named.config
+
+
+def turned_off(config: Any, router_aux_weight: float) -> list[str]:
+    """What a config asks for and training leaves out, a sentence each."""
+    notes = []
+    if dropout := load.dropout_of(config):
+        listed = ", ".join(f"{name} {rate}" for name, rate in dropout.items())
+        notes.append(f"dropout is off (the config asks for {listed})")
+    if asked := router.coefficient_of(config) if not router_aux_weight else None:
+        notes.append(f"the routers' load-balancing loss is off (the config has router_aux_loss_coef {asked:g}); "
+                     f"{router.OPTION} turns it on")
+    return notes
 
 
 def tokenizer_of(named: Named, name: str, own: Any, trust_remote_code: bool) -> None:

@@ -15,7 +15,9 @@ from tropism.losses.scored import Scored
 from tropism.methods import Method, Units, Wide
 from tropism.model.attention import TreePass
 from tropism.model.logps import LanguageModel
+from tropism.model.router import Routed
 from tropism.observe.metrics import Tally
+from tropism.train.balance import KEY, Balance, StepBalance
 from tropism.train.optim import Updater
 from tropism.train.reference import Reference
 from tropism.train.teacher import Teacher
@@ -39,6 +41,8 @@ class Engine:
     rounding: float = 0.0
     """Largest difference between our log-prob of a completion and the model's own, measured at start, in nats per
     root of its tokens; what bfloat16 explains."""
+    balance: Balance | None = None
+    """The routers' load-balancing loss, if it is trained on."""
 
     @property
     def modules(self) -> dict[str, Any]:
@@ -47,12 +51,19 @@ class Engine:
                 "teacher": getattr(self.teacher, "model", None)}
         return {name: model.module for name, model in held.items() if model is not None}
 
-    def score(self, trees: Sequence[PromptTree], batch: Batch, tree: TreePass | None = None) -> Scored:
+    @property
+    def metric_keys(self) -> tuple[str, ...]:
+        """Keys of a step's tally, the same on every rank."""
+        return self.method.metric_keys + ((KEY,) if self.balance is not None else ())
+
+    def score(self, trees: Sequence[PromptTree], batch: Batch, tree: TreePass | None = None,
+              routed: Routed | None = None) -> Scored:
         """What the losses are a function of, for the completions of a batch on the model's device."""
         comparison = targets = None
         if self.teacher is not None:
             comparison, targets = self.teacher.comparison, self.teacher.targets(trees, batch)
-        out = self.model.outcome(batch, tree, comparison=comparison, targets=targets, confidence=self.method.wpo)
+        out = self.model.outcome(batch, tree, comparison=comparison, targets=targets, confidence=self.method.wpo,
+                                 routed=routed)
         reference = (torch.zeros_like(out.logps.detach()) if self.reference is None
                      else self.reference.score(trees, batch))
         return Scored(out.logps, reference, batch.lengths, out.divergence, out.confidence)
@@ -107,16 +118,20 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
     spoilt, total = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
     method = engine.method
     point = pooled_reference_point(engine, work.mismatched) if work.mismatched else None
-    wide = look_ahead(engine, work.packs)
+    balance = engine.balance and engine.balance.of_step(engine.model, engine.world, work.packs)
+    wide = look_ahead(engine, work.packs, balance)
     for number, pack in enumerate(work.packs):
         batch = pack.batch.to(device)
         units = to_device(pack.units, device)
         main = engine.model.tree_pass(batch, record=work.leaves is not None)
-        scored = engine.score(pack.trees, batch, main)
+        routed = Routed() if balance else None
+        scored = engine.score(pack.trees, batch, main, routed)
         if work.leaves is not None:
             point = pooled_reference_point(engine, [work.leaves], main)
         losses = method.losses(scored, units, replace(wide[number], reference_point=point.value if point else None))
         share = method.total(losses, work.counts)
+        if balance and routed:
+            share = share + balance.share(routed, pack, tally)
         engine.model.backward(share, last=number == len(work.packs) - 1)
         total += share.detach().abs()
         if pack.rows:
@@ -139,22 +154,27 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
 
 
 @torch.no_grad()
-def look_ahead(engine: Engine, packs: Sequence[Pack]) -> list[Wide]:
+def look_ahead(engine: Engine, packs: Sequence[Pack], balance: StepBalance | None = None) -> list[Wide]:
     """What the losses of each pack take from the whole step besides the reference point, by a forward pass of it.
 
-    BCO's running mean is moved on, and stays so once the step is known to be finite.
+    BCO's running mean is moved on, and stays so once the step is known to be finite. `balance` sees the same pass.
     """
     method, device = engine.method, engine.model.device
     if not method.looks_ahead:
+        if balance:
+            balance.look_ahead()
         return [Wide()] * len(packs)
     found = []
     for pack in packs:
         batch = pack.batch.to(device)
-        logps = engine.model.logps(batch)  # of an empty pack too: ranks that share a model run it together
+        routed = Routed() if balance else None
+        logps = engine.model.logps(batch, routed=routed)  # of an empty pack too: ranks may share the model
         scored = None
         if pack.rows:
             assert engine.reference is not None
             scored = Scored(logps, engine.reference.score(pack.trees, batch), batch.lengths)
+            if balance and routed:
+                balance.see(routed, pack)
         found.append((scored, to_device(pack.units, device)))
     shift = None
     if method.needs("shift"):

@@ -91,6 +91,8 @@ class Planner:
     reuse_prompts: bool = True
     """Let mismatched completions continue the main pass's prompts where they can (not with a live reference,
     which would need its own)."""
+    balanced: bool = False
+    """Steps of several packs begin with a pass for the routers' load-balancing loss."""
 
     def survey(self, report: Callable[[int, int], None] = lambda done, total: None) -> tuple[list[PromptTree], int]:
         """Every tree of the schedule that the reference will score, mismatched ones included; and how many prompts
@@ -142,7 +144,7 @@ class Planner:
             leaves = make_leaves([partners[i] for i in own], [planted[i] for i in own])
         elif partners:
             lone = self._packs([entry.tree for entry in partners], shares)
-        passes = 2 if self.method.looks_ahead else 1
+        passes = 2 if self.method.looks_ahead or (self.balanced and len(packs) > 1) else 1
         trees = passes * [entry.tree for entry in planted] + [entry.tree for entry in partners]
         saved = sum(len(entry.tree.prompt_ids) for entry in partners) if leaves else 0
         return StepWork(
