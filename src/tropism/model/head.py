@@ -199,16 +199,17 @@ def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += product(left, right)
 
 
-def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns = WHOLE) -> Head:
+def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns | None = None) -> Head:
     """The head of a transformers causal model, with the scales and caps of its config.
 
     Args:
-        columns: of a divided vocabulary, those of the rows here. Weight and bias may then be DTensors divided so, and
-            their local parts are taken.
+        columns: of a divided vocabulary, those of the rows here; by default what the model says of itself. Weight and
+            bias may then be DTensors divided so, and their local parts are taken.
 
     Raises:
         ModelError: if other rows are here than `columns` says.
     """
+    columns = getattr(model, "tropism_columns", WHOLE) if columns is None else columns
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)
