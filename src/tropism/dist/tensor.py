@@ -6,6 +6,7 @@ each of them. The vocabulary is divided too, in the embedding as in the head.
 """
 
 import fnmatch
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tropism.dist.mesh import Mesh
 from tropism.errors import ModelError, UsageError
+
+# Said wherever a weight that is divided along two axes is made whole, which is what we ask for.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 _STYLES: dict[str, Any] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _SUMMED = "replicated_with_grad_allreduce"
