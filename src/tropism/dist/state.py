@@ -6,7 +6,7 @@ torch.distributed.checkpoint: what is no tensor is handed out beside them, as pl
 
 import errno
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,22 @@ class TrainingState:
         tied: second names of tensors that are there under another.
         groups: options of the optimiser's groups, with the names of their weights.
         values: state of the optimiser that is no tensor, by weight and key.
+        partial: only some of the module's weights are here; the others do not learn, and have another source.
     """
 
     tensors: dict[str, Tensor]
     tied: dict[str, str]
     groups: list[Plain]
     values: dict[str, Plain] = field(default_factory=dict)
+    partial: bool = False
 
     @classmethod
-    def of(cls, module: torch.nn.Module, optimizer: torch.optim.Optimizer, begun: bool = False) -> "TrainingState":
+    def of(cls, module: torch.nn.Module, optimizer: torch.optim.Optimizer, begun: bool = False,
+           only: Collection[str] | None = None) -> "TrainingState":
         """The state as it is.
 
         Args:
+            only: names of the weights that are kept; None for all.
             begun: with what the optimiser makes at its first step, if it has not done that yet. It is made by a step
                 with rate 0, so only where other weights and state are given to it afterwards.
         """
@@ -59,9 +63,11 @@ class TrainingState:
         model, optim = get_model_state_dict(module), optimizer.state_dict()
         names = _names(module, optimizer)
         state = cls({}, {}, [{**group, "params": [names[index] for index in group["params"]]}
-                             for group in optim["param_groups"]])
+                             for group in optim["param_groups"]], partial=only is not None)
         seen: dict[tuple[int, torch.Size, Any], str] = {}
         for name, tensor in model.items():
+            if only is not None and name not in only:
+                continue
             key = f"model/{name}"
             if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel():
                 place = (tensor.data_ptr(), tensor.shape, tensor.stride())
@@ -104,7 +110,7 @@ class TrainingState:
             else:
                 weight, _, key = rest.rpartition("/")
                 entries.setdefault(weight, {})[key] = tensor
-        set_model_state_dict(module, model, options=StateDictOptions(strict=True))
+        set_model_state_dict(module, model, options=StateDictOptions(strict=not self.partial))
         names = _names(module, optimizer)
         groups = [{**kept, "params": own["params"]}
                   for kept, own in zip(self.groups, optimizer.state_dict()["param_groups"], strict=True)]

@@ -27,11 +27,6 @@ _SERVED = frozenset((
     "loftq_config"))
 
 
-def is_adapter(path: Path) -> bool:
-    """Whether a directory holds an adapter and no model."""
-    return (path / CONFIG).is_file() and not (path / "config.json").is_file()
-
-
 def base_of(path: Path) -> str:
     """What the adapter in a directory says that it belongs to.
 
@@ -40,7 +35,8 @@ def base_of(path: Path) -> str:
     """
     base = _read(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ModelError(f"{path}: an adapter that does not say of which model; give --model BASE --lora.adapter {path}")
+        raise ModelError(f"{path}: an adapter that does not say of which model; give --model BASE --lora.adapter "
+                         f"{path}")
     return base
 
 

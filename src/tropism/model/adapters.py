@@ -162,14 +162,14 @@ def _targets(module: Any, options: LoraOptions, whole: Sequence[str]) -> list[st
             raise UsageError(f"lora.targets {wanted}: no module of the model has this name{_near(wanted, linear)}")
         for name, layer in matched.items():
             if layer is head:
-                raise UsageError(f"lora.targets {wanted}: is the head, whose weight is used as it is; --lora.modules-to-"
-                                 f"save {wanted} lets it learn whole")
+                raise UsageError(f"lora.targets {wanted}: is the head, whose weight is used as it is; "
+                                 f"--lora.modules-to-save {wanted} lets it learn whole")
             if name not in known:
                 raise UsageError(f"lora.targets {wanted}: {name} is a {type(layer).__name__}, and adapters stand on "
                                  f"linear layers{_near(wanted, linear)}; --lora.modules-to-save lets it learn whole")
         if both := [name for name in matched if _ends(name, whole)]:
-            raise UsageError(f"lora.targets {wanted} and lora.modules_to_save both name {both[0]}; it has an adapter or "
-                             "learns whole")
+            raise UsageError(f"lora.targets {wanted} and lora.modules_to_save both name {both[0]}; it has an adapter "
+                             "or learns whole")
     return names
 
 

@@ -122,8 +122,9 @@ class LanguageModel:
         return Outcome(summed(per_token, batch), divergence, sure)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the weights on the host."""
-        return {name: weight.detach().to("cpu", copy=True) for name, weight in self.module.named_parameters()}
+        """A copy of the weights that learn on the host."""
+        return {name: weight.detach().to("cpu", copy=True) for name, weight in self.module.named_parameters()
+                if weight.requires_grad}
 
 
 def summed(per_token: PerToken, batch: Batch) -> PerCompletion:

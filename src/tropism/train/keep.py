@@ -14,6 +14,7 @@ from tropism.dist.state import TrainingState, check_plain
 from tropism.dist.world import World
 from tropism.errors import OutputError, TropismError
 from tropism.methods import Method
+from tropism.model.adapters import learning_names
 from tropism.observe.console import Voice
 from tropism.observe.files import write_whole
 from tropism.observe.metrics import direction
@@ -121,7 +122,8 @@ class Saver:
 
     def estimate_bytes(self) -> int:
         """About what one checkpoint takes, before there is one."""
-        weights = sum(weight.nbytes for weight in self.engine.model.module.state_dict().values())
+        names, state = learning_names(self.engine.model.module), self.engine.model.module.state_dict()
+        weights = sum(weight.nbytes for name, weight in state.items() if names is None or name in names)
         per_weight = 2 if "adam" in type(self.engine.updater.optimizer).__name__.lower() else 1
         return weights + per_weight * sum(parameter.nbytes for parameter in self.engine.updater.parameters)
 
@@ -187,7 +189,8 @@ class Saver:
     def _begin(self, progress: Progress) -> None:
         began = time.monotonic()
         updater = self.engine.updater
-        state = TrainingState.of(self.engine.model.module, updater.optimizer)
+        module = self.engine.model.module
+        state = TrainingState.of(module, updater.optimizer, only=learning_names(module))
         tensors = self._copy = state.copied(self._copy)
         check_plain([state.groups, state.values], "the optimizer")
         trainer = {

@@ -1,6 +1,7 @@
 """The frozen models of a run: where they come from, and how the policy is held against them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
 from tropism.model import load
 from tropism.model.logps import LanguageModel, Precision
+from tropism.model.narrow import narrow
 from tropism.model.probe import Layout, choose_layout
 from tropism.observe.console import Voice
 from tropism.train import reference as references
@@ -58,9 +60,12 @@ class Numerics:
         """
         module = self.module(named).requires_grad_(False)
         try:
-            return choose_layout(module, self.precision, self.device, probes, layout)[0]
+            model = choose_layout(module, self.precision, self.device, probes, layout)[0]
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
+        if self.precision == "bf16" and isinstance(named, load.Source):
+            narrow(module)
+        return model
 
 
 def numerics_of(options: Any, world: World) -> Numerics:
@@ -120,22 +125,21 @@ def check_teacher(named: Named | None, config: Any, tokenizer: Any, top_k: int |
                          "divergence")
 
 
-def build_reference(policy: LanguageModel, named: Named | None, live: bool, trees: list[PromptTree],
+def build_reference(policy: LanguageModel, named: Named | None, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
-                    voice: Voice, halt: Halt) -> references.Reference:
-    """Stored scores by default, of the policy as it is now or of another model; or a copy in memory.
+                    voice: Voice, halt: Halt,
+                    as_reference: Callable[[Any], AbstractContextManager[None]]) -> references.Reference:
+    """Stored scores, of the policy as it is now or of another model.
 
     Args:
         named: another model.
-        live: keep it, or a copy of the policy, in memory.
         trees: every (prompt, completion) that will be asked for.
         probes: as `choose_layout` takes them.
         halt: may stop the pass.
+        as_reference: inside of it a module is what the policy's reference is.
     """
-    if live:
-        return references.LiveReference(references.freeze(policy))
     frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
-    with voice.bar("reference") as report:
+    with voice.bar("reference") as report, as_reference(policy.module):
         built = references.build(frozen, trees, numerics.budget, store, world, halt.watching(report))
     _tell_damaged(built.damaged, "reference", voice)
     return built

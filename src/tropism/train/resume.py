@@ -9,6 +9,7 @@ import torch
 
 from tropism.dist.state import TrainingState, read_tensors
 from tropism.errors import CheckpointError
+from tropism.model.adapters import learning_names
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory
 from tropism.train import checkpoint
@@ -178,7 +179,7 @@ def load(engine: Engine, origin: Origin) -> None:
     assert trainer is not None
     updater, module = engine.updater, engine.model.module
     kept, path = trainer["optimizer"], one.state
-    state = TrainingState.of(module, updater.optimizer, begun=kept.get("begun", True))
+    state = TrainingState.of(module, updater.optimizer, begun=kept.get("begun", True), only=learning_names(module))
     engine.world.on_main(lambda: read_tensors(state.tensors, path))
     engine.world.broadcast_into(state.tensors.values())
     state.groups = [_group(mine, theirs, path) for mine, theirs in _paired(state.groups, kept["groups"], path)]
