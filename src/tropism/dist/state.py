@@ -60,14 +60,12 @@ class TrainingState:
         """
         if begun:
             get_optimizer_state_dict(module, optimizer)
-        model, optim = get_model_state_dict(module), optimizer.state_dict()
+        model, optim = _weights(module, only), optimizer.state_dict()
         names = _names(module, optimizer)
         state = cls({}, {}, [{**group, "params": [names[index] for index in group["params"]]}
                              for group in optim["param_groups"]], partial=only is not None)
         seen: dict[tuple[int, torch.Size, Any], str] = {}
         for name, tensor in model.items():
-            if only is not None and name not in only:
-                continue
             key = f"model/{name}"
             if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel():
                 place = (tensor.data_ptr(), tensor.shape, tensor.stride())
@@ -110,12 +108,25 @@ class TrainingState:
             else:
                 weight, _, key = rest.rpartition("/")
                 entries.setdefault(weight, {})[key] = tensor
-        set_model_state_dict(module, model, options=StateDictOptions(strict=not self.partial))
+        if self.partial:
+            own = _weights(module, model)
+            for name, tensor in model.items():
+                own[name].copy_(tensor)
+        else:
+            set_model_state_dict(module, model, options=StateDictOptions(strict=True))
         names = _names(module, optimizer)
         groups = [{**kept, "params": own["params"]}
                   for kept, own in zip(self.groups, optimizer.state_dict()["param_groups"], strict=True)]
         optimizer.load_state_dict({"param_groups": groups, "state": {
             index: entries[name] for index, name in enumerate(names) if name in entries}})
+
+
+def _weights(module: torch.nn.Module, only: Collection[str] | None) -> Plain:
+    """A module's state, or those of its parameters that are wanted: of a quantised module there is more in its state
+    than has a place in it."""
+    if only is None:
+        return get_model_state_dict(module)
+    return {name: weight.detach() for name, weight in module.named_parameters(remove_duplicate=False) if name in only}
 
 
 def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -239,7 +239,9 @@ def make_structure(module: Any, config: Any) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of kinds of layers that peft tells apart by itself
-            inject_adapter_in_model(config, module, adapter_name=NAME, low_cpu_mem_usage=True)
+            # Around quantised weights peft spells them out for DoRA and puts them back, which meta memory would lose.
+            inject_adapter_in_model(config, module, adapter_name=NAME,
+                                    low_cpu_mem_usage=not getattr(module, "is_quantized", False))
     except (ValueError, TypeError) as error:
         raise ModelError(f"the adapter does not fit the model: {' '.join(str(error).split())}") from error
     config.init_lora_weights = start
