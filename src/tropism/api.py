@@ -30,7 +30,7 @@ from tropism.train import checkpoint, models, resume
 from tropism.train import reference as references
 from tropism.train import teacher as teachers
 from tropism.train.adapted import Start
-from tropism.train.evaluate import Evaluator
+from tropism.train.evaluate import Evaluator, spread
 from tropism.train.halt import Halt
 from tropism.train.keep import Notes, check_metric
 from tropism.train.loop import check_first_step
@@ -320,8 +320,7 @@ class Run:
             keep_freed_memory()
         if (method.needs_reference and not self.live) or self.values.get("top_k"):
             self.world.on_main(lambda: check_writable(self.store))
-        module = self.start.module(self.numerics, options.seed)
-        self.facts: dict[str, Any] = self.start.introduce(module, self.voice)
+        module, self.facts = self.start.begin(self.numerics, options.seed, self.voice)
         self.halt.check()
         probes = probe_trees(self.data.train, self.numerics.budget)
         model, probe = choose_layout(module, self.numerics.precision, world.device, probes, options.layout)
@@ -372,10 +371,7 @@ class Run:
     @cached_property
     def held_out(self) -> Sequence[EncodedRow]:
         """The rows that are evaluated: all that are held out, or so many of them at even distances."""
-        rows, limit = self.data.evaluation, self.options.eval_limit
-        if limit is None or limit >= len(rows):
-            return rows
-        return [rows[number * len(rows) // limit] for number in range(limit)]
+        return spread(self.data.evaluation, self.options.eval_limit)
 
     @cached_property
     def evaluator(self) -> Evaluator:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
-from tropism.model import adapter_files, adapters, load, narrow, quantized
+from tropism.model import adapter_files, adapter_targets, adapters, load, narrow, quantized
 from tropism.model.logps import LanguageModel
 from tropism.model.options import LoraOptions
 from tropism.observe.console import Voice
@@ -111,6 +111,8 @@ class Start:
         dtype = load.weights_dtype(numerics.precision)
         if self.held:
             _check_learning(module)
+            config = module.peft_config[adapters.adapter_name(module)]
+            config.base_model_name_or_path = self._base or config.base_model_name_or_path
         elif self.directory is not None:
             adapter_files.load_adapter(module, self._config(module), self.directory, dtype)
         else:
@@ -156,22 +158,22 @@ class Start:
         world.on_main(lambda: adapter_files.load_values(module, directory))
         world.broadcast_into([weight.detach() for weight in adapters.kept_parameters(module)])
 
-    def introduce(self, module: Any, voice: Voice) -> dict[str, Any]:
-        """Say what learns; and the same as facts for the manifest."""
+    def begin(self, numerics: Numerics, seed: int, voice: Voice) -> tuple[Any, dict[str, Any]]:
+        """The policy's module; what of it learns is said, and given as facts for the manifest."""
+        module = self.module(numerics, seed)
         if not self.adapts:
-            return {}
+            return module, {}
         facts = adapters.facts_of(module)
         voice.say(f"adapter: {facts}" + (f"; weights held in {self.lora.quantize}" if self.lora.quantize else ""))
         if not self.fresh:
             origin = self.directory or "the adapter of the model that was given"
             voice.say(f"  it starts from {origin}; the reference is the model with that adapter, as it is before "
                       "step 1")
-        return {"adapter": {"rank": facts.rank, "modules": facts.modules, "kinds": facts.kinds,
-                            "learning": facts.learning, "total": facts.total}}
+        return module, {"adapter": asdict(facts)}
 
     def _config(self, module: Any) -> Any:
         if self.directory is None:
-            return adapters.new_config(module, self.lora, self._base)
+            return adapter_targets.new_config(module, self.lora, self._base)
         config = adapter_files.read_config(self.directory)
         config.base_model_name_or_path = self._base or config.base_model_name_or_path
         return config
