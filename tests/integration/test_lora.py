@@ -49,7 +49,7 @@ def merged(directory: Path) -> Any:
 
 
 def test_the_result_loads_with_plain_peft(trained: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """S1: in a fresh process, base and adapter by peft give the logits of ours; tokenizer and stop ids are beside it."""
+    """S1: in a fresh process, base and adapter by peft give the logits of ours; tokenizer and stop ids lie beside."""
     code = ("import sys, torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig\n"
             "from peft import PeftModel\nbase, run, ids, out = sys.argv[1:]\n"
             "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run).eval()\n"
@@ -213,6 +213,7 @@ def test_from_the_command_line(tiny_model_dir: Path, feedback: Path, trained: Pa
     assert figures["rewards/margins"] > 0
     assert main(["score", str(trained), "--data", str(feedback), "--output", str(tmp_path / "scores.jsonl")]) == 0
     assert main(["inspect", str(feedback), "--model", str(trained / "model"), "--rows", "0"]) == 0
+    assert main(["verify", str(trained)]) == 0
     assert main(["kto", "--model", str(tiny_model_dir), "--output", str(tmp_path / "no"), "--lora.rank", "2",
                  "--lora.targets", "qproj", *common]) == 2
     assert "the nearest are q_proj" in capsys.readouterr().err
@@ -293,7 +294,7 @@ def test_a_run_that_was_done_gives_its_adapter(start: Callable[..., Any], traine
     module = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     KTOTrainer(module, **common).fit(resume=True)
     assert torch.allclose(logits_of(module), logits_of(merged(result.model)), atol=1e-5)
-    with pytest.raises(CheckpointError, match="lora.rank: 4 when the run began, 5 now"):
+    with pytest.raises(CheckpointError, match=r"lora\.rank: 4 when the run began, 5 now"):
         start("kto", trained, lora={"rank": 5}, save_every=3, resume="auto")
 
 
@@ -304,7 +305,7 @@ def test_what_is_refused(tiny_model_dir: Path, answers: Path, trained: Path, tmp
 
     def refused(error: type[Exception], match: str, model: Any = tiny_model_dir, **lora: Any) -> None:
         with pytest.raises(error, match=match):
-            SFTTrainer(str(model), train_dataset=str(answers), output=str(tmp_path / "run"), quiet=True, lora=lora).fit()
+            SFTTrainer(str(model), train_dataset=str(answers), output=str(tmp_path / "run"), lora=lora).fit()
         assert not (tmp_path / "run").exists()
 
     refused(UsageError, "no adapter_config.json in this directory", adapter=str(tmp_path))

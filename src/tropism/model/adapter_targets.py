@@ -63,7 +63,8 @@ def _targets(module: Any, options: LoraOptions, whole: Sequence[str]) -> list[st
                                  f"--lora.modules-to-save {wanted} lets it learn whole")
             if name not in known:
                 raise UsageError(f"lora.targets {wanted}: {name} is of kind {type(layer).__name__}, and adapters "
-                                 f"stand on linear layers{_near(wanted, linear)}; --lora.modules-to-save lets it learn whole")
+                                 f"stand on linear layers{_near(wanted, linear)}; --lora.modules-to-save lets it learn "
+                                 "whole")
         if both := [name for name in matched if _ends(name, whole)]:
             raise UsageError(f"lora.targets {wanted} and lora.modules_to_save both name {both[0]}; it has an adapter "
                              "or learns whole")

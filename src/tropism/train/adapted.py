@@ -37,12 +37,13 @@ class Start:
     held: bool = False
 
     @classmethod
-    def of(cls, named: Named, lora: LoraOptions, optimizer: Any, world: World) -> "Start":
+    def of(cls, named: Named, lora: LoraOptions, optimizer: Any, world: World, merge: bool = False) -> "Start":
         """Understand the options.
 
         Args:
             named: the policy: by its name, which may be that of an adapter, or a module, which may hold one.
             optimizer: that was given in Python.
+            merge: an adapter by its name is merged, not trained on.
 
         Raises:
             UsageError: for options that cannot go together.
@@ -54,8 +55,11 @@ class Start:
             if named.adapter is not None and lora.wanted:
                 raise UsageError(f"model: {named.adapter} is an adapter, which is trained on; give --model "
                                  f"{named.base.absolute} with lora.rank or lora.adapter, or leave those out")
-            if named.adapter is not None:
+            if named.adapter is not None and not merge:
                 return cls(named.base, lora, _checked(Path(named.adapter)))
+        elif getattr(named, "is_quantized", False):
+            raise ModelError("the model that was given holds quantised weights, which would be spelt out in float32; "
+                             "give it by its name, with lora.quantize")
         elif adapters.adapter_name(_inner(named)) is not None:
             if lora.wanted:
                 raise UsageError("the model that was given has an adapter already, which is trained as it is; leave "
@@ -203,8 +207,7 @@ def _check_quantize(named: Named, world: World) -> None:
         raise UsageError(f"lora.quantize works on one process, and there are {world.size}; leave it out, and shard the "
                          "weights over them")
     if not isinstance(named, load.Source):
-        raise UsageError("lora.quantize has no effect on a module that was given; name the model, or pass one that was "
-                         "loaded so")
+        raise UsageError("lora.quantize has no effect on a module that was given; give the model by its name")
     if named.gguf_file:
         raise UsageError("lora.quantize cannot hold a GGUF file's weights in other bits than it has; name the model "
                          "that it was made from")
