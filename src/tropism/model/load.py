@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
+from tropism.dist.shard import part_of
 from tropism.errors import ModelError, OutputError
 from tropism.model import adapter_files, quantized
 from tropism.model.adapters import adapter_name, kept_parameters
@@ -302,8 +303,9 @@ def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
-    """Share of the weights changed by training whose change is still there in `dtype`.
+def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[int, int]:
+    """How many of the weights that this process holds were changed by training, and the change of how many is still
+    there in `dtype`.
 
     Args:
         initial: weights before; those that are not there did not learn.
@@ -312,8 +314,8 @@ def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch
     for name, parameter in model.named_parameters():
         if name not in initial:
             continue
-        before, after = initial[name], parameter.detach().cpu()
+        before, after = initial[name], part_of(parameter.detach()).cpu()
         moved = before != after
         changed += int(moved.sum())
         kept += int((moved & (before.to(dtype) != after.to(dtype))).sum())
-    return kept / changed if changed else 1.0
+    return changed, kept

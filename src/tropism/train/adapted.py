@@ -19,6 +19,9 @@ from tropism.train import models
 from tropism.train import reference as references
 from tropism.train.models import Named, Numerics
 
+WHOLE = "an adapter is trained beside a whole copy of the model in each process; leave this out"
+"""Why the model of a run with an adapter is not spread over processes."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -139,11 +142,10 @@ class Start:
         with adapters.switched_off(module):
             yield
 
-    def live(self, model: LanguageModel) -> references.Reference:
-        """The policy as it is before step 1, kept in memory."""
-        if self.fresh:
-            return references.OffReference(model)
-        return references.LiveReference(references.freeze(model))
+    @staticmethod
+    def live(model: LanguageModel) -> references.Reference:
+        """The policy of a fresh adapter as it is before step 1, kept in memory: the base that it holds."""
+        return references.OffReference(model)
 
     def fingerprint(self, model: LanguageModel) -> str:
         """Of the policy before step 1."""
