@@ -19,6 +19,7 @@ from tropism.errors import ModelError, OutputError, ReferenceMismatchError, Stop
 from tropism.methods import Method
 from tropism.methods.build import build_method, effective
 from tropism.model import load, router
+from tropism.model.options import is_adapter
 from tropism.model.probe import choose_layout
 from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
@@ -29,8 +30,9 @@ from tropism.observe.track import check as check_trackers
 from tropism.train import checkpoint, models, resume
 from tropism.train import reference as references
 from tropism.train import teacher as teachers
+from tropism.train.adapted import WHOLE, Start
 from tropism.train.balance import build_balance
-from tropism.train.evaluate import Evaluator
+from tropism.train.evaluate import Evaluator, evenly
 from tropism.train.halt import Halt
 from tropism.train.keep import Notes, check_metric
 from tropism.train.loop import check_first_step
@@ -86,13 +88,15 @@ class Run:
         self.options = options
         self.objects = objects or Objects()
         given = any(getattr(self.objects, name) is not None for name in ("model", "reference", "teacher"))
+        adapts = options.lora.wanted or is_adapter(options.model)
         self.world = world = spread(world, options.parallel, "a module that is given stays whole in each process; name "
-                                    "the model instead" if given else "")
+                                    "the model instead" if given else WHOLE if adapts else "")
         self.voice = voice or Voice(loud=world.is_main)
         self.values = options.values
         self.numerics = models.numerics_of(options, world)
         self.store = options.store_root
         self.named = load.Source.of(options.model) if self.objects.model is None else self.objects.model
+        self.start = Start.of(self.named, options.lora, self.objects.optimizer, world)
         self.reference = self._other("reference")
         self.teacher = self._other("teacher")
         self.live = self.values.get("reference") == "live"
@@ -116,6 +120,7 @@ class Run:
         else:
             config = named.config
             check_given(objects.optimizer, named)
+        self.start.check(config, remote)
         router.check_option(options.router_aux_weight, config)
         self.tokenizer = objects.tokenizer or load.load_tokenizer(
             named if isinstance(named, load.Source) else load.Source.of(config.name_or_path), trust_remote_code=remote)
@@ -208,8 +213,8 @@ class Run:
         """A run that was done before: a module that was given, or built, gets the weights that it ended with."""
         self.trained = self.done_before = True
         if self.objects.model is not None or self.engine is not None:
-            module = self.engine.model.module if self.engine else self.numerics.module(self.named)
-            models.take_weights(module, directory.model, self.numerics, self.world)
+            module = self.engine.model.module if self.engine else self.start.module(self.numerics, self.options.seed)
+            self.start.take_result(module, directory.model, self.numerics, self.world)
 
     def _sit_down(self, directory: RunDirectory, manifest: Manifest | None, origin: Origin | None,
                   began: float) -> Session:
@@ -308,13 +313,14 @@ class Run:
             keep_freed_memory(world.mesh is None)
         if (method.needs_reference and not self.live) or self.values.get("top_k"):
             self.world.on_main(lambda: check_writable(self.store))
-        module = self.numerics.module(self.named)
+        module, self.facts = self.start.begin(self.numerics, options.seed, self.voice)
         self.halt.check()
         probes = probe_trees(self.data.train, self.numerics.budget)
         model, probe = choose_layout(module, self.numerics.precision, world.device, probes, options.layout)
         model = replace(model, sum_once=self.numerics.sum_once)
         self.voice.say(f"layout: {probe.layout}; differs from the model's own forward by at most "
                        f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
+        self.start.narrow(model)
         if world.size > 1 and world.mesh is None and len(set(world.gather(references.fingerprint(model)))) > 1:
             raise ModelError("the processes hold different weights; load or seed the model equally on all of them")
         self.planner = Planner(self.data.train, self.schedule, method, model.layout, self.numerics.budget,
@@ -332,13 +338,14 @@ class Run:
                 own_trees(self.data.train, self.schedule) + held_out, probes, self.numerics, self.store, world,
                 self.voice, self.halt)
         if method.needs_reference:
-            reference = models.build_reference(model, self.named, self.reference, self.live, trees + held_out, probes,
-                                               self.numerics, self.store, world, self.voice, self.halt)
+            reference = self.start.live(model) if self.live and self.start.fresh else models.build_reference(
+                model, self.named, self.reference, self.live, trees + held_out, probes, self.numerics, self.store,
+                world, self.voice, self.halt, self.start.as_reference)
         updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
                                             self.objects.scheduler)
         engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
                         rounding=probe.per_root_token, balance=build_balance(options.router_aux_weight, model, probes))
-        self.facts: dict[str, Any] = {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
+        self.facts |= {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
         if world.mesh is not None:
             for line in table(engine.modules, world):
                 self.voice.say(line)
@@ -355,17 +362,14 @@ class Run:
                 raise ReferenceMismatchError(sentence)
             (self.voice.say if agree else self.voice.warn)(sentence)
         self.facts["policy"] = (engine.reference.fingerprint if own and engine.reference
-                                else references.fingerprint(engine.model))
+                                else self.start.fingerprint(engine.model))
         self.facts |= {"reference": engine.reference.fingerprint} if engine.reference else {}
         self.facts |= {"teacher": engine.teacher.fingerprint} if engine.teacher else {}
 
     @cached_property
     def held_out(self) -> Sequence[EncodedRow]:
         """The rows that are evaluated: all that are held out, or so many of them at even distances."""
-        rows, limit = self.data.evaluation, self.options.eval_limit
-        if limit is None or limit >= len(rows):
-            return rows
-        return [rows[number * len(rows) // limit] for number in range(limit)]
+        return evenly(self.data.evaluation, self.options.eval_limit)
 
     @cached_property
     def evaluator(self) -> Evaluator:

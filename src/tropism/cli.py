@@ -78,7 +78,7 @@ def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Pat
     Parameters
     ----------
     model
-        A Hugging Face directory, a hub id, a GGUF file, or a run directory.
+        A Hugging Face directory, a hub id, a GGUF file, an adapter, or a run directory.
     json
         Also write the figures to this file.
     """
@@ -155,7 +155,7 @@ def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat]
     Parameters
     ----------
     model
-        A Hugging Face directory, a hub id, a GGUF file, or a run directory.
+        A Hugging Face directory, a hub id, a GGUF file, an adapter, or a run directory.
     output
         A file that does not exist yet, .jsonl or .parquet.
     keep_columns

@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -14,6 +15,7 @@ from tropism.data.options import DataOptions, FormatOptions, LengthOptions
 from tropism.data.sources import absolute
 from tropism.data.templates import TemplateOptions
 from tropism.errors import UsageError
+from tropism.model.options import RATE_OF_ADAPTERS, LoraOptions, is_adapter
 from tropism.train.options import ReferenceOptions, RunOptions, StoreOptions, TeacherOptions
 
 Weight = Annotated[float, Field(gt=0.0)] | Literal["auto"]
@@ -37,6 +39,17 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
             return str(value)
         return value.replace(" ", "") if isinstance(value, str) else value
 
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_adapters(cls, values: Any) -> Any:
+        """Adapters learn at a higher rate, where none was given."""
+        if not isinstance(values, Mapping) or "learning_rate" in values:
+            return values
+        lora = values.get("lora") or {}
+        given = lora.model_dump() if isinstance(lora, LoraOptions) else lora if isinstance(lora, Mapping) else {}
+        adapts = given.get("rank") is not None or given.get("adapter") is not None or is_adapter(values.get("model"))
+        return {**values, "learning_rate": RATE_OF_ADAPTERS} if adapts else values
 
     @model_validator(mode="after")
     def _effective(self) -> "MethodOptions":
@@ -83,6 +96,8 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
             if value and (name, value) != ("reference", "live") and (name in _MADE_BY_US
                                                                      or Path(value).expanduser().exists()):
                 values[name] = os.path.abspath(Path(value).expanduser())
+        if values["lora"]["adapter"]:
+            values["lora"]["adapter"] = os.path.abspath(Path(values["lora"]["adapter"]).expanduser())
         return values
 
 

@@ -21,6 +21,7 @@ from tropism.data.tree import PromptTree
 from tropism.data.trees import rows_of_trees
 from tropism.dist import connect
 from tropism.errors import UsageError
+from tropism.model.options import RATE_OF_ADAPTERS
 from tropism.observe.console import Voice
 from tropism.observe.rundir import free_name
 
@@ -121,6 +122,8 @@ class Trainer:
         if "model" not in values:
             raise UsageError("model is missing: name one, or pass a module")
         _check_objects(values, objects)
+        if getattr(objects.get("model"), "peft_config", None) and objects["optimizer"] is None:
+            values.setdefault("learning_rate", RATE_OF_ADAPTERS)
         values.setdefault("output", str(free_name(Path("tropism-run"))))
         self._check_data(values, objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source)
         self.options = make_options(self.options_class, values)  # before a dataloader is gone through

@@ -13,15 +13,18 @@ from typing import Any, Literal
 import torch
 
 from tropism.config import METHODS, MethodOptions, read_yaml
+from tropism.dist import World
 from tropism.errors import CheckpointError, ModelError, TropismError, UsageError
 from tropism.model import load
 from tropism.model.logps import LanguageModel
+from tropism.model.options import LoraOptions
 from tropism.observe.checksums import differences, file_hash
 from tropism.observe.console import Voice
 from tropism.observe.files import write_whole
 from tropism.observe.manifest import text_fingerprints
 from tropism.train import checkpoint
-from tropism.train import reference as references
+from tropism.train.adapted import Start
+from tropism.train.models import Numerics
 from tropism.train.prepare import prepare_data
 from tropism.train.teacher import shared_vocabulary, stored_name
 
@@ -92,7 +95,8 @@ def verify(directory: Path) -> Verdict:
     kept = tuple(_of_output(directory, manifest))
     try:
         method, values = read_yaml(directory / "config.yaml")
-        options = METHODS[method or manifest["method"]].model_validate(values | {"output": str(directory)})
+        kind = METHODS[method or manifest["method"]]
+        options = kind.model_validate(kind.nested(values | {"output": str(directory)}))
     except (TropismError, ValueError, KeyError) as error:
         return Verdict(directory, (*kept, Check("options", "unknown", f"config.yaml cannot be read: {_line(error)}"),
                                    *_of_machine(manifest)))
@@ -231,15 +235,17 @@ def _weights(what: str, name: str, options: MethodOptions, manifest: Mapping[str
         return Check(what, "unknown", "it was given in Python")
     precision = manifest["precision"]
     try:
-        module = load.load_model(load.Source.of(name), precision, torch.device("cpu"),
-                                 trust_remote_code=options.trust_remote_code)
-    except ModelError as error:
+        cpu = torch.device("cpu")
+        lora = options.lora if what == "initial weights" else LoraOptions()
+        start = Start.of(load.Source.of(name), lora, None, World(0, 1, cpu), merge=what != "initial weights")
+        module = start.module(Numerics(precision, cpu, 0, options.trust_remote_code), options.seed)
+    except (ModelError, UsageError) as error:
         return Check(what, _state_of_missing(name), str(error))
     device = torch.device(manifest["device"])
     found = {}
     for layout in ("tree", "padded"):
         with suppress(ModelError):  # not every model can be served in both
-            found[layout] = references.fingerprint(LanguageModel(module, layout, precision, device))
+            found[layout] = start.fingerprint(LanguageModel(module, layout, precision, device))
     if what == "teacher" and options.values.get("top_k"):
         found = {layout: stored_name(one, options, _vocabulary(name, module, options))  # type: ignore[arg-type]
                  for layout, one in found.items()}

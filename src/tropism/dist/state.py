@@ -6,7 +6,7 @@ torch.distributed.checkpoint: what is no tensor is handed out beside them, as pl
 
 import errno
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,30 +43,33 @@ class TrainingState:
         tied: second names of tensors that are there under another.
         groups: options of the optimiser's groups, with the names of their weights.
         values: state of the optimiser that is no tensor, by weight and key.
+        partial: only some of the module's weights are here; the others do not learn, and have another source.
     """
 
     tensors: dict[str, Tensor]
     tied: dict[str, str]
     groups: list[Plain]
     values: dict[str, Plain] = field(default_factory=dict)
+    partial: bool = False
 
     @classmethod
     def of(cls, module: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Owned | None = None,
-           begun: bool = False) -> "TrainingState":
+           begun: bool = False, only: Collection[str] | None = None) -> "TrainingState":
         """The state as it is; of sharded weights as DTensors of this process's parts.
 
         Args:
             owned: what the optimiser holds of the module's weights, if it does not hold them themselves.
+            only: names of the weights that are kept; None for all.
             begun: with what the optimiser makes at its first step, if it has not done that yet. It is made by a step
                 with rate 0, so only where other weights and state are given to it afterwards.
         """
         if begun:
             _begin(optimizer)
-        model, optim = get_model_state_dict(module), optimizer.state_dict()
+        model, optim = _weights(module, only), optimizer.state_dict()
         names = _names(module, optimizer, owned)
         weights = dict(module.named_parameters(remove_duplicate=False))
         state = cls({}, {}, [{**group, "params": [names[index] for index in group["params"]]}
-                             for group in optim["param_groups"]])
+                             for group in optim["param_groups"]], partial=only is not None)
         seen: dict[Any, str] = {}
         for name, tensor in model.items():
             key = f"model/{name}"
@@ -120,12 +123,25 @@ class TrainingState:
             else:
                 weight, _, key = rest.rpartition("/")
                 entries.setdefault(weight, {})[key] = part_of(tensor)
-        set_model_state_dict(module, model, options=StateDictOptions(strict=True))
+        if self.partial:
+            own = _weights(module, model)
+            for name, tensor in model.items():
+                own[name].copy_(tensor)
+        else:
+            set_model_state_dict(module, model, options=StateDictOptions(strict=True))
         names = _names(module, optimizer, owned)
         groups = [{**kept, "params": own["params"]}
                   for kept, own in zip(self.groups, optimizer.state_dict()["param_groups"], strict=True)]
         optimizer.load_state_dict({"param_groups": groups, "state": {
             index: entries[name] for index, name in enumerate(names) if name in entries}})
+
+
+def _weights(module: torch.nn.Module, only: Collection[str] | None) -> Plain:
+    """A module's state, or those of its parameters that are wanted: of a quantised module there is more in its state
+    than has a place in it."""
+    if only is None:
+        return get_model_state_dict(module)
+    return {name: weight.detach() for name, weight in module.named_parameters(remove_duplicate=False) if name in only}
 
 
 def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Owned | None) -> list[str]:

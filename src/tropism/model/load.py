@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,22 @@ from transformers.utils.logging import disable_progress_bar
 
 from tropism.dist.shard import part_of
 from tropism.errors import ModelError, OutputError
+from tropism.model import adapter_files, quantized
+from tropism.model.adapters import adapter_name, kept_parameters
 from tropism.model.logps import Precision
+from tropism.model.options import is_adapter
 
 disable_progress_bar()  # a bar of their own for every load and save would drown ours
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model comes from: a directory or hub id, and a GGUF file in it where that is what was named."""
+    """Where a model comes from: a directory or hub id, a GGUF file in it where that is what was named, and an adapter
+    where that is what was named: the others are then its base."""
 
     name: str
     gguf_file: str | None = None
+    adapter: str | None = None
 
     @classmethod
     def of(cls, name: str) -> "Source":
@@ -40,6 +45,8 @@ class Source:
                 raise ModelError(f"{name}: no such GGUF file")
             return cls(str(path.resolve().parent), path.name)
         if path.is_dir():
+            if is_adapter(path):
+                return cls._of_adapter(path.resolve())
             if not (path / "config.json").is_file():
                 ggufs = sorted(file.name for file in path.glob("*.gguf"))
                 hint = f"; name the file: {path / ggufs[0]}" if ggufs else ""
@@ -49,6 +56,20 @@ class Source:
             raise ModelError(f"{name}: no such directory, and not a hub id (owner/name)")
         return cls(name)
 
+    @classmethod
+    def _of_adapter(cls, path: Path) -> "Source":
+        base = adapter_files.base_of(path)
+        try:
+            return replace(cls.of(base), adapter=str(path))
+        except ModelError as error:
+            raise ModelError(f"{path}: an adapter of {base}, which is not to be found ({error}); give --model BASE "
+                             f"--lora.adapter {path}") from None
+
+    @property
+    def base(self) -> "Source":
+        """The same without the adapter."""
+        return replace(self, adapter=None)
+
     @property
     def kwargs(self) -> dict[str, Any]:
         """Arguments for transformers' loaders."""
@@ -57,15 +78,17 @@ class Source:
     @property
     def absolute(self) -> str:
         """The name under which another process finds it."""
-        return str(Path(self.name) / self.gguf_file) if self.gguf_file else self.name
+        return self.adapter or (str(Path(self.name) / self.gguf_file) if self.gguf_file else self.name)
 
 
 def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model.
+    """The tokenizer of a model; the one beside an adapter where there is one.
 
     Raises:
         ModelError: if there is none, or it cannot be read.
     """
+    if source.adapter and (Path(source.adapter) / "tokenizer_config.json").is_file():
+        source = Source(source.adapter)
     _need_gguf(source)
     try:
         return AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
@@ -83,14 +106,22 @@ def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(f"{source.name}: no model config could be loaded: {_first_line(error)}") from error
+        hint = (f"; it is what {source.adapter} says that it belongs to: give --model BASE --lora.adapter "
+                f"{source.adapter} if it is elsewhere" if source.adapter else "")
+        raise ModelError(f"{source.name}: no model config could be loaded: {_first_line(error)}{hint}") from error
     check_architecture(config)
     return config
 
 
 def load_model(source: Source, precision: Precision, device: torch.device, *,
-               trust_remote_code: bool = False) -> Any:
-    """A causal model in evaluation mode, float32 weights (float64 under `fp64`), on a device.
+               trust_remote_code: bool = False, quantize: quantized.Kind | None = None,
+               plain: Iterable[str] = ()) -> Any:
+    """A causal model in evaluation mode, float32 weights (float64 under `fp64`), on a device; an adapter that was named
+    is merged into them.
+
+    Args:
+        quantize: hold the weights of linear layers in 4 or 8 bits.
+        plain: names of modules that are not quantised, beside the head.
 
     Raises:
         ModelError: where loading fails, or leaves a weight out.
@@ -102,6 +133,8 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
         from transformers import GgufConfig
 
         extra["quantization_config"] = GgufConfig(dequantize=True)
+    if quantize is not None:
+        extra |= quantized.loading(quantize, device, plain)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source.name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **extra)
@@ -115,7 +148,28 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
         model.is_quantized = False
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
+    if quantize is not None:
+        return quantized.made_exact(model).eval()
+    if source.adapter is not None:
+        model = adapter_files.merged(model, Path(source.adapter))
     return model.to(device=device, dtype=dtype).eval()
+
+
+def skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The modules of a model without memory for their weights.
+
+    Raises:
+        ModelError: if transformers cannot make it.
+    """
+    from accelerate import init_empty_weights  # slow to import, and only adapters need it
+
+    try:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model.tie_weights()
+    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+        raise ModelError(f"{config.name_or_path}: no model can be made of its config: {_first_line(error)}") from error
+    return model
 
 
 def weights_dtype(precision: Precision) -> torch.dtype:
@@ -181,7 +235,8 @@ def max_positions(config: Any) -> int | None:
 
 def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
            weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Write safetensors, config, tokenizer, chat template and generation config that load as they are.
+    """Write safetensors, config, tokenizer, chat template and generation config that load as they are; of a model with
+    an adapter, the adapter in place of weights and config.
 
     Args:
         stop_ids: the terminators that were trained; generation stops at them, and at those it had before.
@@ -194,11 +249,11 @@ def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write(model, tokenizer, partial, dtype, stop_ids, model.state_dict() if weights is None else weights)
+        _write(model, tokenizer, partial, dtype, stop_ids, weights)
         shutil.rmtree(path, ignore_errors=True)  # of a run that was killed at its end, and went on
         partial.replace(path)
     except (OSError, SafetensorError) as error:
-        needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+        needed = sum(weight.numel() for weight in kept_parameters(model)) * dtype.itemsize
         failure = OutputError.because(path, error, needed, "the model could not be written")
         shutil.rmtree(partial, ignore_errors=True)  # half a model is of no use, and may be what fills the disk
         raise failure from error
@@ -214,7 +269,7 @@ def check_space(model: Any, path: Path, dtype: torch.dtype, copies: int = 1, bes
     Raises:
         OutputError: saying how much is needed and how much is free.
     """
-    needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize * copies + beside
+    needed = sum(weight.numel() for weight in kept_parameters(model)) * dtype.itemsize * copies + beside
     free = shutil.disk_usage(path).free
     if free < needed * 1.05:
         what = ("the model" if copies == 1 else f"{copies} models") + (" and the checkpoints" if beside else "")
@@ -222,14 +277,19 @@ def check_space(model: Any, path: Path, dtype: torch.dtype, copies: int = 1, bes
 
 
 def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
-           weights: dict[str, torch.Tensor]) -> None:
+           weights: dict[str, torch.Tensor] | None) -> None:
     before = model.generation_config.eos_token_id
     known = before if isinstance(before, list) else [] if before is None else [before]
     stops = [*known, *sorted(set(stop_ids) - set(known))]
     model.generation_config.eos_token_id = stops[0] if len(stops) == 1 else stops
+    if adapter_name(model) is not None:
+        adapter_files.save(model, path, dtype, weights)
+        model.generation_config.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        return
     converted: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, and are written once
     state = {}
-    for name, tensor in weights.items():
+    for name, tensor in (model.state_dict() if weights is None else weights).items():
         here = (tensor.data_ptr(), tensor.shape)
         if here not in converted:
             converted[here] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
@@ -245,9 +305,15 @@ def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
 
 def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[int, int]:
     """How many of the weights that this process holds were changed by training, and the change of how many is still
-    there in `dtype`."""
+    there in `dtype`.
+
+    Args:
+        initial: weights before; those that are not there did not learn.
+    """
     changed = kept = 0
     for name, parameter in model.named_parameters():
+        if name not in initial:
+            continue
         before, after = initial[name], part_of(parameter.detach()).cpu()
         moved = before != after
         changed += int(moved.sum())

@@ -160,8 +160,9 @@ class LanguageModel:
         share.backward()
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the weights on the host: of this process's parts."""
-        return {name: part_of(weight.detach()).to("cpu", copy=True) for name, weight in self.module.named_parameters()}
+        """A copy of the weights that learn on the host: of this process's parts."""
+        return {name: part_of(weight.detach()).to("cpu", copy=True) for name, weight in self.module.named_parameters()
+                if weight.requires_grad}
 
 
 def summed(per_token: PerToken, batch: Batch) -> PerCompletion:

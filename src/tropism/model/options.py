@@ -1,11 +1,23 @@
 """Options of adapters."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from tropism.errors import UsageError
 from tropism.options import Options
+
+RATE_OF_ADAPTERS = 1e-4
+"""Learning rate of adapters where none was given."""
+
+
+def is_adapter(name: Any) -> bool:
+    """Whether a name is that of a directory with an adapter and no model."""
+    if not isinstance(name, str | Path):
+        return False
+    path = Path(name).expanduser()
+    return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()
 
 
 class LoraOptions(Options):

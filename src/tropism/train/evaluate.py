@@ -22,6 +22,13 @@ Values = tuple[float, float, float, float]
 """Policy log-prob, reference log-prob, divergence and confidence of a completion; 0 where there is none."""
 
 
+def evenly(rows: Sequence[EncodedRow], limit: int | None) -> Sequence[EncodedRow]:
+    """All rows, or so many of them at even distances."""
+    if limit is None or limit >= len(rows):
+        return rows
+    return [rows[number * len(rows) // limit] for number in range(limit)]
+
+
 class Evaluator:
     """Evaluates a fixed set of rows.
 

@@ -14,6 +14,7 @@ from tropism.dist.state import TrainingState, check_plain, read_whole
 from tropism.dist.world import World
 from tropism.errors import OutputError, TropismError
 from tropism.methods import Method
+from tropism.model.adapters import learning_names
 from tropism.observe.console import Voice
 from tropism.observe.files import write_whole
 from tropism.observe.metrics import direction
@@ -127,7 +128,9 @@ class Saver:
 
     def estimate_bytes(self) -> int:
         """About what one checkpoint takes, before there is one."""
-        weights = sum(weight.numel() * weight.itemsize for weight in self.engine.model.module.state_dict().values())
+        names, state = learning_names(self.engine.model.module), self.engine.model.module.state_dict()
+        weights = sum(weight.numel() * weight.itemsize for name, weight in state.items()
+                      if names is None or name in names)
         per_weight = 2 if "adam" in type(self.engine.updater.optimizer).__name__.lower() else 1
         return weights + per_weight * sum(
             weight.numel() * weight.itemsize for weight in self.engine.updater.owned.weights)
@@ -197,7 +200,8 @@ class Saver:
     def _begin(self, progress: Progress) -> None:
         began = time.monotonic()
         updater = self.engine.updater
-        state = TrainingState.of(self.engine.model.module, updater.optimizer, updater.owned)
+        module = self.engine.model.module
+        state = TrainingState.of(module, updater.optimizer, updater.owned, only=learning_names(module))
         tensors = self._copy = state.copied(self._copy, self.world.mesh)
         check_plain([state.groups, state.values], "the optimizer")
         trainer = {

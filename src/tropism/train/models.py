@@ -1,6 +1,7 @@
 """The frozen models of a run: where they come from, and how the policy is held against them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
 from tropism.model import load, router
 from tropism.model.logps import LanguageModel, Precision
+from tropism.model.narrow import narrow
 from tropism.model.probe import Layout, choose_layout
 from tropism.model.sharded import load_sharded
 from tropism.observe.console import Voice
@@ -54,6 +56,9 @@ class Numerics:
         """
         if isinstance(named, load.Source):
             if self.spreading is not None and self.world is not None:
+                if named.adapter is not None:
+                    raise ModelError(f"{named.adapter}: an adapter, which is not merged into weights that are spread "
+                                     "over processes; merge it into its base first")
                 return load_sharded(named, self.precision, self.world, self.spreading,
                                     trust_remote_code=self.trust_remote_code)
             return load.load_model(named, self.precision, self.device, trust_remote_code=self.trust_remote_code)
@@ -69,9 +74,12 @@ class Numerics:
         """
         module = self.module(named).requires_grad_(False)
         try:
-            return replace(choose_layout(module, self.precision, self.device, probes, layout)[0], stays=True)
+            model = replace(choose_layout(module, self.precision, self.device, probes, layout)[0], stays=True)
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
+        if self.precision == "bf16" and isinstance(named, load.Source) and self.spreading is None:
+            narrow(module)
+        return model
 
 
 def numerics_of(options: Any, world: World) -> Numerics:
@@ -153,7 +161,8 @@ def check_teacher(named: Named | None, config: Any, tokenizer: Any, top_k: int |
 
 def build_reference(policy: LanguageModel, own: Named, named: Named | None, live: bool, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
-                    voice: Voice, halt: Halt) -> references.Reference:
+                    voice: Voice, halt: Halt,
+                    as_reference: Callable[[Any], AbstractContextManager[None]]) -> references.Reference:
     """Stored scores by default, of the policy as it is now or of another model; or a copy in memory.
 
     Args:
@@ -163,13 +172,14 @@ def build_reference(policy: LanguageModel, own: Named, named: Named | None, live
         trees: every (prompt, completion) that will be asked for.
         probes: as `choose_layout` takes them.
         halt: may stop the pass.
+        as_reference: inside of it a module is what the policy's reference is.
     """
     if live:
         copied = (references.freeze(policy) if numerics.spreading is None
                   else numerics.frozen(own, probes, policy.layout, "reference"))
         return references.LiveReference(copied)
     frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
-    with voice.bar("reference") as report:
+    with voice.bar("reference") as report, as_reference(policy.module):
         built = references.build(frozen, trees, numerics.budget, store, world, halt.watching(report))
     _tell_damaged(built.damaged, "reference", voice)
     return built

@@ -168,7 +168,7 @@ class RunOptions(Options):
     log_dir: str | None = None
     """Where trackers write; by default RUN/logs."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Of the order of rows."""
+    """Of the order of rows, and of the values with which a new adapter begins."""
     router_aux_weight: float = Field(0.0, ge=0.0)
     """Weight of the router's load-balancing loss (Switch Transformer, arXiv:2101.03961, as transformers has it for
     Mixtral and Qwen-MoE), over the tokens of the whole step; for mixture-of-experts models."""

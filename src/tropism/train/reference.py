@@ -19,7 +19,9 @@ from tropism.data.tree import PromptTree
 from tropism.dist.shard import each_whole
 from tropism.dist.world import World
 from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
+from tropism.model.adapters import base_name, state_as_computed, switched_off
 from tropism.model.logps import LanguageModel
+from tropism.model.narrow import tensor_hash
 from tropism.train.store import VERSION, ScoreStore
 
 _WRITE_EVERY_S = 10.0  # at most this much of the pass is lost by a kill
@@ -39,8 +41,9 @@ class Reference(Protocol):
 
 
 def freeze(model: LanguageModel) -> LanguageModel:
-    """A frozen copy in memory."""
-    module = copy.deepcopy(model.module).requires_grad_(False)
+    """A frozen copy in memory; what does not learn is not copied."""
+    shared: dict[int, Any] = {id(weight): weight for weight in model.module.parameters() if not weight.requires_grad}
+    module = copy.deepcopy(model.module, shared).requires_grad_(False)
     return LanguageModel(module, model.layout, model.precision, model.device)
 
 
@@ -57,13 +60,14 @@ def fingerprint(model: LanguageModel) -> str:
 
 
 def weight_hashes(module: Any) -> list[str]:
-    """`name hash` of each weight and stored buffer, which does not depend on how the model is spread. Hashing releases
-    the interpreter lock, so threads help."""
-    def one(name: str, weight: Tensor) -> str:
-        data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"{name} {tuple(weight.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
+    """`name hash` of each weight and stored buffer as the module computes now, which does not depend on how the model
+    is spread. Hashing releases the interpreter lock, so threads help."""
+    known: dict[str, str] = getattr(module, "hashes_before_narrowing", {})
 
-    return each_whole(module.state_dict(), one)
+    def one(name: str, weight: Tensor) -> str:
+        return f"{name} {tuple(weight.shape)} {known.get(base_name(name)) or tensor_hash(weight)}"
+
+    return each_whole(state_as_computed(module), one)
 
 
 class StoredReference:
@@ -102,6 +106,21 @@ class LiveReference:
     def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
         """As `Reference` says."""
         return self.model.logps(batch)
+
+
+class OffReference:
+    """Scores from the policy itself with its adapter switched off, which no step changes."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        with switched_off(model.module):
+            self.fingerprint = fingerprint(model)
+
+    @torch.no_grad()
+    def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
+        """As `Reference` says."""
+        with switched_off(self.model.module):
+            return self.model.logps(batch)
 
 
 def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: Path, world: World,

@@ -9,6 +9,7 @@ import torch
 
 from tropism.dist.state import TrainingState, read_tensors
 from tropism.errors import CheckpointError
+from tropism.model.adapters import learning_names
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory
 from tropism.train import checkpoint
@@ -178,7 +179,7 @@ def load(engine: Engine, origin: Origin) -> None:
     assert trainer is not None
     updater, module = engine.updater, engine.model.module
     kept, path = trainer["optimizer"], one.state
-    state = TrainingState.of(module, updater.optimizer, updater.owned, kept.get("begun", True))
+    state = TrainingState.of(module, updater.optimizer, updater.owned, kept.get("begun", True), learning_names(module))
     if engine.world.mesh is not None:
         engine.world.together(lambda: read_tensors(state.tensors, path))
     else:

@@ -1,0 +1,210 @@
+"""Adapters on the disk, as peft writes and reads them."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tropism.errors import ModelError
+from tropism.model.adapters import NAME, adapter_name, learning_names, make_structure, materialise
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+# Starts that change the base weights too: what they leave in the file belongs to a base that is nowhere.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_SERVED = frozenset((
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "bias", "use_rslora",
+    "use_dora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
+    "alpha_pattern", "lora_bias", "ensure_weight_tying", "base_model_name_or_path", "revision", "peft_type",
+    "task_type", "inference_mode", "auto_mapping", "peft_version", "runtime_config", "megatron_core", "eva_config",
+    "loftq_config"))
+
+
+def base_of(path: Path) -> str:
+    """What the adapter in a directory says that it belongs to.
+
+    Raises:
+        ModelError: if it does not say.
+    """
+    base = _read(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"{path}: an adapter that does not say of which model; give --model BASE --lora.adapter "
+                         f"{path}")
+    return base
+
+
+def read_config(path: Path) -> Any:
+    """peft's configuration of an adapter that can be trained on.
+
+    Raises:
+        ModelError: naming what it has that is not served.
+    """
+    values = _read(path)
+    kind = str(values.get("peft_type"))
+    if kind != "LORA":
+        raise ModelError(f"{path}: an adapter of kind {kind}; Tropism trains LORA")
+    from peft import LoraConfig  # slow to import, and most runs have no adapter
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = LoraConfig.from_pretrained(str(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path / CONFIG}: cannot be read: {_first_line(error)}") from error
+    check_served(config, str(path))
+    config.lora_dropout = 0.0  # dropout is off in all that is trained here
+    return config
+
+
+def check_served(config: Any, place: str) -> None:
+    """Refuse an adapter that would be trained, or kept, otherwise than it says.
+
+    Raises:
+        ModelError: naming the setting.
+    """
+    plain = type(config)()
+    for name, value in vars(config).items():
+        if name not in _SERVED and value and value != getattr(plain, name, None):
+            raise ModelError(f"{place}: its {name} is not served; merge the adapter into its base first")
+    if config.bias != "none":
+        raise ModelError(f"{place}: bias {config.bias!r} lets biases of the base learn, which is not served; merge the "
+                         "adapter into its base first")
+    if config.init_lora_weights not in _PLAIN_STARTS:
+        raise ModelError(f"{place}: began as {config.init_lora_weights!r}, which changed the base weights too; merge "
+                         "the adapter into that base first")
+
+
+def load_adapter(module: Any, config: Any, path: Path, dtype: torch.dtype) -> None:
+    """Put the adapter of a directory into a model, in place.
+
+    Args:
+        config: of `read_config`.
+        dtype: of its weights in memory.
+
+    Raises:
+        ModelError: if it does not fit, naming a weight.
+    """
+    make_structure(module, config)
+    materialise(module, dtype)
+    load_values(module, path)
+
+
+@torch.no_grad()
+def load_values(module: Any, path: Path) -> None:
+    """Overwrite the weights of an adapter in a model with those of a directory.
+
+    Raises:
+        ModelError: if one is missing, left over, or of another shape; nothing was changed then.
+    """
+    found = read_weights(path)
+    wanted = _by_file_names(module, dict(module.named_parameters(remove_duplicate=False)))
+    for problem, names in (("is missing", wanted.keys() - found.keys()),
+                           ("belongs to no module of the model", found.keys() - wanted.keys())):
+        if names:
+            raise ModelError(f"{path}: does not fit the model: {min(names)} {problem}")
+    for name, tensor in found.items():
+        if tensor.shape != wanted[name].shape:
+            raise ModelError(f"{path}: does not fit the model: {name} is {list(tensor.shape)} there and "
+                             f"{list(wanted[name].shape)} in the model")
+    for name, tensor in found.items():
+        wanted[name].copy_(tensor)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of an adapter by their names in the file, without peft's prefix.
+
+    Raises:
+        ModelError: if they cannot be read.
+    """
+    file = path / WEIGHTS
+    try:
+        if file.is_file():
+            state = load_file(file)
+        else:
+            state = torch.load(path / "adapter_model.bin", map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ModelError(f"{file}: cannot be read: {_first_line(error)}") from error
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+
+
+def merged(module: Any, path: Path) -> Any:
+    """A model with the adapter of a directory, of any kind that peft merges, in its weights.
+
+    Raises:
+        ModelError: if it does not fit.
+    """
+    from peft import PeftModel  # slow to import, and most runs have no adapter
+
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            wrapped = PeftModel.from_pretrained(module, str(path))
+            if missing := [str(entry.message) for entry in said if "missing adapter keys" in str(entry.message)]:
+                raise ModelError(f"{path}: does not fit the model: {_first_line(Exception(missing[0]))}")
+            result = wrapped.merge_and_unload(safe_merge=True)
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, SafetensorError) as error:
+        raise ModelError(f"{path}: the adapter could not be merged: {_first_line(error)}") from error
+    head, embedding = result.get_output_embeddings(), result.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        result.config.get_text_config().tie_word_embeddings = False  # one of them has learnt apart from the other
+        result.config.tie_word_embeddings = False
+    return result
+
+
+def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the adapter of a model into a directory that is there, as peft loads it.
+
+    Args:
+        dtype: of the file.
+        weights: those of the adapter by their names in the model, in place of its own.
+    """
+    name = adapter_name(module)
+    assert name is not None
+    own = dict(module.named_parameters(remove_duplicate=False)) if weights is None else weights
+    kept: dict[int, Tensor] = {}  # weights that share memory are written for each of their names
+    state = {}
+    for key, tensor in _by_file_names(module, own).items():
+        copied = tensor.detach().to("cpu", dtype)
+        if copied.data_ptr() in kept or copied.data_ptr() == tensor.data_ptr():
+            copied = copied.clone()
+        kept[copied.data_ptr()] = copied
+        state[_PREFIX + key] = copied.contiguous()
+    save_file(state, path / WEIGHTS, metadata={"format": "pt"})
+    config = module.peft_config[name]
+    mode, config.inference_mode = config.inference_mode, True  # as peft's own files say
+    try:
+        config.save_pretrained(str(path))
+    finally:
+        config.inference_mode = mode
+
+
+def _by_file_names(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of an adapter by the names that a file has for them, without the prefix."""
+    name = adapter_name(module) or NAME
+    found = {}
+    for key in learning_names(module) or ():
+        short = key.replace(f".modules_to_save.{name}.", ".").replace(f".lora_magnitude_vector.{name}.weight",
+                                                                      ".lora_magnitude_vector")
+        found[".".join(part for part in short.split(".") if part != name)] = weights[key]
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path / CONFIG}: cannot be read: {_first_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path / CONFIG}: cannot be read: it is no JSON object")
+    return values
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,97 @@
+"""Frozen weights in 4 or 8 bits (QLoRA, arXiv:2305.14314), by bitsandbytes.
+
+Only the weights are held in few bits. Each product is of the weight as it is spelt out again, in the precision of the
+run: bitsandbytes' own product of 8 bits rounds the inputs too, so that a result would depend on what else is in a pack.
+"""
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tropism.errors import ModelError
+
+Kind = Literal["nf4", "int8"]
+
+
+def check_installed() -> None:
+    """Find out before anything is loaded.
+
+    Raises:
+        ModelError: with the line that installs it.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError("lora.quantize needs the package bitsandbytes: pip install 'tropism[quant]'")
+
+
+def loading(kind: Kind, device: torch.device, plain: Iterable[str]) -> dict[str, Any]:
+    """Arguments for transformers' loader.
+
+    Args:
+        plain: names of modules that stay as they are, beside the head.
+    """
+    check_installed()
+    from transformers import BitsAndBytesConfig  # of an optional package
+
+    skip = ["lm_head", *plain]
+    config = (BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                                 bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=skip)
+              if kind == "nf4" else BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip))
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def made_exact(model: Any) -> Any:
+    """The model with products that depend on nothing but their own rows, in place.
+
+    Raises:
+        ModelError: if nothing was quantised.
+    """
+    import bitsandbytes  # an optional package
+
+    kinds = (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no linear layers that bitsandbytes can hold in few bits; leave "
+                         "lora.quantize out")
+    made: dict[type, type] = {}
+    for layer in layers:
+        own = type(layer)
+        # Under its own name, by which peft knows it.
+        layer.__class__ = made.setdefault(own, type(own.__name__, (_Plain, own), {}))
+    return model
+
+
+class _Plain:
+    """The forward of a linear layer whose weight is spelt out for each product, and forgotten."""
+
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        result: Tensor = _Product.apply(hidden, self)
+        return result if self.bias is None else result + self.bias.to(result.dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: Any) -> Tensor:
+        kind = hidden.device.type
+        compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        ctx.layer, ctx.compute, ctx.dtype = layer, compute, hidden.dtype
+        return functional.linear(hidden.to(compute), spelt_out(layer).to(compute))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None]:
+        return (upstream.to(ctx.compute) @ spelt_out(ctx.layer).to(ctx.compute)).to(ctx.dtype), None
+
+
+@torch.no_grad()
+def spelt_out(layer: Any) -> Tensor:
+    """`[out, in]` the weight that a quantised layer stands for."""
+    from bitsandbytes import functional as few_bits  # an optional package
+
+    weight = layer.weight
+    if hasattr(weight, "quant_state"):
+        return few_bits.dequantize_4bit(weight.data, weight.quant_state)
+    scale = weight.SCB if weight.SCB is not None else layer.state.SCB
+    return few_bits.int8_vectorwise_dequant(weight.data, scale)

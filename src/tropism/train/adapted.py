@@ -1,0 +1,235 @@
+"""How the policy of a run gets its adapter, and what its reference is then."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tropism.dist.world import World
+from tropism.errors import ModelError, UsageError
+from tropism.model import adapter_files, adapter_targets, adapters, load, narrow, quantized
+from tropism.model.logps import LanguageModel
+from tropism.model.options import LoraOptions
+from tropism.observe.console import Voice
+from tropism.train import models
+from tropism.train import reference as references
+from tropism.train.models import Named, Numerics
+
+WHOLE = "an adapter is trained beside a whole copy of the model in each process; leave this out"
+"""Why the model of a run with an adapter is not spread over processes."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the policy is made of.
+
+    Args:
+        named: the base, by its name or as a module.
+        lora: options of a fresh adapter, or of one to start from; without effect if neither is wanted.
+        directory: of the adapter to start from; None for a fresh one.
+        held: the module that was given has an adapter already, on which it is trained.
+    """
+
+    named: Named
+    lora: LoraOptions
+    directory: Path | None = None
+    held: bool = False
+
+    @classmethod
+    def of(cls, named: Named, lora: LoraOptions, optimizer: Any, world: World, merge: bool = False) -> "Start":
+        """Understand the options.
+
+        Args:
+            named: the policy: by its name, which may be that of an adapter, or a module, which may hold one.
+            optimizer: that was given in Python.
+            merge: an adapter by its name is merged, not trained on.
+
+        Raises:
+            UsageError: for options that cannot go together.
+            ModelError: if the directory holds no adapter, or one that is not served; or a package is missing.
+        """
+        if lora.quantize is not None:
+            _check_quantize(named, world)
+        if isinstance(named, load.Source):
+            if named.adapter is not None and lora.wanted:
+                raise UsageError(f"model: {named.adapter} is an adapter, which is trained on; give --model "
+                                 f"{named.base.absolute} with lora.rank or lora.adapter, or leave those out")
+            if named.adapter is not None and not merge:
+                return cls(named.base, lora, _checked(Path(named.adapter)))
+        elif getattr(named, "is_quantized", False):
+            raise ModelError("the model that was given holds quantised weights, which would be spelt out in float32; "
+                             "give it by its name, with lora.quantize")
+        elif adapters.adapter_name(_inner(named)) is not None:
+            if lora.wanted:
+                raise UsageError("the model that was given has an adapter already, which is trained as it is; leave "
+                                 "lora.rank and lora.adapter out, or merge it first")
+            inner = _inner(named)
+            adapter_files.check_served(inner.peft_config[adapters.adapter_name(inner)], "the model that was given")
+            return cls(inner, lora, held=True)
+        if lora.wanted and optimizer is not None:
+            raise UsageError("an optimizer that was given cannot hold weights of an adapter that is only made now; "
+                             "leave it out, or pass a PeftModel and an optimizer over its weights")
+        if lora.adapter is None:
+            return cls(named, lora)
+        path = Path(lora.adapter).expanduser()
+        if not (path / adapter_files.CONFIG).is_file():
+            raise UsageError(f"lora.adapter {lora.adapter}: no {adapter_files.CONFIG} in this directory")
+        return cls(named, lora, _checked(path.resolve()))
+
+    @property
+    def adapts(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.lora.rank is not None or self.directory is not None or self.held
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the adapter changes nothing yet, so that the policy before step 1 is the base."""
+        return self.adapts and self.directory is None and not self.held
+
+    def check(self, config: Any, trust_remote_code: bool) -> None:
+        """Put the adapter on a model without weights, before anything is spent.
+
+        Raises:
+            UsageError: for a name that no module has.
+            ModelError: if the adapter does not fit.
+        """
+        if not self.adapts or self.held:
+            return
+        if isinstance(self.named, load.Source):
+            model = load.skeleton(config, trust_remote_code=trust_remote_code)
+            adapters.make_structure(model, self._config(model))
+        else:
+            self._config(self.named)
+
+    def module(self, numerics: Numerics, seed: int) -> Any:
+        """The policy's module, with its adapter as it is before step 1."""
+        if not self.adapts:
+            return numerics.module(self.named)
+        if self.lora.quantize is not None:
+            whole = self.lora.modules_to_save.split(",") if self.lora.modules_to_save else ()
+            module = load.load_model(self.named, numerics.precision, numerics.device, quantize=self.lora.quantize,
+                                     trust_remote_code=numerics.trust_remote_code, plain=whole)
+        else:
+            module = numerics.module(self.named)
+        dtype = load.weights_dtype(numerics.precision)
+        if self.held:
+            _check_learning(module)
+            config = module.peft_config[adapters.adapter_name(module)]
+            config.base_model_name_or_path = self._base or config.base_model_name_or_path
+        elif self.directory is not None:
+            adapter_files.load_adapter(module, self._config(module), self.directory, dtype)
+        else:
+            adapters.make_structure(module, self._config(module))
+            adapters.fill(module, seed, dtype)
+        return module
+
+    def narrow(self, model: LanguageModel) -> None:
+        """Hold what does not learn in bfloat16 where the run computes so; not in a module that was given."""
+        if self.adapts and model.precision == "bf16" and isinstance(self.named, load.Source):
+            narrow.narrow(model.module)
+
+    @contextmanager
+    def as_reference(self, module: Any) -> Iterator[None]:
+        """The policy as it is before step 1: a fresh adapter changes nothing, so that the scores are those of the base,
+        which other runs share."""
+        if not self.fresh:
+            yield
+            return
+        with adapters.switched_off(module):
+            yield
+
+    @staticmethod
+    def live(model: LanguageModel) -> references.Reference:
+        """The policy of a fresh adapter as it is before step 1, kept in memory: the base that it holds."""
+        return references.OffReference(model)
+
+    def fingerprint(self, model: LanguageModel) -> str:
+        """Of the policy before step 1."""
+        with self.as_reference(model.module):
+            return references.fingerprint(model)
+
+    def take_result(self, module: Any, directory: Path, numerics: Numerics, world: World) -> None:
+        """Overwrite what learns in a module with what a run left. All ranks call this together.
+
+        Raises:
+            ModelError: if it does not fit.
+        """
+        if not self.adapts:
+            models.take_weights(module, directory, numerics, world)
+            return
+        world.on_main(lambda: adapter_files.load_values(module, directory))
+        world.broadcast_into([weight.detach() for weight in adapters.kept_parameters(module)])
+
+    def begin(self, numerics: Numerics, seed: int, voice: Voice) -> tuple[Any, dict[str, Any]]:
+        """The policy's module; what of it learns is said, and given as facts for the manifest."""
+        module = self.module(numerics, seed)
+        if not self.adapts:
+            return module, {}
+        facts = adapters.facts_of(module)
+        voice.say(f"adapter: {facts}" + (f"; weights held in {self.lora.quantize}" if self.lora.quantize else ""))
+        if not self.fresh:
+            origin = self.directory or "the adapter of the model that was given"
+            voice.say(f"  it starts from {origin}; the reference is the model with that adapter, as it is before "
+                      "step 1")
+        return module, {"adapter": asdict(facts)}
+
+    def _config(self, module: Any) -> Any:
+        if self.directory is None:
+            return adapter_targets.new_config(module, self.lora, self._base)
+        config = adapter_files.read_config(self.directory)
+        config.base_model_name_or_path = self._base or config.base_model_name_or_path
+        return config
+
+    @property
+    def _base(self) -> str:
+        """What the adapter's file says that it belongs to."""
+        if isinstance(self.named, load.Source):
+            return self.named.absolute
+        origin = str(getattr(self.named.config, "name_or_path", "") or "")
+        return os.path.abspath(origin) if Path(origin).is_dir() else origin
+
+
+def _inner(module: Any) -> Any:
+    """The causal model in a PeftModel, or the module itself."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def _checked(path: Path) -> Path:
+    adapter_files.read_config(path)
+    return path
+
+
+def _check_quantize(named: Named, world: World) -> None:
+    quantized.check_installed()
+    if world.size > 1:
+        raise UsageError(f"lora.quantize works on one process, and there are {world.size}; leave it out, and shard the "
+                         "weights over them")
+    if not isinstance(named, load.Source):
+        raise UsageError("lora.quantize has no effect on a module that was given; give the model by its name")
+    if named.gguf_file:
+        raise UsageError("lora.quantize cannot hold a GGUF file's weights in other bits than it has; name the model "
+                         "that it was made from")
+
+
+def _check_learning(module: Any) -> None:
+    """Let the adapter of a module that was given learn, and nothing else.
+
+    Raises:
+        ModelError: if other weights would learn, which no adapter's directory can hold.
+    """
+    names = adapters.learning_names(module) or set()
+    outside = [name for name, weight in module.named_parameters(remove_duplicate=False)
+               if weight.requires_grad and name not in names]
+    if outside:
+        raise ModelError(f"{len(outside)} weights outside the adapter would learn ({outside[0]}, ...), and the result, "
+                         "an adapter, cannot hold them; freeze them, or name their modules in peft's modules_to_save")
+    if not any(weight.requires_grad for weight in adapters.kept_parameters(module)):
+        for weight in adapters.kept_parameters(module):  # loaded for inference, as peft does by default
+            weight.requires_grad_(True)
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.eval()
