@@ -16,6 +16,9 @@ from transformers.utils.logging import disable_progress_bar
 from tropism.errors import ModelError, OutputError
 from tropism.model.logps import Precision
 
+SHARD_SIZE = "50GB"
+"""Largest file of weights, as transformers has it."""
+
 disable_progress_bar()  # a bar of their own for every load and save would drown ours
 
 
@@ -193,7 +196,7 @@ def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write(model, tokenizer, partial, dtype, stop_ids, model.state_dict() if weights is None else weights)
+        write_model(model, tokenizer, partial, dtype, stop_ids, model.state_dict() if weights is None else weights)
         shutil.rmtree(path, ignore_errors=True)  # of a run that was killed at its end, and went on
         partial.replace(path)
     except (OSError, SafetensorError) as error:
@@ -220,12 +223,15 @@ def check_space(model: Any, path: Path, dtype: torch.dtype, copies: int = 1, bes
         raise OutputError(f"{path}: {what} will take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
 
 
-def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
-           weights: dict[str, torch.Tensor]) -> None:
-    before = model.generation_config.eos_token_id
-    known = before if isinstance(before, list) else [] if before is None else [before]
-    stops = [*known, *sorted(set(stop_ids) - set(known))]
-    model.generation_config.eos_token_id = stops[0] if len(stops) == 1 else stops
+def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
+                weights: dict[str, torch.Tensor], shard_size: str | int = SHARD_SIZE) -> None:
+    """Write a model's files into a directory that is there. `export` does it whole or not at all.
+
+    Args:
+        stop_ids, weights: as `export` takes them.
+        shard_size: of a file at most; beyond it there are several, with an index.
+    """
+    add_stop_ids(model.generation_config, stop_ids)
     converted: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, and are written once
     state = {}
     for name, tensor in weights.items():
@@ -233,13 +239,22 @@ def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
         if here not in converted:
             converted[here] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
         state[name] = converted[here]
-    model.save_pretrained(path, state_dict=state)
+    model.save_pretrained(path, state_dict=state, max_shard_size=shard_size)
     tokenizer.save_pretrained(path)
     config_file = path / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def add_stop_ids(generation: Any, stop_ids: Iterable[int]) -> None:
+    """Let generation stop at these too, and at those it had before."""
+    before = generation.eos_token_id
+    known = before if isinstance(before, list) else [] if before is None else [before]
+    stops = [*known, *sorted(set(stop_ids) - set(known))]
+    if stops:
+        generation.eos_token_id = stops[0] if len(stops) == 1 else stops
 
 
 def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
