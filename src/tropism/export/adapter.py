@@ -169,6 +169,7 @@ def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) ->
     else:
         content = {**adapter.written, "base_model_name_or_path": adapter.base}
         (path / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    load.as_readable_as(path / ADAPTER_CONFIG)
     check_tensors([path / WEIGHTS], dtype)
     there = load_file(path / WEIGHTS)
     wrong = [name for name in there.keys() | weights.keys()

@@ -53,7 +53,7 @@ def render(run: Run, chosen: Chosen, facts: Mapping[str, Any], name: str) -> str
         directory=name, base=facts["base"], method=METHOD_NAMES.get(method, method) + loss,
         what=_what(adapter, bool(facts["merged"]), options), versions=run.manifest.get("libraries", {"tropism": ""}),
         checkpoint=chosen.trainer is not None, step=chosen.step, best=chosen.best, planned=_planned(run),
-        adapter=adapter, dtype=facts["dtype"], rounding=f" {facts['rounding']}." if facts["rounding"] else "",
+        adapter=adapter, dtype=facts["dtype"], rounding=facts["rounding"],
         stops=_listed([f"`{token}` ({number})" for number, token in facts["stop_tokens"].items()]) or "no token",
         training=_training(run, chosen, options), options=[(key, options[key]) for key in own],
         lora=[(key, value) for key, value in run.lora.items() if facts["adapter"] and value not in (None, False)],
@@ -136,8 +136,8 @@ def _measured(run: Run, chosen: Chosen) -> tuple[str, tuple[str, str], list[tupl
     last: dict[str, Any] = next((record for record in reversed(evaluations) if record["step"] == chosen.step), {})
     if not last:
         when = ", ".join(str(record["step"]) for record in evaluations)
-        return (f"These weights were not evaluated: they are those after step {chosen.step}, and the run evaluated after "
-                f"steps {when}.", nothing, [])
+        return (f"These weights were not evaluated: they are those after step {chosen.step}, and the run evaluated "
+                f"after steps {when}.", nothing, [])
     leave_out = {*BOOKKEEPING, "step", "split"}
     keys = [key for key in last if key not in leave_out and not key.endswith(("_low", "_high"))]
     rows = (run.audit.get("split") or {}).get("eval", "the")
@@ -155,7 +155,10 @@ def _interval(record: Mapping[str, Any], key: str) -> str:
 
 
 def _figure(value: Any) -> str:
-    return "not finite" if value is None or not math.isfinite(value) else f"{value:.4f}"
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    text = f"{value:.4f}"
+    return text if float(text) else f"{0:.4f}"  # no minus before a zero
 
 
 def _listed(words: list[str]) -> str:

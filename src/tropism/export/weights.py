@@ -195,7 +195,8 @@ def _round(name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
     if bool((torch.isinf(found) & ~torch.isinf(tensor)).any()):
         most = torch.finfo(rounding.dtype).max
         raise ModelError(f"{name} holds {float(tensor.abs().max()):.3g}, and "
-                         f"{str(rounding.dtype).removeprefix('torch.')} ends at {most:.5g}; bfloat16 reaches as far as float32")
+                         f"{str(rounding.dtype).removeprefix('torch.')} ends at {most:.5g}; bfloat16 reaches as far as "
+                         "float32")
     rounding.weights += tensor.numel()
     back = found.to(tensor.dtype)
     moved = back != tensor

@@ -246,6 +246,13 @@ def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    as_readable_as(config_file)
+
+
+def as_readable_as(file: Path) -> None:
+    """Let whoever may read a file read the weights beside it: safetensors writes them for their owner alone."""
+    for weights in file.parent.glob("*.safetensors"):
+        weights.chmod(file.stat().st_mode & 0o777)
 
 
 def add_stop_ids(generation: Any, stop_ids: Iterable[int]) -> None:
