@@ -1,6 +1,7 @@
 """Exported adapters: alone and merged, of a result and of a checkpoint."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from exporting import IDS, SETTINGS, filled_run, logits
+from exporting import IDS, filled_run, logits
 from tropism.errors import CheckpointError, ModelError
 from tropism.export import export
 from tropism.train import checkpoint
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about ends that are tied or saved
+
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
-    "dora": {"target_modules": ["q_proj", "up_proj"], "use_dora": True},
-    "rslora": {"target_modules": ["o_proj"], "use_rslora": True},
+    "dora": {"target_modules": ["q_proj", "up_proj"], "use_dora": True, "use_rslora": True},
     "whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "embedding": {"target_modules": ["v_proj", "embed_tokens"]},
 }
@@ -67,7 +69,6 @@ def run_of(model: Any, base: Path, path: Path) -> Path:
     return path
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_says_what_the_adapter_said(base: Callable[[bool], Path], tmp_path: Path, kind: str, tied: bool) -> None:
@@ -88,7 +89,6 @@ def test_merged_says_what_the_adapter_said(base: Callable[[bool], Path], tmp_pat
         assert ("lm_head.weight" in load_file(tmp_path / name / "model.safetensors")) is not (tied and not one_end)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_alone_every_row_of_it_is_there(base: Callable[[bool], Path], tmp_path: Path, kind: str) -> None:
     """S1: by peft alone, in a dtype of its own; result and checkpoint give the same file."""
@@ -109,7 +109,6 @@ def test_alone_every_row_of_it_is_there(base: Callable[[bool], Path], tmp_path: 
         torch.testing.assert_close(found, model(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_an_adapter_in_another_dtype_and_its_card(base: Callable[[bool], Path], tmp_path: Path) -> None:
     run = run_of(trained(base(True), "lora"), base(True), tmp_path / "run")
     export(run, tmp_path / "out", dtype="bf16")
@@ -127,11 +126,8 @@ def test_an_adapter_in_another_dtype_and_its_card(base: Callable[[bool], Path], 
         file.name for file in (tmp_path / "out").iterdir()}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_a_run_that_never_ended(base: Callable[[bool], Path], tmp_path: Path) -> None:
     """Its adapter config comes from what the run was told and from the names; the tokenizer from the base."""
-    import shutil
-
     model = trained(base(False), "dora")
     run = run_of(model, base(False), tmp_path / "run")
     shutil.rmtree(run / "model")
@@ -144,7 +140,6 @@ def test_a_checkpoint_of_a_run_that_never_ended(base: Callable[[bool], Path], tm
     assert config["base_model_name_or_path"] == str(base(False))
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_what_is_missing_is_named(base: Callable[[bool], Path], tmp_path: Path) -> None:
     """S1: as a process that saved only its own share would leave it."""
     run = run_of(trained(base(True), "lora"), base(True), tmp_path / "run")
@@ -167,13 +162,9 @@ def test_what_is_missing_is_named(base: Callable[[bool], Path], tmp_path: Path) 
     with pytest.raises(CheckpointError, match="is missing"):
         export(run, tmp_path / "out", checkpoint="3")
     assert not (tmp_path / "out").exists()
-    assert SETTINGS["method"] == "kto"
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_base_that_is_gone(base: Callable[[bool], Path], tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "base"
     shutil.copytree(base(True), copy)
     run = run_of(trained(copy, "lora"), copy, tmp_path / "run")
