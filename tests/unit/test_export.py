@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from exporting import filled_run, logits
+from exporting import IDS, filled_run, logits
 from tropism.errors import CheckpointError, ModelError, OutputError, OutputExistsError, TropismError, UsageError
 from tropism.export import export, weights, write
 from tropism.export.weights import filled, rounded, skeleton
@@ -83,6 +83,29 @@ def test_every_weight_is_filled(tiny_model_dir: Path) -> None:
             filled(model, wrong, Path("c"))
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gemma3_text", "gpt2"])
+def test_names_in_memory_and_names_in_files(tmp_path: Path, fixture_tokenizer: Any, kind: str) -> None:
+    """S1: experts lie together in memory and one by one in files; embeddings are scaled by what no file has."""
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4} if kind == "gpt2" else {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, **({"num_local_experts": 4} if kind == "mixtral" else {})}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        kind, vocab_size=102, bos_token_id=0, eos_token_id=1, pad_token_id=2, **sizes)).eval()
+    model.save_pretrained(tmp_path / "base")
+    fixture_tokenizer.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.01 * torch.randn_like(weight)
+        wanted = model(input_ids=IDS).logits
+    run = filled_run(tmp_path / "run", tmp_path / "base")
+    checkpoint.write(run / "checkpoints", 4, {f"model/{name}": weight.detach() for name, weight
+                                              in model.named_parameters()}, {"step": 4, "fingerprints": {}})
+    export(run, tmp_path / "out", checkpoint="last", max_shard_size="20KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    torch.testing.assert_close(logits(tmp_path / "out"), wanted, rtol=0, atol=1e-5)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[TropismError], str]] = {
     "dtype": ({"dtype": "int8"}, UsageError, "--dtype int8: is none of fp32, bf16"),
     "size": ({"max_shard_size": "much"}, UsageError, "is no size"),
@@ -127,7 +150,7 @@ def test_a_result_that_is_not_what_was_written(run: Path, tmp_path: Path) -> Non
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="model.safetensors has other content.*--checkpoint last exports step-"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors has other content.*--checkpoint last exports step-"):
         export(run, tmp_path / "out")
     shutil.rmtree(run / "model")
     with pytest.raises(UsageError, match="is done, but RUN/model is gone"):
@@ -180,13 +203,13 @@ def test_a_checkpoint_that_cannot_be_used(run: Path, tmp_path: Path, tiny_model_
     place = run / "checkpoints" / "step-00000002"
     other = tmp_path / "other"
     checkpoint.write(other, 2, {"model/x": torch.ones(2)}, {"step": 2, "fingerprints": {"data": "f" * 32}})
-    with pytest.raises(CheckpointError, match="belongs to another run than .*: other data"):
+    with pytest.raises(CheckpointError, match=r"belongs to another run than .*: other data"):
         export(run, tmp_path / "out", checkpoint=str(other / "step-00000002"))
     checkpoint.write(other, 3, {"optimizer/x/y": torch.ones(2)}, {"step": 3, "fingerprints": {}})
     with pytest.raises(CheckpointError, match="holds no weights of a model"):
         export(run, tmp_path / "out", checkpoint=str(other / "step-00000003"))
     checkpoint.write(other, 4, {"model/x": torch.ones(2)}, {"step": 4, "fingerprints": {"template": "f" * 32}})
-    with pytest.raises(CheckpointError, match="the tokenizer that it was trained with is not to be had: .*another temp"):
+    with pytest.raises(CheckpointError, match=r"tokenizer that it was trained with is not to be had: .*another temp"):
         export(run, tmp_path / "out", checkpoint=str(other / "step-00000004"))
     (place / "state" / ".metadata").write_bytes(b"a pickle of somebody else's")
     with pytest.raises(CheckpointError, match=r"\.metadata: is damaged.*It is the only one of the run"):
@@ -220,7 +243,8 @@ def _lose(real: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(("what", "error", "text"), [
-    ("interrupted", KeyboardInterrupt, None), ("lost", OutputError, "does not read back as it should.*has other values")])
+    ("interrupted", KeyboardInterrupt, None),
+    ("lost", OutputError, "does not read back as it should.*has other values")])
 def test_whole_or_not_at_all(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str,
                              error: type[BaseException], text: str | None) -> None:
     """S1: and what an export that was killed left behind goes with the next one."""

@@ -70,7 +70,8 @@ def generation_of(run: Run, chosen: Chosen, tokenizer: Any, config: Any | None) 
         return result, []  # has what was trained
     before = result or _in(run.base) or (GenerationConfig() if config is None
                                          else GenerationConfig.from_model_config(config))
-    stop_ids, notes = chosen.stop_ids, []
+    notes: list[str] = []
+    stop_ids = run.manifest.get("stop_ids") if chosen.trainer is None else chosen.stop_ids
     if stop_ids is None:
         stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         if result is None:

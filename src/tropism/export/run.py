@@ -75,8 +75,9 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         ModelError: if the base, tokenizer or adapter cannot be used, or the weights do not fit the dtype.
         OutputError: if the disk refuses, or what was written does not read back; then nothing is there.
     """
-    path, voice = Path(to).expanduser(), voice or Voice()
-    place = Path(run).expanduser()
+    path, place, voice = Path(to).expanduser(), Path(run).expanduser(), voice or Voice()
+    if path.name in ("", ".."):
+        path = path.resolve()  # what is written beside it needs its name
     wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size)
     found = read_run(place)
     check_target(path, place)
