@@ -6,7 +6,7 @@ torch.distributed.checkpoint: what is no tensor is handed out beside them, as pl
 
 import errno
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,25 +177,40 @@ def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def read_model(path: Path, before_reading: Callable[[dict[str, torch.Size]], None] = lambda sizes: None,
-               ) -> dict[str, Tensor]:
+def model_names(path: Path) -> list[str]:
+    """Names in the module of the weights in a directory. Its metadata is a pickle: check it first.
+
+    Raises:
+        CheckpointError: if it cannot be read, or holds no weights.
+    """
+    return list(_of_model(dcp.FileSystemReader(path), path))
+
+
+def _of_model(reader: dcp.FileSystemReader, path: Path) -> dict[str, Any]:
+    """What is known of each weight of the model, by its name in the module."""
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except CheckpointException as error:
+        raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    found = {name.removeprefix("model/"): entry for name, entry in stored.items() if name.startswith("model/")}
+    if not found:
+        raise CheckpointError(f"{path}: holds no weights of a model")
+    return found
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
     """The weights in a directory by their names in the module, without the optimiser's state, on the CPU. Second
     names of tied weights are not among them. Its metadata is a pickle: check it first.
-
-    Args:
-        before_reading: told the size of each, before memory is taken for them; may raise.
 
     Raises:
         CheckpointError: if it cannot be read, or holds no weights.
     """
     reader = dcp.FileSystemReader(path)
+    tensors = {f"model/{name}": torch.empty(entry.size, dtype=entry.properties.dtype)
+               for name, entry in _of_model(reader, path).items()}
     try:
-        stored = reader.read_metadata().state_dict_metadata
-        entries = {name: entry for name, entry in stored.items() if name.startswith("model/")}
-        if not entries:
-            raise CheckpointError(f"{path}: holds no weights of a model")
-        before_reading({name.removeprefix("model/"): entry.size for name, entry in entries.items()})
-        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error

@@ -66,7 +66,8 @@ def _of_result(run: Run, chosen: Chosen) -> Adapter:
         raise ModelError(f"{chosen.path}: the adapter cannot be read: {error}") from error
     base = config.base_model_name_or_path or run.base
     adapter = Adapter(config, weights, base, written)
-    _check_complete(_shell(run, adapter), weights, chosen.path)
+    module = skeleton(base_config(run, base), run.trust_remote_code)
+    _check_complete(_shell(module, adapter), weights, chosen.path)
     return adapter
 
 
@@ -75,8 +76,10 @@ def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
     from peft import get_peft_model_state_dict
 
     stored = read_model(chosen.path / "state")
-    adapter = Adapter(_config_of_checkpoint(run, chosen, stored), stored, run.base)
-    shell = _shell(run, adapter)
+    base = _base(run)
+    module = skeleton(base_config(run, base), run.trust_remote_code)
+    adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
+    shell = _shell(module, adapter)
     learnt = {name: weight.shape for name, weight in shell.get_base_model().named_parameters() if weight.requires_grad}
     _compare(learnt, {name: weight.shape for name, weight in stored.items()}, chosen.path)
     with _quiet():
@@ -95,38 +98,50 @@ def _config_in(path: Path) -> Any:
         raise ModelError(f"{path}: no adapter config could be read: {str(error).splitlines()[0]}") from error
 
 
-def _config_of_checkpoint(run: Run, chosen: Chosen, stored: Weights) -> Any:
+def _base(run: Run) -> str:
+    """The model that the adapter of a run stands on: a run may have named an adapter in its place."""
+    named = Path(run.base).expanduser()
+    if (named / ADAPTER_CONFIG).is_file() and not (named / "config.json").is_file():
+        return str(_config_in(named).base_model_name_or_path)
+    return run.base
+
+
+def _config_of_checkpoint(run: Run, chosen: Chosen, stored: Weights, module: Any) -> Any:
     """From beside the checkpoint, from the result, from the adapter that the run began with, or from what the run was
-    told and the names in the checkpoint."""
+    told and the names in the checkpoint.
+
+    Args:
+        module: the base, without memory.
+    """
     from peft import LoraConfig
 
     lora = run.lora
-    places = [chosen.path / "model", run.directory.model]
-    if lora.get("adapter"):
-        places.append(Path(lora["adapter"]).expanduser())
-    for place in places:
+    for place in (chosen.path / "model", run.directory.model, Path(lora.get("adapter") or run.base).expanduser()):
         if (place / ADAPTER_CONFIG).is_file():
             return _config_in(place)
     if lora.get("rank") is None:
-        raise CheckpointError(f"{chosen.path}: the adapter that the run began with ({lora.get('adapter')}) is gone, "
-                              "and with it the adapter's config")
+        raise CheckpointError(f"{chosen.path}: the adapter that the run began with ({lora.get('adapter') or run.base}) "
+                              "is gone, and with it the adapter's config")
     targets = sorted({name.partition(".lora_")[0] for name in stored if ".lora_" in name})
     whole = sorted({name.partition(".modules_to_save.")[0] for name in stored if ".modules_to_save." in name})
+    kinds = {type(module.get_submodule(name)).__name__ for name in targets}
+    tied = any(module.get_submodule(name) in (module.get_input_embeddings(), module.get_output_embeddings())
+               for name in whole) and bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
     return LoraConfig(r=lora["rank"], lora_alpha=lora.get("alpha") or 2 * lora["rank"], target_modules=targets,
                       use_dora=bool(lora.get("dora")), use_rslora=bool(lora.get("rslora")),
-                      modules_to_save=whole or None, task_type="CAUSAL_LM")
+                      modules_to_save=whole or None, fan_in_fan_out=kinds == {"Conv1D"}, ensure_weight_tying=tied,
+                      task_type="CAUSAL_LM")
 
 
-def _shell(run: Run, adapter: Adapter) -> Any:
-    """The model with the adapter on it, without memory: it has the names and the sizes."""
+def _shell(module: Any, adapter: Adapter) -> Any:
+    """A model with the adapter on it, without memory: it has the names and the sizes."""
     from peft import get_peft_model
 
-    model = skeleton(base_config(run, adapter.base), run.trust_remote_code)
     config = deepcopy(adapter.config)
     config.inference_mode = False  # else nothing in it learns, and nothing says what is the adapter's
     try:
         with _quiet():
-            return get_peft_model(model, config, low_cpu_mem_usage=True)
+            return get_peft_model(module, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ModelError(f"the adapter does not fit {adapter.base}: {str(error).splitlines()[0]}") from error
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from tropism.dist.state import model_names
 from tropism.errors import CheckpointError, UsageError
 from tropism.observe.checksums import differences
 from tropism.observe.rundir import RunDirectory
@@ -160,7 +161,9 @@ def _checkpoint(run: Run, named: str) -> Chosen:
         raise CheckpointError(f"{error}. " + (f"Other checkpoints of the run: {', '.join(others)}" if others else
                                               "It is the only one of the run")) from error
     _check_same(run, path, trainer)
-    return Chosen(path, int(trainer["step"]), trainer, bool(run.lora), (), best)
+    # An adapter may be what `model` named, so that the options do not say it. The names do.
+    is_adapter = any(".lora_" in name or ".modules_to_save." in name for name in model_names(path / "state"))
+    return Chosen(path, int(trainer["step"]), trainer, is_adapter, (), best)
 
 
 def _find(run: Run, named: str) -> tuple[Path, tuple[str, float] | None]:
