@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"target_modules": ["q_proj", "up_proj"], "use_dora": True, "use_rslora": True},
     "whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "embedding": {"target_modules": ["v_proj", "embed_tokens"]},
+    "both ends": {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
 }
 
 
@@ -70,8 +71,9 @@ def run_of(model: Any, base: Path, path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [
-    ("lora", True), ("dora", False), ("whole head", True), ("whole head", False), ("embedding", True)])
-def test_merged_says_what_the_adapter_said(base: Callable[[bool], Path], tmp_path: Path, kind: str, tied: bool) -> None:
+    ("lora", True), ("dora", False), ("whole head", True), ("whole head", False), ("embedding", True), ("both ends", True)])
+def test_merged_says_what_the_adapter_said(base: Callable[[bool], Path], tmp_path: Path, kind: str,
+                                           tied: bool) -> None:
     """S1: also where the adapter changes one end of a tied model only, which is tied no more then; of the result and of
     the checkpoint."""
     model = trained(base(tied), kind)

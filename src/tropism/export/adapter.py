@@ -79,8 +79,11 @@ def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
     base = _base(run)
     module = skeleton(base_config(run, base), run.trust_remote_code)
     adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
+    ends = [f"{name}.modules_to_save.default.weight" for name in _ends_of(module)]
     shell = _shell(module, adapter)
     learnt = {name: weight.shape for name, weight in shell.get_base_model().named_parameters() if weight.requires_grad}
+    if adapter.config.ensure_weight_tying:  # then one copy of the two ends was trained, and stored under one name
+        stored |= {name: stored[other] for name, other in (ends, ends[::-1]) if other in stored and name in learnt}
     _compare(learnt, {name: weight.shape for name, weight in stored.items()}, chosen.path)
     with _quiet():
         adapter.weights = get_peft_model_state_dict(
@@ -175,8 +178,9 @@ def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) ->
     Raises:
         OutputError: if it does not read back as it was.
     """
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, path / WEIGHTS,
-              metadata={"format": "pt"})
+    first = {weight.data_ptr(): name for name, weight in reversed(weights.items())}
+    save_file({name: weight.contiguous() if first[weight.data_ptr()] == name else weight.clone()  # of tied ends
+               for name, weight in weights.items()}, path / WEIGHTS, metadata={"format": "pt"})
     if adapter.written is None:
         adapter.config.inference_mode = True
         adapter.config.base_model_name_or_path = adapter.base
@@ -246,10 +250,15 @@ def _untie(model: Any) -> None:
     model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
+def _ends_of(model: Any) -> list[str]:
+    """Names of the embedding and the head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if any(module is end for end in ends)]
+
+
 def _touches_ends(model: Any, adapter: Adapter) -> bool:
     """Whether the adapter changes the embedding or the head."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
+    names = _ends_of(model)
     return any(key.startswith(f"{_INNER}{name}.") for key in adapter.weights for name in names)
 
 
