@@ -1,6 +1,7 @@
 """`tropism export` of real runs: what loads in a fresh process with plain transformers, and what its card says."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -130,6 +131,22 @@ def test_a_fresh_process_finds_what_was_in_memory(made: dict[bool, Made], tmp_pa
         assert dtype == wanted[path][1]
         torch.testing.assert_close(logits, wanted[path][0], rtol=0, atol=1e-5)
         assert (eos, template, ids) == (stops, tokenizer.chat_template, tokenizer("Name a tree.")["input_ids"])
+
+
+def test_a_run_that_never_ended(made: dict[bool, Made], tmp_path: Path) -> None:
+    """S1: a checkpoint has what is needed: the terminators that were trained, and the tokenizer's fingerprint."""
+    run = tmp_path / "run"
+    shutil.copytree(made[True].path, run)
+    ended = json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"]
+    manifest = json.loads((run / "manifest.json").read_text())
+    trainer = json.loads((run / "checkpoints" / "step-00000004" / "trainer.json").read_text())
+    assert trainer["stop_ids"] == manifest.pop("stop_ids")
+    assert set(trainer["stop_ids"]) <= set(ended if isinstance(ended, list) else [ended])
+    shutil.rmtree(run / "model")
+    (run / "manifest.json").write_text(json.dumps({**manifest, "status": "stopped"}))
+    assert main(["export", str(run), "--to", str(tmp_path / "out"), "--checkpoint", "last"]) == 0
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == ended
+    assert cell((tmp_path / "out" / "README.md").read_text(), "run's status") == "stopped"
 
 
 def check_files(path: Path, tied: bool, dtype: str, sharded: bool) -> None:
