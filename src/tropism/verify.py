@@ -92,7 +92,8 @@ def verify(directory: Path) -> Verdict:
     kept = tuple(_of_output(directory, manifest))
     try:
         method, values = read_yaml(directory / "config.yaml")
-        options = METHODS[method or manifest["method"]].model_validate(values | {"output": str(directory)})
+        known = METHODS[method or manifest["method"]]
+        options = known.model_validate(known.nested(values | {"output": str(directory)}))
     except (TropismError, ValueError, KeyError) as error:
         return Verdict(directory, (*kept, Check("options", "unknown", f"config.yaml cannot be read: {_line(error)}"),
                                    *_of_machine(manifest)))

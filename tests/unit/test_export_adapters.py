@@ -71,7 +71,8 @@ def run_of(model: Any, base: Path, path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "tied"), [
-    ("lora", True), ("dora", False), ("whole head", True), ("whole head", False), ("embedding", True), ("both ends", True)])
+    ("lora", True), ("dora", False), ("whole head", True), ("whole head", False), ("embedding", True),
+    ("both ends", True)])
 def test_merged_says_what_the_adapter_said(base: Callable[[bool], Path], tmp_path: Path, kind: str,
                                            tied: bool) -> None:
     """S1: of the result and of the checkpoint; also where the adapter changes one end of a tied model only, which is
