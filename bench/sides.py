@@ -20,7 +20,7 @@ from tropism.model import load
 from tropism.model.probe import choose_layout
 from tropism.train import reference as references
 from tropism.train.memory import keep_freed_memory
-from tropism.train.optim import build_optimizer
+from tropism.train.optim import build_optimizer, trainable
 from tropism.train.prepare import build_method, probe_trees
 from tropism.train.step import Engine, train_step
 from tropism.train.work import Planner
@@ -101,7 +101,8 @@ def ours(pipe: Connection, job: Job) -> None:
         method = build_method(LOSSES[options.loss], options.model_dump(), job.rows)  # type: ignore[attr-defined]
         planner = Planner(job.rows, job.schedule, method, model.layout, budget, options.max_length or 2048, world)
         reference = references.build(model, planner.trees(), budget, Path(store), world)
-        engine = Engine(model, reference, method, build_optimizer("adamw", module, 0.0), world, MAX_GRAD_NORM,
+        optimizer = build_optimizer("adamw", trainable(module), 0.0)
+        engine = Engine(model, reference, method, optimizer, world, MAX_GRAD_NORM,
                         probe.error)
         works = {number: planner.work(number) for number in job.numbers}
         # At step 0 the reference is the policy: its stored scores are the policy's log-probs.

@@ -48,6 +48,25 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, fixture_tokenizer) 
 
 
 @pytest.fixture(scope="session")
+def tiny_moe_dir(tmp_path_factory: pytest.TempPathFactory, fixture_tokenizer) -> Path:
+    """A random Mixtral of two layers with four experts, of which two serve a token, and the fixture tokenizer."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    parts = fixture_parts()
+    ids = parts["ids"]
+    torch.manual_seed(6)
+    model = MixtralForCausalLM(MixtralConfig(
+        vocab_size=parts["vocab_size"], hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=parts["model_random"]["max_pos"], tie_word_embeddings=False, initializer_range=0.2,
+        bos_token_id=ids["bos"], eos_token_id=ids["eos"], pad_token_id=ids["pad"]))
+    path = tmp_path_factory.mktemp("models") / "moe"
+    model.save_pretrained(path)
+    fixture_tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def test_data() -> Path:
     """Models and data too large for the repository; tests that need them are skipped where they are not given."""
     if "TROPISM_TEST_DATA" not in os.environ:

@@ -18,7 +18,7 @@ from tropism.dist import World, connect
 from tropism.errors import ModelError, OutputError, ReferenceMismatchError, StoppedEarly, TropismError, UsageError
 from tropism.methods import Method
 from tropism.methods.build import build_method, effective
-from tropism.model import load
+from tropism.model import load, router
 from tropism.model.probe import choose_layout
 from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
@@ -29,6 +29,7 @@ from tropism.observe.track import check as check_trackers
 from tropism.train import checkpoint, models, resume
 from tropism.train import reference as references
 from tropism.train import teacher as teachers
+from tropism.train.balance import build_balance
 from tropism.train.evaluate import Evaluator
 from tropism.train.halt import Halt
 from tropism.train.keep import Notes, check_metric
@@ -49,6 +50,7 @@ from tropism.train.prepare import (
     steps_fingerprint,
 )
 from tropism.train.session import RunResult, Session, result_of
+from tropism.train.spread import introduce_plan, spread, table
 from tropism.train.step import Engine
 from tropism.train.stopping import make_rule
 from tropism.train.store import ROWS, check_writable
@@ -83,7 +85,9 @@ class Run:
                  objects: Objects | None = None) -> None:
         self.options = options
         self.objects = objects or Objects()
-        self.world = world
+        given = any(getattr(self.objects, name) is not None for name in ("model", "reference", "teacher"))
+        self.world = world = spread(world, options.parallel, "a module that is given stays whole in each process; name "
+                                    "the model instead" if given else "")
         self.voice = voice or Voice(loud=world.is_main)
         self.values = options.values
         self.numerics = models.numerics_of(options, world)
@@ -112,6 +116,7 @@ class Run:
         else:
             config = named.config
             check_given(objects.optimizer, named)
+        router.check_option(options.router_aux_weight, config)
         self.tokenizer = objects.tokenizer or load.load_tokenizer(
             named if isinstance(named, load.Source) else load.Source.of(config.name_or_path), trust_remote_code=remote)
         models.tokenizer_of(self.reference, "reference", self.tokenizer, remote)
@@ -176,7 +181,11 @@ class Run:
         self.halt = Halt(self.world, options.max_seconds, began)
         origin = self.world.broadcast(self.world.on_main(
             lambda: find(directory, options.resume, options.fall_back)))
-        self._introduce()
+        introduce(self.data, self.method, self.voice)
+        introduce_plan(options, self.data, self.schedule, len(self.held_out), self.numerics.precision, self.world,
+                       self.objects, self.voice)
+        for note in models.turned_off(self.config, options.router_aux_weight):
+            self.voice.say(note)
         if origin is not None and resume.is_over(origin, directory, self.schedule.total_steps, self._written(),
                                                  self._fingerprints(), self.voice):
             self._take_result(directory)
@@ -208,7 +217,7 @@ class Run:
         options, world = self.options, self.world
         trainer = origin.trainer if origin else None
         engine = self.build(fresh=trainer is None)
-        keep = world.is_main and options.export_dtype != "float32"
+        keep = (world.is_main or world.mesh is not None) and options.export_dtype != "float32"
         initial = engine.model.snapshot() if keep else None
         if origin is not None:
             resume.check_same(origin.manifest, self.facts, directory.path,
@@ -250,24 +259,6 @@ class Run:
             raise TropismError(
                 f"the GPU ran out of memory; --microbatch-tokens below {self.numerics.budget} takes less, and "
                 f"changes no result ({str(error).splitlines()[0]})") from error
-
-    def _introduce(self) -> None:
-        """What was read, and what is about to be done."""
-        options, own = self.options, self.objects.optimizer is None
-        introduce(self.data, self.method, self.voice)
-        held_out = f", {len(self.data.evaluation)} rows held out" if self.data.evaluation else ""
-        if len(self.held_out) < len(self.data.evaluation):
-            held_out += f" ({len(self.held_out)} of them evaluated, the same every time)"
-        size = "a dataloader's batches" if self.objects.steps is not None else str(options.batch_size)
-        rate = f"{options.learning_rate:g}" if own else "the optimizer's own"
-        self.voice.say(f"plan: {len(self.data.train)} rows{held_out}; {self.schedule.total_steps} steps of {size}, "
-                       f"learning rate {rate}, max_length {self.data.max_length}, {self.numerics.precision}, "
-                       f"{self.world.size} x {self.world.device.type}")
-        if dropout := load.dropout_of(self.config):
-            listed = ", ".join(f"{name} {rate}" for name, rate in dropout.items())
-            self.voice.say(f"dropout is off (the config asks for {listed})")
-        if options.learning_rate == 0 and own:
-            self.voice.warn("learning_rate is 0: nothing will change")
 
     def _written(self) -> dict[str, Any]:
         """Every option with the value that it had."""
@@ -314,19 +305,21 @@ class Run:
             return self.engine
         options, world, method = self.options, self.world, self.method
         if world.device.type == "cpu":
-            keep_freed_memory()
+            keep_freed_memory(world.mesh is None)
         if (method.needs_reference and not self.live) or self.values.get("top_k"):
             self.world.on_main(lambda: check_writable(self.store))
         module = self.numerics.module(self.named)
         self.halt.check()
         probes = probe_trees(self.data.train, self.numerics.budget)
         model, probe = choose_layout(module, self.numerics.precision, world.device, probes, options.layout)
+        model = replace(model, sum_once=self.numerics.sum_once)
         self.voice.say(f"layout: {probe.layout}; differs from the model's own forward by at most "
                        f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
-        if world.size > 1 and len(set(world.gather(references.fingerprint(model)))) > 1:
+        if world.size > 1 and world.mesh is None and len(set(world.gather(references.fingerprint(model)))) > 1:
             raise ModelError("the processes hold different weights; load or seed the model equally on all of them")
         self.planner = Planner(self.data.train, self.schedule, method, model.layout, self.numerics.budget,
-                               self.data.max_length, world, reuse_prompts=not self.live)
+                               self.data.max_length, world, reuse_prompts=not self.live,
+                               balanced=options.router_aux_weight > 0)
         trees, oversized = self.planner.survey(self.halt.watching(lambda done, total: None))
         if oversized:
             self.voice.warn(f"{oversized} prompts with their completions exceed microbatch_tokens "
@@ -339,13 +332,16 @@ class Run:
                 own_trees(self.data.train, self.schedule) + held_out, probes, self.numerics, self.store, world,
                 self.voice, self.halt)
         if method.needs_reference:
-            reference = models.build_reference(model, self.reference, self.live, trees + held_out, probes,
+            reference = models.build_reference(model, self.named, self.reference, self.live, trees + held_out, probes,
                                                self.numerics, self.store, world, self.voice, self.halt)
         updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
                                             self.objects.scheduler)
         engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
-                        rounding=probe.per_root_token)
+                        rounding=probe.per_root_token, balance=build_balance(options.router_aux_weight, model, probes))
         self.facts: dict[str, Any] = {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
+        if world.mesh is not None:
+            for line in table(engine.modules, world):
+                self.voice.say(line)
         self._check(engine, fresh)
         self.engine = engine
         return engine

@@ -174,7 +174,7 @@ class Trainer:
         objects = self.objects
         given = [module for module in (objects.model, objects.reference, objects.teacher) if module is not None]
         own = [module.config._attn_implementation for module in given]
-        with connect() as world:
+        with connect(stay=True) as world:
             if self._run is None:
                 self._run = Run(self.options, world, self.voice, objects)
             self._run.options = self.options

@@ -89,16 +89,17 @@ BESIDES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("alias", "ours"), ALIASES.items())
-def test_every_alias(alias: str, ours: str, tiny_model_dir: Path, pairs: Path) -> None:
+def test_every_alias(alias: str, ours: str, tiny_model_dir: Path, tiny_moe_dir: Path, pairs: Path) -> None:
     """H2: the field's name sets our option; both names, or two of the field's, are an error that names them."""
     value = VALUES[ours]
     besides = {"kd_weight": {"teacher": str(tiny_model_dir)}, **BESIDES}.get(ours, {})
     trainer = DPOTrainer if ours in DPOOptions.flat_fields() else KTOTrainer
-    options = trainer(tiny_model_dir, train_dataset=pairs, **besides, **{alias: value}).options
+    model = tiny_moe_dir if ours == "router_aux_weight" else tiny_model_dir
+    options = trainer(model, train_dataset=pairs, **besides, **{alias: value}).options
     assert options.flattened(options.model_dump())[ours] == value
     for again in (ours, *(name for name, same in ALIASES.items() if same == ours and name != alias)):
         with pytest.raises(UsageError, match=f"^{alias} and {again} are the same option"):
-            trainer(tiny_model_dir, train_dataset=pairs, **{alias: value, again: value})
+            trainer(model, train_dataset=pairs, **{alias: value, again: value})
     assert canonical({alias: None}) == {}
     assert canonical({alias: None, ours: value}) == {ours: value}
 

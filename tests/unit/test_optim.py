@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tropism.errors import UsageError
-from tropism.train.optim import build_optimizer, learning_rates, step_if_finite
+from tropism.train.optim import build_optimizer, learning_rates, step_if_finite, trainable
 from tropism.train.options import Schedule
 
 NAMES = get_args(Schedule)
@@ -65,7 +65,7 @@ def test_float32_master_weights() -> None:
     """N3: 100 steps of 1e-3 on a weight of 1.0 give 0.9; in bf16 they would round away and leave 1.0."""
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
-    optimizer = build_optimizer("sgd", model, weight_decay=0.0)
+    optimizer = build_optimizer("sgd", trainable(model), weight_decay=0.0)
     for _ in range(100):
         model.weight.grad = torch.ones(1, 1)
         step_if_finite(optimizer, 1e-3, YES)
@@ -85,7 +85,7 @@ def test_a_non_finite_step_is_a_no_op(name: str) -> None:
     def trained(*finite: torch.Tensor) -> tuple[list[torch.Tensor], dict]:
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
-        optimizer = build_optimizer(name, model, weight_decay=0.1)
+        optimizer = build_optimizer(name, trainable(model), weight_decay=0.1)
         for number, good in enumerate(finite):
             fill = float(sum(map(bool, finite[:number]))) + 1.0 if good else float("nan")
             for parameter in model.parameters():
@@ -113,7 +113,7 @@ def test_a_first_non_finite_step_changes_no_weight() -> None:
     for name in ("adamw", "sgd"):
         model = torch.nn.Linear(3, 2)
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        optimizer = build_optimizer(name, model, weight_decay=0.1)
+        optimizer = build_optimizer(name, trainable(model), weight_decay=0.1)
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, float("inf"))
         step_if_finite(optimizer, 0.1, NO)
@@ -126,7 +126,7 @@ def test_adamw_matches_the_plain_kernel() -> None:
     model = torch.nn.Linear(3, 2)
     plain = torch.nn.Linear(3, 2)
     plain.load_state_dict(model.state_dict())
-    optimizer = build_optimizer("adamw", model, weight_decay=0.1)
+    optimizer = build_optimizer("adamw", trainable(model), weight_decay=0.1)
     wanted = torch.optim.AdamW([{"params": [plain.weight], "weight_decay": 0.1},
                                 {"params": [plain.bias], "weight_decay": 0.0}],
                                lr=0.01, betas=(0.9, 0.999), eps=1e-8, foreach=False, fused=False)
@@ -144,8 +144,8 @@ def test_frozen_weights_stay_out() -> None:
     """N4: nothing trainable is refused; frozen weights are not in the optimiser."""
     model = torch.nn.Linear(3, 2)
     model.weight.requires_grad_(False)
-    optimizer = build_optimizer("sgd", model, weight_decay=0.0)
+    optimizer = build_optimizer("sgd", trainable(model), weight_decay=0.0)
     assert [p is model.bias for group in optimizer.param_groups for p in group["params"]] == [True]
     model.bias.requires_grad_(False)
     with pytest.raises(UsageError, match="no trainable weights"):
-        build_optimizer("adamw", model, weight_decay=0.0)
+        build_optimizer("adamw", trainable(model), weight_decay=0.0)

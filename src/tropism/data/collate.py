@@ -185,6 +185,41 @@ def _tree(trees: Sequence[PromptTree]) -> Batch:
     return layout.batch(labels, at)
 
 
+def occurrences(trees: Sequence[PromptTree], counts: Sequence[int], layout: Layout) -> Tensor:
+    """`[B * L]` float64: how often rows that each bring a prompt of their own would feed each token of a batch.
+
+    Args:
+        trees: those of the batch.
+        counts: how many rows look at each completion, in the order in which the batch numbers them.
+        layout: that of the batch.
+
+    Returns:
+        Zeros for padding and for the token of a batch without trees.
+    """
+    count = iter(counts)
+    counted = [[next(count) for _ in tree.completions] for tree in trees]
+    parts = [part for tree, own in zip(trees, counted, strict=True)
+             for part in (_shared if layout == "tree" else _alone)(tree, own)] or [np.zeros(1)]
+    if layout == "padded":
+        width = max(map(len, parts))
+        parts = [np.pad(part, (0, width - len(part))) for part in parts]
+    return torch.from_numpy(np.concatenate(parts).astype(np.float64))
+
+
+def _shared(tree: PromptTree, counts: Sequence[int]) -> list[npt.NDArray[np.float64]]:
+    """`occurrences` of a tree: its prompt, then each completion that carries others or none."""
+    carried = {number: np.zeros(len(tree.completions[number].ids) - 1) for number in sorted({*tree.carriers})}
+    for completion, carrier, count in zip(tree.completions, tree.carriers, counts, strict=True):
+        carried[carrier][: len(completion.ids) - 1] += count
+    return [np.full(len(tree.prompt_ids), float(sum(counts))), *carried.values()]
+
+
+def _alone(tree: PromptTree, counts: Sequence[int]) -> list[npt.NDArray[np.float64]]:
+    """The same of its lines, one for each completion."""
+    return [np.full(len(tree.prompt_ids) + len(completion.ids) - 1, float(count))
+            for completion, count in zip(tree.completions, counts, strict=True)]
+
+
 def _cumulative(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 

@@ -6,7 +6,7 @@ torch.distributed.checkpoint: what is no tensor is handed out beside them, as pl
 
 import errno
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
+from tropism.dist.mesh import Mesh
+from tropism.dist.shard import Owned, like, part_of
+from tropism.dist.world import World
 from tropism.errors import CheckpointError, UsageError
 
 Plain = dict[str, Any]
@@ -47,24 +51,29 @@ class TrainingState:
     values: dict[str, Plain] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: torch.nn.Module, optimizer: torch.optim.Optimizer, begun: bool = False) -> "TrainingState":
-        """The state as it is.
+    def of(cls, module: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Owned | None = None,
+           begun: bool = False) -> "TrainingState":
+        """The state as it is; of sharded weights as DTensors of this process's parts.
 
         Args:
+            owned: what the optimiser holds of the module's weights, if it does not hold them themselves.
             begun: with what the optimiser makes at its first step, if it has not done that yet. It is made by a step
                 with rate 0, so only where other weights and state are given to it afterwards.
         """
         if begun:
-            get_optimizer_state_dict(module, optimizer)
+            _begin(optimizer)
         model, optim = get_model_state_dict(module), optimizer.state_dict()
-        names = _names(module, optimizer)
+        names = _names(module, optimizer, owned)
+        weights = dict(module.named_parameters(remove_duplicate=False))
         state = cls({}, {}, [{**group, "params": [names[index] for index in group["params"]]}
                              for group in optim["param_groups"]])
-        seen: dict[tuple[int, torch.Size, Any], str] = {}
+        seen: dict[Any, str] = {}
         for name, tensor in model.items():
             key = f"model/{name}"
-            if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel():
-                place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if isinstance(tensor, DTensor) or (type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel()):
+                # A process may hold nothing of a weight, and all must find the same ones tied.
+                place: Any = (id(weights.get(name)) if isinstance(tensor, DTensor)
+                              else (tensor.data_ptr(), tensor.shape, tensor.stride()))
                 if place in seen:
                     state.tied[key] = seen[place]
                     continue
@@ -73,26 +82,33 @@ class TrainingState:
         for index, entry in optim["state"].items():
             for key, value in entry.items():
                 if isinstance(value, Tensor):
-                    state.tensors[f"optimizer/{names[index]}/{key}"] = value
+                    whole = weights[names[index]]
+                    fits = value.shape == part_of(whole).shape  # not a count of steps
+                    state.tensors[f"optimizer/{names[index]}/{key}"] = like(value, whole) if fits else value
                 else:
                     state.values.setdefault(names[index], {})[key] = value
         return state
 
-    def copied(self, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def copied(self, into: Mapping[str, Tensor] | None = None, mesh: Mesh | None = None) -> dict[str, Tensor]:
         """The tensors as they are now, on the CPU, where no later step changes them.
 
         Args:
             into: an earlier copy that nobody needs any more: fresh memory costs more than what is copied to it.
+            mesh: over which they are sharded, if they are.
         """
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, tensor in self.tensors.items():
-            place = into.get(name) if into else None
-            if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
-                place = torch.empty(tensor.shape, dtype=tensor.dtype)
-            found[name] = place.copy_(tensor.detach())
+            part = part_of(tensor.detach())
+            place = part_of(into[name]) if into and name in into else None
+            if place is None or place.shape != part.shape or place.dtype != part.dtype:
+                place = torch.empty(part.shape, dtype=part.dtype)
+            place.copy_(part)
+            on_host = mesh.on_host(tensor.device_mesh) if mesh and isinstance(tensor, DTensor) else None
+            found[name] = like(place, tensor, on_host)
         return found
 
-    def apply(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def apply(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
+              owned: Owned | None = None) -> None:
         """Give the state to a module and its optimiser; nothing may be missing or left over."""
         model: Plain = {}
         entries: dict[str, Plain] = {name: dict(values) for name, values in self.values.items()}
@@ -103,19 +119,36 @@ class TrainingState:
                 model[rest] = tensor
             else:
                 weight, _, key = rest.rpartition("/")
-                entries.setdefault(weight, {})[key] = tensor
+                entries.setdefault(weight, {})[key] = part_of(tensor)
         set_model_state_dict(module, model, options=StateDictOptions(strict=True))
-        names = _names(module, optimizer)
+        names = _names(module, optimizer, owned)
         groups = [{**kept, "params": own["params"]}
                   for kept, own in zip(self.groups, optimizer.state_dict()["param_groups"], strict=True)]
         optimizer.load_state_dict({"param_groups": groups, "state": {
             index: entries[name] for index, name in enumerate(names) if name in entries}})
 
 
-def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Owned | None) -> list[str]:
     """The names of an optimiser's weights, by the numbers that its own state has for them."""
-    own = {parameter: name for name, parameter in module.named_parameters()}
-    return [own[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    own, weight_of = {parameter: name for name, parameter in module.named_parameters()}, owned.weight_of() if owned else {}
+    return [own[weight_of.get(parameter, parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _begin(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimiser make the state that it makes at its first step, by a step that changes nothing: its gradients
+    and its rate are 0."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def check_plain(value: Any, what: str) -> None:
@@ -138,20 +171,29 @@ def check_plain(value: Any, what: str) -> None:
                      "it can)")
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def write_tensors(tensors: dict[str, Tensor], path: Path, world: World | None = None) -> None:
     """Write tensors into a directory, by this process alone.
+
+    Args:
+        world: the processes that write together, each its parts; all of them call this.
 
     Raises:
         OSError: if the disk refuses.
     """
+    together = world is not None and world.size > 1
     try:
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, sync_files=False), no_dist=True)
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, sync_files=False), no_dist=not together,
+                 process_group=world.group if world else None)
     except CheckpointException as error:
         raise _cause(error) from error
 
 
-def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> None:
     """Read a directory into tensors, in place, by this process alone. Its metadata is a pickle: check it first.
+
+    Args:
+        tensors: of sharded ones the parts that this process holds are read, whatever world wrote them.
+        whole: everything that is there is to be read.
 
     Raises:
         CheckpointError: naming what is missing, left over or of another size or type; nothing was changed then.
@@ -161,7 +203,7 @@ def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         stored = reader.read_metadata().state_dict_metadata
         for problem, names in (("is missing", tensors.keys() - stored.keys()),
                                ("is not part of this run", stored.keys() - tensors.keys())):
-            if names:
+            if names and (whole or problem == "is missing"):
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 raise CheckpointError(f"{path}: {min(names)}{more} {problem}")
         for name, tensor in tensors.items():
@@ -178,45 +220,45 @@ def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def model_names(path: Path) -> list[str]:
-    """Names in the module of the weights in a directory. Its metadata is a pickle: check it first.
+    """Names in the module of the weights in a directory; second names of tied ones are not among them. Its metadata is
+    a pickle: check it first.
 
     Raises:
         CheckpointError: if it cannot be read, or holds no weights.
     """
-    return list(_of_model(dcp.FileSystemReader(path), path))
-
-
-def _of_model(reader: dcp.FileSystemReader, path: Path) -> dict[str, Any]:
-    """What is known of each weight of the model, by its name in the module."""
     try:
-        stored = reader.read_metadata().state_dict_metadata
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except CheckpointException as error:
         raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    found = {name.removeprefix("model/"): entry for name, entry in stored.items() if name.startswith("model/")}
+    found = [name.removeprefix("model/") for name in stored if name.startswith("model/")]
     if not found:
         raise CheckpointError(f"{path}: holds no weights of a model")
     return found
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
-    """The weights in a directory by their names in the module, without the optimiser's state, on the CPU. Second
-    names of tied weights are not among them. Its metadata is a pickle: check it first.
+    """The weights in a directory by their names in the module, without the optimiser's state, on the CPU.
 
     Raises:
-        CheckpointError: if it cannot be read, or holds no weights.
+        CheckpointError: as `model_names` says.
     """
-    reader = dcp.FileSystemReader(path)
-    tensors = {f"model/{name}": torch.empty(entry.size, dtype=entry.properties.dtype)
-               for name, entry in _of_model(reader, path).items()}
-    try:
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:
-        raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
+    whole = read_whole([f"model/{name}" for name in model_names(path)], path)
+    return {name.removeprefix("model/"): tensor for name, tensor in whole.items()}
+
+
+def read_whole(names: Iterable[str], path: Path) -> dict[str, Tensor]:
+    """Whole tensors of a directory by their names, by this process alone. Those that are not there are left out.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name in names
+               if isinstance(entry := stored.get(name), TensorStorageMetadata)}
+    read_tensors(tensors, path, whole=False)
+    return tensors
 
 
 def _cause(error: CheckpointException) -> Exception:

@@ -3,16 +3,18 @@
 At world size 1 every verb is its simplest case: no process group exists and nothing is copied.
 """
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tropism.dist.mesh import Mesh
 from tropism.errors import TropismError
 
 T = TypeVar("T")
@@ -22,31 +24,79 @@ _BUCKET_BYTES = 64 * 2**20  # gradients travel in buckets, so that no second cop
 
 @dataclass(frozen=True)
 class World:
-    """Who we are among how many, and where our tensors live."""
+    """Who we are among how many, and where our tensors live.
+
+    Args:
+        rank, size: this process among all of them.
+        device: where tensors live.
+        mesh: how a model is spread over them; None where each has a whole copy.
+        group: the process group in which they speak; None for the usual one.
+    """
 
     rank: int
     size: int
     device: torch.device
+    mesh: Mesh | None = None
+    group: Any = None
 
     @property
     def is_main(self) -> bool:
         """Whether this rank writes and speaks."""
         return self.rank == 0
 
+    @property
+    def _tensor(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size("tensor")
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the rows of a step are divided; processes that compute a layer together share one."""
+        return self.size // self._tensor
+
+    @property
+    def part(self) -> int:
+        """Which of them is ours."""
+        return self.rank // self._tensor
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its part."""
+        return self.rank % self._tensor == 0
+
+    def spread(self, replicate: int, shard: int, tensor: int) -> "World":
+        """The same processes in a mesh. All ranks call this together.
+
+        Args:
+            replicate, shard, tensor: sizes whose product is `size`. Where the last two are 1 each process has a whole
+                copy, and there is no mesh.
+        """
+        if shard == tensor == 1:
+            return replace(self, mesh=None)
+        return replace(self, mesh=Mesh.of(self.device.type, replicate, shard, tensor))
+
+    def apart(self) -> "World":
+        """The same processes with a group of their own, for what a thread does beside the steps. All ranks call this
+        together."""
+        return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo"))
+
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum over ranks, on every rank; `values` itself is not changed."""
-        if self.size == 1:
+        """Elementwise sum over the parts of a step, on every rank; `values` itself is not changed."""
+        if self.parts == 1:
             return values
         total = values.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=None if self.mesh is None else self.mesh.data)
         return total
+
+    def of_parts(self, value: T) -> list[T]:
+        """One picklable object of each part of a step, on every rank."""
+        return self.gather(value)[:: self._tensor]
 
     def gather(self, value: T) -> list[T]:
         """One picklable object of each rank, on every rank, in rank order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def broadcast(self, value: T) -> T:
@@ -54,7 +104,7 @@ class World:
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, device=None)
+        dist.broadcast_object_list(box, src=0, device=None, group=self.group)
         return box[0]
 
     def max(self, values: Sequence[int]) -> list[int]:
@@ -62,14 +112,14 @@ class World:
         if self.size == 1:
             return list(values)
         highest = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
         return [int(value) for value in highest.tolist()]
 
     def broadcast_into(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors with those of the main rank. All ranks name equal ones in equal order."""
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor, src=0, group=self.group)
 
     def on_main(self, action: Callable[[], T]) -> T | None:
         """What the main rank alone does; an error of it is raised on every rank, as `together` says."""
@@ -97,12 +147,12 @@ class World:
     def main_first(self) -> Iterator[None]:
         """The main rank goes through the block first, and leaves in files what the others then find there."""
         if self.size > 1 and not self.is_main:
-            dist.barrier()
+            dist.barrier(group=self.group)
         try:
             yield
         finally:
             if self.size > 1 and self.is_main:
-                dist.barrier()
+                dist.barrier(group=self.group)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace each gradient by its sum over ranks. A missing gradient counts as zero, on any number of ranks:
@@ -139,8 +189,12 @@ def _sum_bucket(bucket: list[Tensor]) -> None:
 
 
 @contextmanager
-def connect() -> Iterator[World]:
-    """Join the process group that torchrun describes in the environment, or be alone; leave it at the end."""
+def connect(stay: bool = False) -> Iterator[World]:
+    """Join the process group that torchrun describes in the environment, or be alone; leave it at the end.
+
+    Args:
+        stay: leave it when the process ends: a model that is spread over processes is bound to it.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     if torch.cuda.is_available():
@@ -154,8 +208,15 @@ def connect() -> Iterator[World]:
     joined_here = not dist.is_initialized()
     if joined_here:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        if stay:
+            atexit.register(_leave)
     try:
         yield World(rank, size, device)
     finally:
-        if joined_here:
-            dist.destroy_process_group()
+        if joined_here and not stay:
+            _leave()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

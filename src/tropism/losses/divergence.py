@@ -32,6 +32,9 @@ class Divergence(Protocol):
     def __call__(self, log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
         """Value and slope.
 
+        Columns meet in the sum over them and nowhere else. So of distributions whose columns are divided over
+        processes, each may give its own: the values add up to the whole one, and the slope is that of its columns.
+
         Args:
             log_p: `[n, V]` log-probs of the teacher; each row sums to 1 in probability.
             log_q: `[n, V]` log-probs of the student; the same.

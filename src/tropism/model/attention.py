@@ -27,7 +27,8 @@ NAME = "tropism_tree"
 # Keyword arguments of the attention call that change nothing here: positions are in the rotary embedding
 # already, and there is never a cache.
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions",
-             "output_hidden_states", "past_key_values", "past_key_value", "position_embeddings", "return_dict"}
+             "output_hidden_states", "output_router_logits", "past_key_values", "past_key_value",
+             "position_embeddings", "return_dict"}
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Chunked divergence from a teacher: hidden states of both to one value per token, without the logits of all positions.
 
 The student's log-probs of the target tokens come from the same chunks, so distillation costs one pass over the head.
+Where the vocabulary is divided over processes, all of them call what is here together, as `model.head` says.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tropism.losses.divergence import LOWEST, tail_logp
+from tropism.losses.divergence import LOWEST
+from tropism.model.columns import Columns
 from tropism.model.head import Head, backpropagate, score
 from tropism.shapes import Hidden, PerToken, TokenIndex
 
@@ -25,12 +27,15 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Targets(Protocol):
     """What a teacher says about each supervised token of a batch."""
 
-    def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence) -> tuple[Tensor, Tensor]:
+    def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence,
+                columns: Columns) -> tuple[Tensor, Tensor]:
         """`[n]` divergence of the tokens `rows`, and `[n, V]` its derivative by the student's logits.
 
         Args:
             rows: which tokens.
-            logits: `[n, V]` the student's, of the vocabulary that both share, divided by `temperature` already.
+            logits: `[n, V]` the student's, of the vocabulary that both share, divided by `temperature` already; of
+                a divided vocabulary, the columns that are here, as in the derivative. The divergence is always whole.
+            columns: which columns these are.
         """
         ...
 
@@ -41,20 +46,22 @@ class Exact:
 
     Args:
         hidden: `[S, D]` the teacher's hidden state for each supervised token.
-        head: its head.
+        head: its head; divided as the student's is, or whole.
     """
 
     hidden: Hidden
     head: Head
 
-    def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence) -> tuple[Tensor, Tensor]:
+    def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence,
+                columns: Columns) -> tuple[Tensor, Tensor]:
         """As `Targets` says."""
-        weight = self.head.weight.to(self.head.compute or self.head.weight.dtype)
-        teacher, _ = self.head.logits(self.hidden[rows].to(weight.dtype), weight)
-        log_p = torch.log_softmax(teacher[:, : logits.shape[1]].to(logits.dtype) / temperature, dim=-1)
-        log_q = torch.log_softmax(logits, dim=-1)
+        head = self.head.beside(columns)
+        weight = head.weight.to(head.compute or head.weight.dtype)
+        teacher, _ = head.logits(self.hidden[rows].to(weight.dtype), weight)
+        log_p, log_q = columns.log_softmax(teacher[:, : logits.shape[1]].to(logits.dtype) / temperature, logits)
         value, slope = divergence(log_p, log_q)
-        return value, slope - log_q.exp_() * slope.sum(-1, keepdim=True)
+        value, total = columns.totals(value, slope)
+        return value, slope - log_q.exp_() * total
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +80,18 @@ class TopK:
     logps: Tensor
     tail: Tensor
 
-    def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence) -> tuple[Tensor, Tensor]:
+    def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence,
+                columns: Columns) -> tuple[Tensor, Tensor]:
         """As `Targets` says."""
         kept = self.ids[rows]
-        log_z = torch.logsumexp(logits, dim=-1)
-        rest = tail_logp(logits, kept, log_z)
+        kept_q, rest, log_z = columns.kept_logps(logits, kept)
         log_p = torch.cat((self.logps[rows], self.tail[rows, None]), dim=-1).to(logits.dtype)
-        log_q = torch.cat((logits.gather(1, kept) - log_z[:, None], rest[:, None]), dim=-1)
+        log_q = torch.cat((kept_q, rest[:, None]), dim=-1)
         value, slope = divergence(log_p, log_q)
         # A token of the tail has its share of the tail's slope; in a tail of masked tokens alone, none has any.
         every = logits - log_z[:, None]
         change = (every - rest.clamp(min=LOWEST)[:, None]).exp_() * slope[:, -1:]
-        change.scatter_(1, kept, slope[:, :-1])
+        change = columns.put(change, kept, slope[:, :-1])
         return value, change - every.exp_() * slope.sum(-1, keepdim=True)
 
 
@@ -116,15 +123,15 @@ class Comparison:
             targets: what the teacher says about them. No gradient reaches it.
             chunk: positions per chunk.
         """
-        chunk = chunk or _chunk(head.weight)
+        chunk = chunk or _chunk(head)
         found: tuple[PerToken, PerToken] = _LinearDivergence.apply(
             hidden, head.weight, head.bias, target_ids, head, targets, self, chunk)
         return found
 
-    def of(self, rows: slice, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    def of(self, rows: slice, logits: Tensor, targets: Targets, columns: Columns) -> tuple[Tensor, Tensor]:
         """`[n]` value and `[n, V]` derivative by the student's logits, `V` being the shared vocabulary."""
-        narrow = logits[:, : self.vocabulary]
-        value, change = targets.compare(rows, narrow / self.temperature, self.temperature, self.divergence)
+        shared, narrow = columns.below(logits, self.vocabulary)
+        value, change = targets.compare(rows, narrow / self.temperature, self.temperature, self.divergence, shared)
         return self.scale * value, change.mul_(self.scale / self.temperature)
 
 
@@ -138,9 +145,8 @@ class _LinearDivergence(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits, _ = head.logits(hidden[rows].to(compute), weight_c)
-            log_z = torch.logsumexp(logits, dim=-1)
-            out[0, rows] = logits.gather(1, target_ids[rows, None]).squeeze(1) - log_z
-            out[1, rows] = comparison.of(rows, logits, targets)[0]
+            out[0, rows], _ = head.columns.target_logps(logits, target_ids[rows])
+            out[1, rows] = comparison.of(rows, logits, targets, head.columns)[0]
         ctx.head, ctx.targets, ctx.comparison, ctx.chunk = head, targets, comparison, chunk
         ctx.save_for_backward(hidden, weight, bias, target_ids)
         return out[0], out[1]
@@ -150,22 +156,26 @@ class _LinearDivergence(torch.autograd.Function):
         hidden, weight, bias, target_ids = ctx.saved_tensors
 
         def change_of(rows: slice, logits: Tensor) -> Tensor:
-            away = ctx.comparison.of(rows, logits, ctx.targets)[1].mul_(of_divergence[rows, None])
-            change = score(logits, torch.logsumexp(logits, dim=-1), target_ids[rows]).mul_(of_logps[rows, None])
+            columns = ctx.head.columns
+            away = ctx.comparison.of(rows, logits, ctx.targets, columns)[1].mul_(of_divergence[rows, None])
+            change = score(logits, columns.log_z(logits), target_ids[rows], columns).mul_(of_logps[rows, None])
             change[:, : away.shape[1]] += away
             return change
 
         return (*backpropagate(ctx, hidden, weight, bias, change_of), None, None, None, None, None)
 
 
-def _chunk(weight: Tensor) -> int:
+def _chunk(head: Head) -> int:
     """Positions of a chunk."""
-    return max(1, (_GPU_CHUNK if weight.is_cuda else _CPU_CHUNK) // len(weight))
+    return max(1, (_GPU_CHUNK if head.weight.is_cuda else _CPU_CHUNK) // head.columns.widest(head.weight))
 
 
 @torch.no_grad()
 def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: int) -> TopK:
     """A teacher's k likeliest tokens for each position, with the log of what is left.
+
+    Which of several equally likely tokens is the last to be kept is not defined, but equal on all processes that share
+    the vocabulary.
 
     Args:
         hidden: `[S, D]`.
@@ -174,16 +184,15 @@ def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: in
         temperature, vocabulary: as in `Comparison`.
     """
     weight = head.weight.to(head.compute or head.weight.dtype)
-    chunk = _chunk(weight)
+    chunk = _chunk(head)
     ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     wide = torch.promote_types(weight.dtype, torch.float32)
     logps = torch.empty(len(hidden), k, dtype=wide, device=hidden.device)
     tail = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
-        logits = head.logits(hidden[rows].to(weight.dtype), weight)[0][:, :vocabulary] / temperature
-        log_z = torch.logsumexp(logits, dim=-1)
-        best, ids[rows] = torch.topk(logits, k, dim=-1)
-        logps[rows] = best - log_z[:, None]
-        tail[rows] = tail_logp(logits, ids[rows], log_z)
+        columns, logits = head.columns.below(head.logits(hidden[rows].to(weight.dtype), weight)[0], vocabulary)
+        logits = logits / temperature
+        ids[rows] = columns.top_k(logits, k)
+        logps[rows], tail[rows], _ = columns.kept_logps(logits, ids[rows])
     return TopK(ids, logps, tail)

@@ -2,15 +2,21 @@
 
 Logits exist for one chunk of positions at a time and are formed again in the backward pass, so that memory does
 not grow with positions x vocabulary.
+
+The vocabulary may be divided over processes, which then call everything here together, with equal hidden states and
+targets. Values, and the gradient by the hidden states, come out whole and equal on all of them: the backward pass sums
+what each process contributes to it. Gradients by weight and bias are those of the rows that are here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tropism.errors import ModelError
+from tropism.model.columns import WHOLE, Columns, Divided, Whole
 from tropism.shapes import HeadWeight, Hidden, PerToken, TokenIndex
 
 _CHUNK_ELEMENTS = 2**25  # logits at once: 128 MiB in float32
@@ -21,11 +27,12 @@ class Head:
     """What turns hidden states into logits: `scale * (hidden @ weight.T + bias)`, soft-capped.
 
     Args:
-        weight: `[V, D]`.
-        bias: `[V]` or None.
+        weight: `[V, D]`; of a divided vocabulary the rows that are here.
+        bias: `[V]` or None; the same.
         scale: factor on the logits (Cohere's logit_scale, 1 / Granite's logits_scaling).
         softcap: cap c of c tanh(logits / c) (Gemma 2), or None.
         compute: dtype of the matrix products; None for the weight's.
+        columns: which rows of the weight are here.
     """
 
     weight: HeadWeight
@@ -33,6 +40,7 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     compute: torch.dtype | None = None
+    columns: Columns = WHOLE
 
     def per_token_logps(self, hidden: Hidden, targets: TokenIndex, chunk: int | None = None) -> PerToken:
         """`[S]` log-prob of each target, in float32 or more.
@@ -42,7 +50,7 @@ class Head:
             targets: `[S]` token ids.
             chunk: positions per chunk; by default as many as keep the logits at 128 MiB.
         """
-        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.weight.shape[0])
+        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.widest(self.weight))
         result: PerToken = _LinearLogProb.apply(hidden, self.weight, self.bias, targets, self, chunk)
         return result
 
@@ -71,14 +79,33 @@ class Head:
         """`[S]` log sum over the vocabulary of p^2, in float32 or more: how peaked each prediction is."""
         compute = self.compute or self.weight.dtype
         weight = self.weight.to(compute)
-        chunk = chunk or max(1, _CHUNK_ELEMENTS // len(weight))
+        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.widest(weight))
         out = hidden.new_empty(len(hidden), dtype=torch.promote_types(compute, torch.float32))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits, _ = self.logits(hidden[rows].to(compute), weight)
-            log_z = torch.logsumexp(logits, dim=-1)
-            out[rows] = torch.logsumexp(logits.mul_(2), dim=-1) - 2 * log_z
+            log_z = self.columns.log_z(logits)
+            out[rows] = self.columns.log_z(logits.mul_(2)) - 2 * log_z
         return out
+
+    def beside(self, columns: Columns) -> "Head":
+        """This head with those of its columns here, the first at least, that another head has here.
+
+        Args:
+            columns: of the other head, up to the last id that matters.
+
+        Raises:
+            ModelError: on every process, if this head is divided otherwise.
+        """
+        if columns.alike(self.columns):
+            return self
+        if isinstance(self.columns, Whole) and isinstance(columns, Divided):
+            rows = slice(columns.start, columns.start + columns.width)
+            return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows],
+                           columns=columns)
+        raise ModelError("the heads of the two models are not divided over the processes at the same ids: their sizes "
+                         "differ, or only one is divided; the teacher's likeliest tokens, stored before training "
+                         "(--top-k), serve any division")
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -103,11 +130,10 @@ class _LinearLogProb(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits, bend = head.logits(hidden[rows].to(compute), weight_c)
-            log_z = torch.logsumexp(logits, dim=-1)
-            out[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_z
+            out[rows], log_z = head.columns.target_logps(logits, targets[rows])
             if slope is not None:
-                change = head.to_raw(score(logits, log_z, targets[rows]), bend)
-                slope[rows] = product(change.to(compute), weight_c)
+                change = head.to_raw(score(logits, log_z, targets[rows], head.columns), bend)
+                slope[rows] = head.columns.sum(product(change.to(compute), weight_c))
         ctx.head, ctx.chunk = head, chunk
         ctx.save_for_backward(hidden, weight, bias, targets, slope)
         return out
@@ -119,7 +145,8 @@ class _LinearLogProb(torch.autograd.Function):
             return (upstream[:, None] * slope).to(hidden.dtype), None, None, None, None, None
 
         def change_of(rows: slice, logits: Tensor) -> Tensor:
-            change = score(logits, torch.logsumexp(logits, dim=-1), targets[rows])
+            columns = ctx.head.columns
+            change = score(logits, columns.log_z(logits), targets[rows], columns)
             return change.mul_(upstream[rows, None])
 
         return (*backpropagate(ctx, hidden, weight, bias, change_of), None, None, None)
@@ -128,6 +155,8 @@ class _LinearLogProb(torch.autograd.Function):
 def backpropagate(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
                   change_of: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients by hidden states, weight and bias, as many as are asked for; logits are formed again chunk by chunk.
+
+    The one by hidden states is whole on every process, the others are those of the rows here.
 
     Args:
         ctx: of an autograd function whose first three inputs these are, with its `head` and `chunk`.
@@ -147,7 +176,7 @@ def backpropagate(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
         change = head.to_raw(change_of(rows, logits), bend)
         narrow = change.to(compute)
         if grad_hidden is not None:
-            grad_hidden[rows] = product(narrow, weight_c).to(hidden.dtype)
+            grad_hidden[rows] = head.columns.sum(product(narrow, weight_c)).to(hidden.dtype)
         if grad_weight is not None:
             accumulate(grad_weight, narrow.t(), inputs)
         if grad_bias is not None:
@@ -156,10 +185,10 @@ def backpropagate(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype))
 
 
-def score(logits: Tensor, log_z: Tensor, targets: Tensor) -> Tensor:
+def score(logits: Tensor, log_z: Tensor, targets: Tensor, columns: Columns) -> Tensor:
     """`[chunk, V]` derivative of the log-prob by the logits. Overwrites `logits`."""
     change = logits.sub_(log_z[:, None]).exp_().neg_()
-    return change.scatter_add_(1, targets[:, None], torch.ones_like(log_z)[:, None])
+    return columns.add(change, targets[:, None], torch.ones_like(log_z)[:, None])
 
 
 def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -170,12 +199,31 @@ def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += product(left, right)
 
 
-def head_of(model: Any, compute: torch.dtype | None = None) -> Head:
-    """The head of a transformers causal model, with the scales and caps of its config."""
+def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns = WHOLE) -> Head:
+    """The head of a transformers causal model, with the scales and caps of its config.
+
+    Args:
+        columns: of a divided vocabulary, those of the rows here. Weight and bias may then be DTensors divided so, and
+            their local parts are taken.
+
+    Raises:
+        ModelError: if other rows are here than `columns` says.
+    """
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     if getattr(config, "logits_scaling", None):
         scale /= float(config.logits_scaling)
     softcap = getattr(config, "final_logit_softcapping", None)
-    return Head(linear.weight, getattr(linear, "bias", None), scale, softcap, compute)
+    weight, bias = linear.weight, getattr(linear, "bias", None)
+    if columns != WHOLE:
+        weight, bias = _local(weight), _local(bias)
+        if isinstance(columns, Divided) and len(weight) != columns.width:
+            raise ModelError(f"the head has {len(weight)} rows on process {columns.group.rank}, where {columns.width} "
+                             f"of {columns.vocabulary} belong; this is a bug in how the model is divided")
+    return Head(weight, bias, scale, softcap, compute, columns)
+
+
+def _local(tensor: Any) -> Any:
+    """The part of a DTensor that is here; anything else as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
+from tropism.dist.shard import part_of
 from tropism.errors import ModelError, OutputError
 from tropism.model.logps import Precision
 
@@ -264,12 +265,13 @@ def add_stop_ids(generation: Any, stop_ids: Iterable[int]) -> None:
         generation.eos_token_id = stops[0] if len(stops) == 1 else stops
 
 
-def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
-    """Share of the weights changed by training whose change is still there in `dtype`."""
+def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[int, int]:
+    """How many of the weights that this process holds were changed by training, and the change of how many is still
+    there in `dtype`."""
     changed = kept = 0
     for name, parameter in model.named_parameters():
-        before, after = initial[name], parameter.detach().cpu()
+        before, after = initial[name], part_of(parameter.detach()).cpu()
         moved = before != after
         changed += int(moved.sum())
         kept += int((moved & (before.to(dtype) != after.to(dtype))).sum())
-    return kept / changed if changed else 1.0
+    return changed, kept

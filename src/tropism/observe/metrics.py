@@ -47,6 +47,8 @@ METRICS: dict[str, Metric] = {metric.key: metric for metric in (
     Metric("kl", "nats", "step", "KTO's reference point: kl/raw, but at least 0"),
     Metric("kl/raw", "nats", "unit", "mean log-ratio of the mismatched completions of the step"),
     Metric("kl/stderr", "nats", "mismatched pair", "standard error of kl/raw"),
+    Metric("router_aux", "", "step", "load-balancing loss of the routers, before its weight; part of `loss`. Even "
+           "routing gives the experts per token"),
     Metric("baselines/logps", "share", "", "AUC or accuracy of the initial policy's summed log-prob as the score"),
     Metric("baselines/logps_per_token", "share", "", "the same of its log-prob per token"),
     Metric("baselines/length", "share", "", "the same of the completion's length alone"),

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from tropism.dist.state import write_tensors
+from tropism.dist.world import World
 from tropism.errors import CheckpointError, OutputError
 from tropism.observe.checksums import checksums, file_hash
 
@@ -66,7 +67,8 @@ def listed(root: Path) -> list[Checkpoint]:
 
 
 def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, Any],
-          model: Callable[[Path], None] | None = None, synced: tuple[Path, ...] = ()) -> int:
+          model: Callable[[Path], None] | None = None, synced: tuple[Path, ...] = (),
+          world: World | None = None) -> int:
     """Write a checkpoint. One of the same step counts until this one does.
 
     Args:
@@ -75,6 +77,7 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         trainer: plain values.
         model: writes a model directory to a path.
         synced: files whose size the checkpoint remembers; they are brought to the disk before it counts.
+        world: the processes that write their tensors together, and call this together; by default this one alone.
 
     Returns:
         Its size in bytes.
@@ -86,10 +89,21 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
     beside = _beside(place)
     only_beside = (beside / "COMPLETE").is_file() and not (place / "COMPLETE").is_file()  # was killed before the rename
     path = place if only_beside else beside
-    try:
+
+    def make_room() -> None:
         remove(path)
-        path.mkdir(parents=True)
-        write_tensors(tensors, path / "state")
+        (path / "state").mkdir(parents=True)
+
+    try:
+        if world is None:
+            make_room()
+            write_tensors(tensors, path / "state")
+        else:
+            path = world.broadcast(path)  # they look at the disk at different times
+            world.on_main(make_room)
+            write_tensors(tensors, path / "state", world)
+            if not world.is_main:
+                return 0
         content = json.dumps({"schema_version": SCHEMA_VERSION, **trainer}, indent=1)
         (path / "trainer.json").write_text(content, encoding="utf-8")
         if model is not None:
@@ -102,9 +116,10 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         for file in (path / "COMPLETE", path, root, root.parent):
             _sync(file)
     except (OSError, OutputError) as error:
-        shutil.rmtree(path, ignore_errors=True)
+        if world is None or world.is_main:
+            shutil.rmtree(path, ignore_errors=True)
         free = _free(root)
-        needed = sum(tensor.nbytes for tensor in tensors.values())
+        needed = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise OutputError(f"{place}: the checkpoint could not be written: {reason}. It takes {needed} bytes for its "
                           f"tensors, and {free} bytes are free. What was there before is untouched") from error

@@ -49,17 +49,14 @@ class Evaluator:
         model = engine.model
         trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length)
         packs = scoring_packs(trees, self.budget, model.layout)
-        shares = share([sum(map(cost, pack)) for pack in packs], engine.world.size)
-        own, rounds = shares[engine.world.rank], max(map(len, shares))
+        shares = share([sum(map(cost, pack)) for pack in packs], engine.world.parts)
+        own, rounds = shares[engine.world.part], max(map(len, shares))
         found: dict[bytes, Values] = {}
-
-        def known(pack: Sequence[PromptTree]) -> list[Values]:
-            return _values(engine, pack) if pack else []
 
         for number in range(rounds):
             pack = packs[own[number]] if number < len(own) else []
             keys = [key for tree in pack for key in tree.score_keys]
-            found |= dict(zip(keys, engine.world.together(partial(known, pack)), strict=True))
+            found |= dict(zip(keys, engine.world.together(partial(_values, engine, pack)), strict=True))
             report(number + 1, rounds)  # by all ranks alike: it may stop them
         return {key: value for part in engine.world.gather(found) for key, value in part.items()}
 

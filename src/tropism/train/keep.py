@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tropism.dist.state import TrainingState, check_plain
+from tropism.dist.state import TrainingState, check_plain, read_whole
 from tropism.dist.world import World
 from tropism.errors import OutputError, TropismError
 from tropism.methods import Method
@@ -89,7 +89,7 @@ class Notes:
 
 
 class Saver:
-    """Writes checkpoints of a run, one at a time. The main rank writes; all ranks hold the same.
+    """Writes checkpoints of a run, one at a time. The main rank writes, with all others where the model is sharded.
 
     Args:
         engine: what is kept.
@@ -114,16 +114,23 @@ class Saver:
         self.root = directory.checkpoints
         self.best: tuple[int, float] | None = None
         self._copy: dict[str, Any] = {}
+        self._beside = self.world.apart() if self.together else None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         halt.took("save", self.estimate_bytes() / _SLOWEST_DISK)
         self.world.on_main(self._begin_with_best)
 
+    @property
+    def together(self) -> bool:
+        """Whether all ranks write, each its part."""
+        return self.world.mesh is not None
+
     def estimate_bytes(self) -> int:
         """About what one checkpoint takes, before there is one."""
-        weights = sum(weight.nbytes for weight in self.engine.model.module.state_dict().values())
+        weights = sum(weight.numel() * weight.itemsize for weight in self.engine.model.module.state_dict().values())
         per_weight = 2 if "adam" in type(self.engine.updater.optimizer).__name__.lower() else 1
-        return weights + per_weight * sum(parameter.nbytes for parameter in self.engine.updater.parameters)
+        return weights + per_weight * sum(
+            weight.numel() * weight.itemsize for weight in self.engine.updater.owned.weights)
 
     def finished(self) -> list[checkpoint.Checkpoint]:
         """What is there already."""
@@ -158,7 +165,10 @@ class Saver:
                 raise OutputError(f"{self.root}: the state after step {progress.step} cannot be kept: "
                                   f"{type(error).__name__}: {error}") from error
 
-        self.world.on_main(begin)
+        if self.together:
+            self.world.together(begin)
+        else:
+            self.world.on_main(begin)
 
     def wait(self) -> None:
         """Come back when the save in hand is on the disk. All ranks call this together.
@@ -166,7 +176,7 @@ class Saver:
         Raises:
             OutputError: if it could not be written.
         """
-        self.world.on_main(self._join)
+        self.world.together(self._join)
 
     def leave(self) -> None:
         """Let the save in hand come to its end, where something else has gone wrong: it was begun before that."""
@@ -187,8 +197,8 @@ class Saver:
     def _begin(self, progress: Progress) -> None:
         began = time.monotonic()
         updater = self.engine.updater
-        state = TrainingState.of(self.engine.model.module, updater.optimizer)
-        tensors = self._copy = state.copied(self._copy)
+        state = TrainingState.of(self.engine.model.module, updater.optimizer, updater.owned)
+        tensors = self._copy = state.copied(self._copy, self.world.mesh)
         check_plain([state.groups, state.values], "the optimizer")
         trainer = {
             **progress.state(), **self.notes.state(), "offsets": self.directory.offsets(),
@@ -208,13 +218,16 @@ class Saver:
         began = time.monotonic()
         try:
             write_model = self.model
-            model = None
+            model: Callable[[Path], None] | None = None
             if write_model is not None:
-                everything = tensors | {name: tensors[other] for name, other in tied.items()}
-                weights = {name.removeprefix("model/"): tensor for name, tensor in everything.items()
-                           if name.startswith("model/")}
-                model = lambda path: write_model(weights, path)  # noqa: E731
-            size = checkpoint.write(self.root, step, tensors, trainer, model, self.directory.logs)
+                def model(path: Path) -> None:
+                    whole = read_whole(tensors, path.parent / "state") if self.together else tensors
+                    everything = whole | {name: whole[other] for name, other in tied.items() if other in whole}
+                    write_model({name.removeprefix("model/"): tensor for name, tensor in everything.items()
+                                 if name.startswith("model/")}, path)
+            size = checkpoint.write(self.root, step, tensors, trainer, model, self.directory.logs, self._beside)
+            if not self.world.is_main:
+                return
             self._publish(step)
         except BaseException as error:  # told at the next step, by whoever asks
             self._failure = error

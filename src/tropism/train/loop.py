@@ -280,7 +280,7 @@ def check_first_step(engine: Engine, planner: Planner) -> tuple[bool, str]:
             gaps = scored.logratios.abs()
             differs = not bool((beta * gaps <= engine.noise(scored)).all())  # NaN differs too
             found = (found[0] or differs, found[1] + float(gaps.sum()), found[2] + len(gaps))
-    everywhere = engine.world.gather(found)
+    everywhere = engine.world.of_parts(found)
     if any(differs for differs, _, _ in everywhere):
         mean = sum(total for _, total, _ in everywhere) / sum(count for _, _, count in everywhere)
         return False, (f"policy and reference differ before training: mean |log-ratio| {mean:.3g}. Is the reference "

@@ -7,11 +7,12 @@ import sys
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-_LARGEST = 2**30
+_LARGEST, _SMALLEST = 2**30, 2**20
 
 
-def keep_freed_memory() -> None:
-    """Let glibc reuse freed tensors instead of returning each to the kernel.
+def keep_freed_memory(keep: bool = True) -> None:
+    """Let glibc reuse freed tensors instead of returning each to the kernel; or return each of a MiB and more at once,
+    where whole layers come and go and would leave gaps that nothing fits.
 
     By default every tensor above some hundred KiB is mapped and unmapped anew, and the kernel zeroes its pages at
     first touch: on a CPU that costs more than the element-wise operations themselves. Elsewhere than on glibc this
@@ -23,8 +24,8 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return
-    mallopt(_M_MMAP_THRESHOLD, _LARGEST)
-    mallopt(_M_TRIM_THRESHOLD, _LARGEST)
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST if keep else _SMALLEST)
+    mallopt(_M_TRIM_THRESHOLD, _LARGEST if keep else _SMALLEST)
 
 
 def peak_gib(device: torch.device) -> float:

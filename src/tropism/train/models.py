@@ -1,23 +1,25 @@
 """The frozen models of a run: where they come from, and how the policy is held against them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from tropism.data.tree import PromptTree
+from tropism.dist.shard import Spreading
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
-from tropism.model import load
+from tropism.model import load, router
 from tropism.model.logps import LanguageModel, Precision
 from tropism.model.probe import Layout, choose_layout
+from tropism.model.sharded import load_sharded
 from tropism.observe.console import Voice
 from tropism.train import reference as references
 from tropism.train import teacher as teachers
 from tropism.train.halt import Halt
-from tropism.train.options import TeacherOptions
+from tropism.train.options import ParallelOptions, TeacherOptions
 
 Named = load.Source | Any
 """A model by its name, or the module itself."""
@@ -32,12 +34,18 @@ class Numerics:
         device: where the models live.
         budget: tokens of a pack.
         trust_remote_code: run code that comes with a model.
+        world: the processes of the run.
+        spreading: how models are spread over them; None where each process has a whole copy.
+        sum_once: sum gradients over processes after the last pack of a step only.
     """
 
     precision: Precision
     device: torch.device
     budget: int
     trust_remote_code: bool = False
+    world: World | None = None
+    spreading: Spreading | None = None
+    sum_once: bool = False
 
     def module(self, named: Named) -> Any:
         """The module in evaluation mode, with the weights' dtype of the precision, on the device.
@@ -45,6 +53,9 @@ class Numerics:
         A module that was given is changed in place, so that an optimiser that holds its weights goes on holding them.
         """
         if isinstance(named, load.Source):
+            if self.spreading is not None and self.world is not None:
+                return load_sharded(named, self.precision, self.world, self.spreading,
+                                    trust_remote_code=self.trust_remote_code)
             return load.load_model(named, self.precision, self.device, trust_remote_code=self.trust_remote_code)
         load.check_architecture(named.config)
         return named.to(device=self.device, dtype=load.weights_dtype(self.precision)).eval()
@@ -58,7 +69,7 @@ class Numerics:
         """
         module = self.module(named).requires_grad_(False)
         try:
-            return choose_layout(module, self.precision, self.device, probes, layout)[0]
+            return replace(choose_layout(module, self.precision, self.device, probes, layout)[0], stays=True)
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
 
@@ -70,9 +81,17 @@ def numerics_of(options: Any, world: World) -> Numerics:
         options: with `precision`, `microbatch_tokens` and `trust_remote_code`.
     """
     cuda = world.device.type == "cuda"
+    parallel = getattr(options, "parallel", None)
     precision: Precision = options.precision if options.precision != "auto" else "bf16" if cuda else "fp32"
     return Numerics(precision, world.device, options.microbatch_tokens or (16384 if cuda else 2048),
-                    options.trust_remote_code)
+                    options.trust_remote_code, world, _spreading(parallel, precision, world),
+                    parallel is not None and parallel.reduce_once)
+
+
+def _spreading(parallel: ParallelOptions | None, precision: Precision, world: World) -> Spreading | None:
+    if world.mesh is None or parallel is None:
+        return None
+    return Spreading(world.mesh, torch.bfloat16 if precision == "bf16" else None, parallel.offload)
 
 
 def config_of(named: Named, trust_remote_code: bool) -> Any:
@@ -80,6 +99,18 @@ def config_of(named: Named, trust_remote_code: bool) -> Any:
     if isinstance(named, load.Source):
         return load.load_config(named, trust_remote_code=trust_remote_code)
     return named.config
+
+
+def turned_off(config: Any, router_aux_weight: float) -> list[str]:
+    """What a config asks for and training leaves out, a sentence each."""
+    notes = []
+    if dropout := load.dropout_of(config):
+        listed = ", ".join(f"{name} {rate}" for name, rate in dropout.items())
+        notes.append(f"dropout is off (the config asks for {listed})")
+    if asked := router.coefficient_of(config) if not router_aux_weight else None:
+        notes.append(f"the routers' load-balancing loss is off (the config has router_aux_loss_coef {asked:g}); "
+                     f"{router.OPTION} turns it on")
+    return notes
 
 
 def tokenizer_of(named: Named, name: str, own: Any, trust_remote_code: bool) -> None:
@@ -120,12 +151,13 @@ def check_teacher(named: Named | None, config: Any, tokenizer: Any, top_k: int |
                          "divergence")
 
 
-def build_reference(policy: LanguageModel, named: Named | None, live: bool, trees: list[PromptTree],
+def build_reference(policy: LanguageModel, own: Named, named: Named | None, live: bool, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
                     voice: Voice, halt: Halt) -> references.Reference:
     """Stored scores by default, of the policy as it is now or of another model; or a copy in memory.
 
     Args:
+        own: where the policy comes from.
         named: another model.
         live: keep it, or a copy of the policy, in memory.
         trees: every (prompt, completion) that will be asked for.
@@ -133,7 +165,9 @@ def build_reference(policy: LanguageModel, named: Named | None, live: bool, tree
         halt: may stop the pass.
     """
     if live:
-        return references.LiveReference(references.freeze(policy))
+        copied = (references.freeze(policy) if numerics.spreading is None
+                  else numerics.frozen(own, probes, policy.layout, "reference"))
+        return references.LiveReference(copied)
     frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with voice.bar("reference") as report:
         built = references.build(frozen, trees, numerics.budget, store, world, halt.watching(report))
@@ -174,6 +208,9 @@ def take_weights(module: Any, directory: Path, numerics: Numerics, world: World)
             raise ModelError(f"{directory}: does not fit the module that was given: "
                              f"{' '.join(str(error).split())}") from error
 
+    if world.mesh is not None:
+        world.together(load_them)  # each its part
+        return
     world.on_main(load_them)
     world.broadcast_into(module.state_dict().values())
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tropism.dist.shard import part_of
 from tropism.errors import NothingLearntError
 from tropism.train.step import StepOutcome
 
@@ -39,9 +40,10 @@ class FirstStep:
             return
         assert self._before is not None
         after = snapshot(_trainable(self.module).values())
-        changed = [not torch.equal(one, other) for one, other in zip(self._before, after, strict=True)]
+        changed = sum(not torch.equal(one, other) for one, other in zip(self._before, after, strict=True))
         self.done, self._before = True, None
-        if not any(changed) and not self._nothing_to_learn(outcome):
+        anywhere = self.pooled(torch.tensor(changed, device=outcome.grad_norm.device))  # a part may lie elsewhere
+        if not int(anywhere) and not self._nothing_to_learn(outcome):
             raise NothingLearntError(explain(self.module, outcome.learning_rate, float(outcome.grad_norm)))
 
     def _nothing_to_learn(self, outcome: StepOutcome) -> bool:
@@ -57,7 +59,7 @@ def snapshot(weights: Iterable[Tensor]) -> list[Tensor]:
     Sums of bits, not of values: adding rounds a change away that the weights themselves still hold.
     """
     def one(weight: Tensor) -> Tensor:
-        bits = weight.detach().view(_BITS[weight.element_size()])
+        bits = part_of(weight.detach()).view(_BITS[weight.element_size()])
         return bits.clone() if bits.dim() < 2 else bits.sum(dim=-1, dtype=torch.int64)
 
     return [one(weight) for weight in weights]

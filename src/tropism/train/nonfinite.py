@@ -80,7 +80,7 @@ def diagnose(world: World, outcome: StepOutcome, rows: Sequence[EncodedRow]) -> 
                 found.append(("loss", index))
             else:
                 found.append(("gradient", index))  # not to blame, and named only if none is
-    everywhere = [entry for part in world.gather(found) for entry in part]
+    everywhere = [entry for part in world.of_parts(found) for entry in part]
     point = outcome.point
     order: tuple[Cause, ...] = ("reference", "log-prob", "loss", "gradient")
     # What comes from the whole step carries one row's NaN into the losses of others, which are not to blame.

@@ -6,13 +6,14 @@ from typing import Any, Protocol
 import torch
 from transformers import get_scheduler
 
+from tropism.dist.shard import Owned
 from tropism.dist.state import check_plain
 from tropism.errors import UsageError
 from tropism.train.options import RunOptions
 
 
-def build_optimizer(name: str, module: Any, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW or SGD over the trainable weights; decay acts on matrices, not on norms and biases.
+def build_optimizer(name: str, owned: Owned, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW or SGD over this process's parts of the trainable weights; decay acts on matrices, not on norms and biases.
 
     Both are the fused kernels, which take `found_inf`: a step with a non-finite gradient is then a no-op on the
     device, without asking the host.
@@ -20,15 +21,19 @@ def build_optimizer(name: str, module: Any, weight_decay: float) -> torch.optim.
     Raises:
         UsageError: if nothing is trainable.
     """
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trainable:
+    if not owned.parts:
         raise UsageError("the model has no trainable weights")
-    groups = [{"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-              {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [{"params": [p for p in owned.parts if p.dim() >= 2], "weight_decay": weight_decay},
+              {"params": [p for p in owned.parts if p.dim() < 2], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, fused=True)
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8, fused=True)
+
+
+def trainable(module: Any) -> Owned:
+    """The weights of a module that learn."""
+    return Owned([parameter for parameter in module.parameters() if parameter.requires_grad])
 
 
 def learning_rates(schedule: str, peak: float, steps: int, warmup_ratio: float) -> Callable[[int], float]:
@@ -53,7 +58,7 @@ class Updater(Protocol):
     """Changes the weights once per step."""
 
     optimizer: torch.optim.Optimizer
-    parameters: list[torch.nn.Parameter]
+    owned: Owned
 
     def apply(self, step: int, finite: torch.Tensor) -> float:
         """Apply the gradients of step `step` (from 1), or nothing where `finite` is False; its learning rate."""
@@ -73,18 +78,19 @@ class Scheduled:
 
     Args:
         optimizer: of `build_optimizer`.
+        owned: the weights that it changes.
         rate: the learning rate of step k, from 1.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rate: Callable[[int], float]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, owned: Owned, rate: Callable[[int], float]) -> None:
         self.optimizer = optimizer
+        self.owned = owned
         self.rate = rate
-        self.parameters = parameters_of(optimizer)
 
     def apply(self, step: int, finite: torch.Tensor) -> float:
         """As `Updater` says; the device decides, and the host does not wait for it."""
         rate = self.rate(step)
-        step_if_finite(self.optimizer, rate, finite)
+        step_if_finite(self.optimizer, rate, finite.to(self.owned.parts[0].device))
         return rate
 
     def state(self) -> dict[str, Any]:
@@ -106,7 +112,7 @@ class Given:
     def __init__(self, optimizer: Any, scheduler: Any | None) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.parameters = parameters_of(optimizer)
+        self.owned = Owned(parameters_of(optimizer))
 
     def apply(self, step: int, finite: torch.Tensor) -> float:
         """As `Updater` says. Not every optimiser can leave a step out on the device, so the host asks."""
@@ -157,9 +163,10 @@ def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any =
     """
     if optimizer is None:
         rate = learning_rates(options.schedule, options.learning_rate, steps, options.warmup_ratio)
-        return Scheduled(build_optimizer(options.optimizer, module, options.weight_decay), rate), []
+        owned = trainable(module)
+        return Scheduled(build_optimizer(options.optimizer, owned, options.weight_decay), owned, rate), []
     updater = Given(optimizer, scheduler)
-    held = {id(parameter) for parameter in updater.parameters}
+    held = {id(parameter) for parameter in updater.owned.weights}
     idle = [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in held]
     for parameter in idle:  # no gradient that nobody would use
         parameter.requires_grad_(False)

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from torch import Tensor
 from tropism.data.collate import Batch, collate
 from tropism.data.pack import cost, scoring_packs, share
 from tropism.data.tree import PromptTree
+from tropism.dist.shard import each_whole
 from tropism.dist.world import World
 from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
 from tropism.model.logps import LanguageModel
@@ -57,14 +57,13 @@ def fingerprint(model: LanguageModel) -> str:
 
 
 def weight_hashes(module: Any) -> list[str]:
-    """`name hash` of each weight and stored buffer. Hashing releases the interpreter lock, so threads help."""
-    def one(item: tuple[str, Tensor]) -> str:
-        name, weight = item
+    """`name hash` of each weight and stored buffer, which does not depend on how the model is spread. Hashing releases
+    the interpreter lock, so threads help."""
+    def one(name: str, weight: Tensor) -> str:
         data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return f"{name} {tuple(weight.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
 
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(one, module.state_dict().items()))
+    return each_whole(module.state_dict(), one)
 
 
 class StoredReference:
@@ -126,7 +125,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
     known = world.broadcast(world.on_main(store.load) or {})
     missing = [pack for pack in packs if any(key not in known for tree in pack for key in tree.score_keys)]
-    planned = rounds(missing, world.size)
+    planned = rounds(missing, world.parts)
     fresh: dict[bytes, float] = {}
     written = time.monotonic()
 
@@ -135,7 +134,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
         if world.is_main and time.monotonic() - written > _WRITE_EVERY_S:
             write()
             written = time.monotonic()
-        return _score_pack(model, own) if own else {}
+        return _score_pack(model, own)
 
     def write() -> None:
         store.add(fresh)
@@ -144,9 +143,9 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
 
     try:
         for number, of_ranks in enumerate(planned, start=1):
-            for scores in world.gather(world.together(partial(compute, of_ranks[world.rank]))):
+            for scores in world.gather(world.together(partial(compute, of_ranks[world.part]))):
                 fresh.update((key, value) for key, value in scores.items() if key not in known)
-            report(min(number * world.size, len(missing)), len(missing))
+            report(min(number * world.parts, len(missing)), len(missing))
     except StoppedEarly:  # from the report: the next time begins where this one stopped
         world.on_main(write)
         raise

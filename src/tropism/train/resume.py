@@ -178,13 +178,16 @@ def load(engine: Engine, origin: Origin) -> None:
     assert trainer is not None
     updater, module = engine.updater, engine.model.module
     kept, path = trainer["optimizer"], one.state
-    state = TrainingState.of(module, updater.optimizer, begun=kept.get("begun", True))
-    engine.world.on_main(lambda: read_tensors(state.tensors, path))
-    engine.world.broadcast_into(state.tensors.values())
+    state = TrainingState.of(module, updater.optimizer, updater.owned, kept.get("begun", True))
+    if engine.world.mesh is not None:
+        engine.world.together(lambda: read_tensors(state.tensors, path))
+    else:
+        engine.world.on_main(lambda: read_tensors(state.tensors, path))
+        engine.world.broadcast_into(state.tensors.values())
     state.groups = [_group(mine, theirs, path) for mine, theirs in _paired(state.groups, kept["groups"], path)]
     state.values = kept["values"]
     try:
-        state.apply(module, updater.optimizer)
+        state.apply(module, updater.optimizer, updater.owned)
     except (RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: does not fit this run: {str(error).splitlines()[0]}") from error
     updater.restore(trainer["updater"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tropism.dist.shard import gathered
 from tropism.errors import OutputError, UsageError
 from tropism.model import load
 from tropism.observe.checksums import checksums
@@ -111,7 +112,7 @@ class Session:
         world.on_main(lambda: self._check_space(saver))
         if begins:
             self.halt.check()
-            self.notes.answers = world.on_main(lambda: sampler.ask(engine.model)) or []
+            self.notes.answers = self._answers(sampler)
         progress = Progress(tolerance=Tolerance(options.on_nonfinite))
         if self.origin is not None and self.origin.trainer is not None:
             progress.restore(self.origin.trainer)
@@ -129,13 +130,19 @@ class Session:
             if saver is not None:
                 saver.leave()
             raise
-        samples: list[dict[str, Any]] = []
-        if world.is_main:
-            samples = sampler.compare(self.notes.answers, sampler.ask(engine.model))
-            for sample in samples:
-                directory.append_sample(sample)
-            self._export()
+        answers = self._answers(sampler)
+        samples = sampler.compare(self.notes.answers, answers) if world.is_main else []
+        for sample in samples:
+            directory.append_sample(sample)
+        self._export()
         return self._finish(progress.step, samples)
+
+    def _answers(self, sampler: Sampler) -> list[str]:
+        """Answers of the policy as it is: of the main rank, or of all together where they share the model."""
+        world, model = self.engine.world, self.engine.model
+        if world.mesh is not None:
+            return world.together(lambda: sampler.ask(model))
+        return world.on_main(lambda: sampler.ask(model)) or []
 
     def _finish(self, steps: int, samples: list[dict[str, Any]]) -> RunResult:
         """Say what came of it."""
@@ -269,11 +276,16 @@ class Session:
             self.notes.evaluation = {"step": record.step, **record.metrics}
 
     def _export(self) -> None:
-        dtype = getattr(torch, self.options.export_dtype)
+        dtype, world = getattr(torch, self.options.export_dtype), self.engine.world
         module = self.engine.model.module
-        load.export(module, self.tokenizer, self.directory.model, dtype, self._stop_ids)
+        weights = None
+        if world.mesh is not None:
+            weights = gathered(module.state_dict(), dtype, world.is_main)
+        world.on_main(lambda: load.export(module, self.tokenizer, self.directory.model, dtype, self._stop_ids, weights))
         if self.initial is not None:
-            share = load.survived_rounding(module, self.initial, dtype)
+            own = load.survived_rounding(module, self.initial, dtype)
+            changed, kept = map(sum, zip(*(world.gather(own) if world.mesh else [own]), strict=True))
+            share = kept / changed if changed else 1.0
             self.voice.say(f"export in {self.options.export_dtype}: {share:.1%} of the changed weights survive it")
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from tropism.losses.scored import Scored
 from tropism.methods import Method, Units, Wide
 from tropism.model.attention import TreePass
 from tropism.model.logps import LanguageModel
+from tropism.model.router import Routed
 from tropism.observe.metrics import Tally
+from tropism.train.balance import KEY, Balance, StepBalance
 from tropism.train.optim import Updater
 from tropism.train.reference import Reference
 from tropism.train.teacher import Teacher
@@ -38,13 +41,29 @@ class Engine:
     rounding: float = 0.0
     """Largest difference between our log-prob of a completion and the model's own, measured at start, in nats per
     root of its tokens; what bfloat16 explains."""
+    balance: Balance | None = None
+    """The routers' load-balancing loss, if it is trained on."""
 
-    def score(self, trees: Sequence[PromptTree], batch: Batch, tree: TreePass | None = None) -> Scored:
+    @property
+    def modules(self) -> dict[str, Any]:
+        """The models in memory, by what they are to the run."""
+        held = {"policy": self.model, "reference": getattr(self.reference, "model", None),
+                "teacher": getattr(self.teacher, "model", None)}
+        return {name: model.module for name, model in held.items() if model is not None}
+
+    @property
+    def metric_keys(self) -> tuple[str, ...]:
+        """Keys of a step's tally, the same on every rank."""
+        return self.method.metric_keys + ((KEY,) if self.balance is not None else ())
+
+    def score(self, trees: Sequence[PromptTree], batch: Batch, tree: TreePass | None = None,
+              routed: Routed | None = None) -> Scored:
         """What the losses are a function of, for the completions of a batch on the model's device."""
         comparison = targets = None
         if self.teacher is not None:
             comparison, targets = self.teacher.comparison, self.teacher.targets(trees, batch)
-        out = self.model.outcome(batch, tree, comparison=comparison, targets=targets, confidence=self.method.wpo)
+        out = self.model.outcome(batch, tree, comparison=comparison, targets=targets, confidence=self.method.wpo,
+                                 routed=routed)
         reference = (torch.zeros_like(out.logps.detach()) if self.reference is None
                      else self.reference.score(trees, batch))
         return Scored(out.logps, reference, batch.lengths, out.divergence, out.confidence)
@@ -99,17 +118,21 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
     spoilt, total = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
     method = engine.method
     point = pooled_reference_point(engine, work.mismatched) if work.mismatched else None
-    wide = look_ahead(engine, work.packs)
+    balance = engine.balance and engine.balance.of_step(engine.model, engine.world, work.packs)
+    wide = look_ahead(engine, work.packs, balance)
     for number, pack in enumerate(work.packs):
         batch = pack.batch.to(device)
         units = to_device(pack.units, device)
         main = engine.model.tree_pass(batch, record=work.leaves is not None)
-        scored = engine.score(pack.trees, batch, main)
+        routed = Routed() if balance else None
+        scored = engine.score(pack.trees, batch, main, routed)
         if work.leaves is not None:
             point = pooled_reference_point(engine, [work.leaves], main)
         losses = method.losses(scored, units, replace(wide[number], reference_point=point.value if point else None))
         share = method.total(losses, work.counts)
-        share.backward()
+        if balance and routed:
+            share = share + balance.share(routed, pack, tally)
+        engine.model.backward(share, last=number == len(work.packs) - 1)
         total += share.detach().abs()
         if pack.rows:
             tally.add(method.metrics(scored, units, losses, pack.counts, engine.noise(scored)))
@@ -119,9 +142,11 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
             values = torch.stack(losses).detach().sum(0) + policy + reference
             spoilt += (~torch.isfinite(values)).sum()
             seen.append((torch.stack((values, policy, reference)), pack.rows))
-    parameters = engine.updater.parameters
-    engine.world.sum_gradients(parameters)
-    norm = clip(parameters, engine.max_grad_norm)
+    owned = engine.updater.owned
+    owned.collect(engine.world)
+    norm = owned.norm(engine.world)
+    if engine.max_grad_norm:
+        torch.nn.utils.clip_grads_with_norm_(owned.parts, engine.max_grad_norm, norm)
     finite = torch.isfinite(norm) & (engine.world.sum(spoilt) == 0)
     engine.shift.settle(finite)
     rate = engine.updater.apply(work.step, finite)
@@ -129,21 +154,27 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
 
 
 @torch.no_grad()
-def look_ahead(engine: Engine, packs: Sequence[Pack]) -> list[Wide]:
+def look_ahead(engine: Engine, packs: Sequence[Pack], balance: StepBalance | None = None) -> list[Wide]:
     """What the losses of each pack take from the whole step besides the reference point, by a forward pass of it.
 
-    BCO's running mean is moved on, and stays so once the step is known to be finite.
+    BCO's running mean is moved on, and stays so once the step is known to be finite. `balance` sees the same pass.
     """
     method, device = engine.method, engine.model.device
     if not method.looks_ahead:
+        if balance:
+            balance.look_ahead()
         return [Wide()] * len(packs)
     found = []
     for pack in packs:
         batch = pack.batch.to(device)
+        routed = Routed() if balance else None
+        logps = engine.model.logps(batch, routed=routed)  # of an empty pack too: ranks may share the model
         scored = None
         if pack.rows:
             assert engine.reference is not None
-            scored = Scored(engine.model.logps(batch), engine.reference.score(pack.trees, batch), batch.lengths)
+            scored = Scored(logps, engine.reference.score(pack.trees, batch), batch.lengths)
+            if balance and routed:
+                balance.see(routed, pack)
         found.append((scored, to_device(pack.units, device)))
     shift = None
     if method.needs("shift"):
@@ -152,15 +183,6 @@ def look_ahead(engine: Engine, packs: Sequence[Pack]) -> list[Wide]:
         return [Wide(shift=shift)] * len(packs)
     wide = ranks_of_step(method, found, [pack.rows for pack in packs], engine.world, device)
     return [replace(of_pack, shift=shift) for of_pack in wide]
-
-
-def clip(parameters: list[torch.nn.Parameter], max_norm: float) -> Tensor:
-    """The global gradient norm; gradients are scaled down to `max_norm` where they exceed it (0: never)."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
 
 
 @torch.no_grad()

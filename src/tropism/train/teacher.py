@@ -20,7 +20,7 @@ from tropism.errors import ReferenceMismatchError, StoppedEarly
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
 from tropism.methods.build import DEFAULT_KD_WEIGHT
 from tropism.model.divergence import Comparison, Exact, Targets, TopK, top_k
-from tropism.model.head import head_of
+from tropism.model.head import Head, head_of
 from tropism.model.logps import LanguageModel
 from tropism.train.options import TeacherOptions
 from tropism.train.reference import Report, fingerprint, rounds
@@ -102,8 +102,7 @@ class LiveTeacher:
     def __init__(self, model: LanguageModel, comparison: Comparison) -> None:
         self.model = model
         self.comparison = comparison
-        head = head_of(model.module, model.compute)
-        self._head = replace(head, weight=head.weight.detach().to(model.compute))
+        self._head: Head | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -115,7 +114,11 @@ class LiveTeacher:
         """As `Teacher` says."""
         if (self.model.layout == "tree") != (batch.segments is not None):
             batch = collate(trees, self.model.layout).to(self.model.device)
-        return Exact(self.model.hidden(batch, self.model.tree_pass(batch)), self._head)
+        hidden = self.model.hidden(batch, self.model.tree_pass(batch))
+        if self._head is None:  # of a sharded teacher it is here, and stays, from the first pass on
+            head = head_of(self.model.module, self.model.compute)
+            self._head = replace(head, weight=head.weight.detach().to(self.model.compute))
+        return Exact(hidden, self._head)
 
 
 class StoredTeacher:
@@ -208,7 +211,9 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
 
     def compute(own: list[PromptTree]) -> None:
         nonlocal size
-        found = _top_k_of(model, own, comparison, k) if own else {}
+        found = _top_k_of(model, own, comparison, k)
+        if not world.leads:
+            return  # those that compute a layer together find the same, and one of them writes it
         fresh.update(found)
         size += sum(ids.nbytes + logps.nbytes for ids, logps, _ in found.values())
         if time.monotonic() - written > _WRITE_EVERY_S or size > _WRITE_EVERY_BYTES:
@@ -221,9 +226,9 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
         written, size = time.monotonic(), 0
 
     try:
-        for number, of_ranks in enumerate(rounds(packs, world.size), start=1):
-            world.together(partial(compute, of_ranks[world.rank]))
-            report(min(number * world.size, len(packs)), len(packs))
+        for number, of_ranks in enumerate(rounds(packs, world.parts), start=1):
+            world.together(partial(compute, of_ranks[world.part]))
+            report(min(number * world.parts, len(packs)), len(packs))
     except StoppedEarly:  # from the report: the next time begins where this one stopped
         world.together(write)
         raise
@@ -234,7 +239,7 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
 def _top_k_of(model: LanguageModel, pack: Sequence[PromptTree], comparison: Comparison,
               k: int) -> dict[bytes, Entry]:
     batch = collate(pack, model.layout).to(model.device)
-    hidden = model.hidden(batch, model.tree_pass(batch))
+    hidden = model.hidden(batch, model.tree_pass(batch))  # and with it the head, of a sharded teacher
     best = top_k(hidden, head_of(model.module, model.compute), k, comparison.temperature, comparison.vocabulary)
     if not (bool(torch.isfinite(best.logps).all()) and bool(torch.isfinite(best.tail).all())):
         raise ReferenceMismatchError("the teacher gives some token a log-prob that is not finite; nothing was trained")

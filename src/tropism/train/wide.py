@@ -72,7 +72,7 @@ def ranks_of_step(method: Method, found: Found, rows: Sequence[tuple[int, ...]],
     for (scored, units), indices in zip(found, rows, strict=True):
         if scored is not None:
             own |= dict(zip(indices, map(tuple, side_values(method, scored, units).tolist()), strict=True))
-    everywhere = {index: values for part in world.gather(own) for index, values in part.items()}
+    everywhere = {index: values for part in world.of_parts(own) for index, values in part.items()}
     order = sorted(everywhere)
     place = {index: position for position, index in enumerate(order)}
     columns = sorted_partners(torch.tensor([everywhere[index] for index in order], dtype=torch.float64))

@@ -65,7 +65,7 @@ class Window:
         """
         if not self.pending:
             return
-        keys, device = engine.method.metric_keys, engine.model.device
+        keys, device = engine.metric_keys, engine.model.device
         own = torch.stack([outcome.tally.stacked(keys, device) for outcome in self.pending])
         pooled = engine.world.sum(own)
         finite = torch.stack([outcome.finite for outcome in self.pending]).tolist()
@@ -81,7 +81,9 @@ class Window:
     def read(self, engine: Engine, rows: Any, tolerance: Tolerance) -> dict[str, float]:
         """The metrics of all its steps, as `settle` says."""
         self.settle(engine, rows, tolerance)
-        metrics = engine.method.combine(means(engine.method.metric_keys, torch.stack(self.rows).sum(0)))
+        metrics = engine.method.combine(means(engine.metric_keys, torch.stack(self.rows).sum(0)))
+        if engine.balance is not None:
+            metrics = engine.balance.with_loss(metrics)
         metrics |= self.last
         if self.skipped:
             metrics["skipped"] = len(self.skipped)

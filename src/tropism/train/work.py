@@ -91,6 +91,8 @@ class Planner:
     reuse_prompts: bool = True
     """Let mismatched completions continue the main pass's prompts where they can (not with a live reference,
     which would need its own)."""
+    balanced: bool = False
+    """Steps of several packs begin with a pass for the routers' load-balancing loss."""
 
     def survey(self, report: Callable[[int, int], None] = lambda done, total: None) -> tuple[list[PromptTree], int]:
         """Every tree of the schedule that the reference will score, mismatched ones included; and how many prompts
@@ -133,8 +135,8 @@ class Planner:
             partners = mismatch(self.rows, indices, self.max_length)
         # Trees and mismatched trees stand in the same order, one of each per prompt, and stay together.
         costs = [3 * cost(planted[i].tree) + (cost(partners[i].tree) if partners else 0) for i in range(len(planted))]
-        shares = share(costs, self.world.size)
-        own = shares[self.world.rank]
+        shares = share(costs, self.world.parts)
+        own = shares[self.world.part]
         packs = self._packs([entry.tree for entry in planted], shares)
         leaves = None
         lone: list[list[int]] = []
@@ -142,7 +144,7 @@ class Planner:
             leaves = make_leaves([partners[i] for i in own], [planted[i] for i in own])
         elif partners:
             lone = self._packs([entry.tree for entry in partners], shares)
-        passes = 2 if self.method.looks_ahead else 1
+        passes = 2 if self.method.looks_ahead or (self.balanced and len(packs) > 1) else 1
         trees = passes * [entry.tree for entry in planted] + [entry.tree for entry in partners]
         saved = sum(len(entry.tree.prompt_ids) for entry in partners) if leaves else 0
         return StepWork(
@@ -155,7 +157,7 @@ class Planner:
     def _packs(self, trees: Sequence[PromptTree], shares: Sequence[Sequence[int]]) -> list[list[int]]:
         """This rank's packs as indices of trees, with empty ones up to the largest number that any rank has."""
         filled = [[[rank[i] for i in pack] for pack in self._fill([trees[i] for i in rank])] for rank in shares]
-        own = filled[self.world.rank]
+        own = filled[self.world.part]
         return own + [[]] * (max(map(len, filled)) - len(own))
 
     def _fill(self, trees: Sequence[PromptTree]) -> list[list[int]]:

@@ -1,0 +1,163 @@
+"""A model that no process ever holds whole: built without memory, sharded, and filled part by part from its files."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import cached_file
+
+from tropism.dist.peers import Peers
+from tropism.dist.shard import Spreading, fill, shard
+from tropism.dist.tensor import divide
+from tropism.dist.world import World
+from tropism.errors import ModelError
+from tropism.model.columns import Divided
+from tropism.model.load import Source, load_config, load_model, weights_dtype
+from tropism.model.logps import Precision
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+Read = Callable[[str, Tensor, tuple[slice, ...]], Tensor]
+"""Gives the part of a weight: its name, the weight, and which part."""
+
+
+def load_sharded(source: Source, precision: Precision, world: World, how: Spreading, *,
+                 trust_remote_code: bool = False) -> Any:
+    """A causal model in evaluation mode, spread over processes. All of them call this together.
+
+    Each process reads its parts from the safetensors files. Where the names in those files are not the model's own (or
+    it is a GGUF file) the main process reads the model whole, into the host's memory, and hands the parts out.
+
+    Raises:
+        ModelError: where loading fails, or a weight is missing.
+    """
+    config = load_config(source, trust_remote_code=trust_remote_code)
+    dtype = weights_dtype(precision)
+    try:
+        with init_empty_weights(include_buffers=False):
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise ModelError(f"{source.name}: the model could not be built: {error}") from error
+    module.tie_weights()
+    module.to(dtype=dtype).eval()  # buffers, which are real
+    summed: list[str] = []
+    if how.mesh.size("tensor") > 1:
+        summed = divide(module, getattr(config.get_text_config(), "base_model_tp_plan", None) or {}, how.mesh)
+        module.tropism_columns = Divided.of(len(module.get_output_embeddings().weight), Peers(how.mesh.group("tensor")))
+    names = _names(module)
+    files = world.together(lambda: _files(source))
+    read = _from_files(files, names) if files is not None and names.keys() <= files.keys() | _tied(names) else None
+    shard(module, layers_of(module), how)
+    if read is None:
+        read = _from_main(source, precision, world, names, trust_remote_code)
+    place = torch.device("cpu") if how.offload else world.device
+    fill(module, read, place)
+    for name in summed:
+        module.get_parameter(name).summed_over_tensor = True
+    for name, buffer in module.named_buffers():
+        module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(world.device)
+    module.generation_config = world.together(lambda: _generation(source, module))
+    return module
+
+
+def layers_of(module: Any) -> list[torch.nn.Module]:
+    """The decoder layers of a causal model."""
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    found = [part for part in module.modules() if type(part).__name__ in names]
+    if found:
+        return found
+    lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))
+
+
+def _names(module: Any) -> dict[str, set[str]]:
+    """The names that each weight and stored buffer has, by each of them: tied weights have several."""
+    by_weight: dict[int, set[str]] = {}
+    for name, tensor in _stored(module):
+        by_weight.setdefault(id(tensor), set()).add(name)
+    return {name: names for names in by_weight.values() for name in names}
+
+
+def _stored(module: Any) -> Iterator[tuple[str, Tensor]]:
+    transient = {f"{path}.{name}".lstrip(".") for path, part in module.named_modules()
+                 for name in part._non_persistent_buffers_set}
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name not in transient)
+
+
+def _tied(names: dict[str, set[str]]) -> set[str]:
+    """Names of weights that have another name too."""
+    return {name for name, others in names.items() if len(others) > 1}
+
+
+def _files(source: Source) -> dict[str, str] | None:
+    """The safetensors file of each weight by its name there; None where there is none."""
+    if source.gguf_file:
+        return None
+    try:
+        index = cached_file(source.name, _INDEX, _raise_exceptions_for_missing_entries=False)
+        if index is not None:
+            places: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            files = {file: str(cached_file(source.name, file)) for file in sorted(set(places.values()))}
+            return {name: files[file] for name, file in places.items()}
+        single = cached_file(source.name, _SINGLE, _raise_exceptions_for_missing_entries=False)
+        if single is None:
+            return None
+        with safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), str(single))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"{source.name}: the model could not be loaded: {str(error).splitlines()[0]}") from error
+
+
+def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:
+    """Read parts from the files, which are mapped into memory: of each only what is asked for is read."""
+    opened: dict[str, Any] = {}
+
+    def read(name: str, weight: Tensor, region: tuple[slice, ...]) -> Tensor:
+        found = next((other for other in sorted(names[name]) if other in files), None)
+        if found is None:
+            raise ModelError(f"the weight {name} is in none of the model's files")
+        file = files[found]
+        if file not in opened:
+            opened[file] = safe_open(file, framework="pt")
+        kept = opened[file].get_slice(found)
+        if tuple(kept.get_shape()) != tuple(weight.shape):
+            raise ModelError(f"{file}: {found} is {list(kept.get_shape())} there and {list(weight.shape)} in the model")
+        part: Tensor = kept[region] if region else opened[file].get_tensor(found)
+        return part.clone()  # out of the file that is mapped, which may go or change
+
+    return read
+
+
+def _from_main(source: Source, precision: Precision, world: World, names: dict[str, set[str]],
+               trust_remote_code: bool) -> Read:
+    """Let the main process read the whole model, and hand out one weight after the other."""
+    def load() -> dict[str, Tensor]:
+        whole = load_model(source, precision, torch.device("cpu"), trust_remote_code=trust_remote_code)
+        if missing := names.keys() - whole.state_dict().keys():
+            raise ModelError(f"{source.name}: the weight {min(missing)} is not in its files")
+        return dict(whole.state_dict())
+
+    values = world.on_main(load) or {}
+
+    def read(name: str, weight: Tensor, region: tuple[slice, ...]) -> Tensor:
+        whole = values[name].contiguous() if world.is_main else torch.empty(weight.shape, dtype=weight.dtype)
+        world.broadcast_into([whole])
+        return whole[region].clone()
+
+    return read
+
+
+def _generation(source: Source, module: Any) -> Any:
+    """The generation config that comes with a model, or what its config says."""
+    try:
+        return GenerationConfig.from_pretrained(source.name)
+    except OSError:
+        return module.generation_config
+
