@@ -236,7 +236,7 @@ class Run:
         frozen = {name: str(self.facts[name]) for name in ("policy", "reference", "teacher") if name in self.facts}
         prints = self._fingerprints() | frozen
         notes = Notes({"fingerprints": prints, "options": self._written(), "libraries": libraries(),
-                       "world_size": world.size}, began=began)
+                       "world_size": world.size, "stop_ids": sorted(self.data.renderer.stop_ids)}, began=began)
         if trainer is not None:
             notes.resume(trainer)
         return Session(options, self._written(), engine, self.planner, self.data, self.tokenizer,

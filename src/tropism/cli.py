@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import App, CycloptsError, Parameter
@@ -38,6 +38,7 @@ _began: ContextVar[float | None] = ContextVar("began", default=None)
 """When the command line was called, of the monotonic clock: from there on --max-time counts."""
 
 _Flat = Parameter(name="*")
+_DType = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
 
 
 def _run(options: MethodOptions) -> int:
@@ -232,6 +233,32 @@ def verify(run: Path, /, *, json: Path | None = None) -> int:
     if json is not None:
         verifying.write(verdict, json)
     return 0 if verdict.intact and verdict.repeatable else 1
+
+
+@app.command
+def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None = None, checkpoint: str | None = None,
+           max_shard_size: str = "50GB") -> int:
+    """Write the result of a run, or one of its checkpoints, as a model directory with a card. The run is not changed.
+
+    Parameters
+    ----------
+    run
+        A run directory.
+    to
+        Where to write: a directory that is empty or not there.
+    merge
+        Merge the adapter into its base, for a run that trained one.
+    dtype
+        Of the weights; by default that of the run's result.
+    checkpoint
+        In place of the result: `best`, `last`, a step (step-00000100), or the path of a checkpoint.
+    max_shard_size
+        Of a file of weights at most; beyond it there are several, with an index.
+    """
+    from tropism import export as exporting  # imports torch: not for --help
+
+    exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size)
+    return 0
 
 
 @store.command(name="list")

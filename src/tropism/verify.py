@@ -95,8 +95,8 @@ def verify(directory: Path) -> Verdict:
     kept = tuple(_of_output(directory, manifest))
     try:
         method, values = read_yaml(directory / "config.yaml")
-        kind = METHODS[method or manifest["method"]]
-        options = kind.model_validate(kind.nested(values | {"output": str(directory)}))
+        known = METHODS[method or manifest["method"]]
+        options = known.model_validate(known.nested(values | {"output": str(directory)}))
     except (TropismError, ValueError, KeyError) as error:
         return Verdict(directory, (*kept, Check("options", "unknown", f"config.yaml cannot be read: {_line(error)}"),
                                    *_of_machine(manifest)))

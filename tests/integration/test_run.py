@@ -285,7 +285,7 @@ def test_a_full_disk_at_the_end_leaves_no_half_model(train: Callable[..., Any], 
         (tmp_path / "run1" / ".model.partial" / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(load, "_write", full)
+    monkeypatch.setattr(load, "write_model", full)
     with pytest.raises(OutputError, match="the model could not be written"):
         train("dpo", max_steps=1)
     assert not (tmp_path / "run1" / "model").exists()

@@ -235,6 +235,35 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> 
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def model_names(path: Path) -> list[str]:
+    """Names in the module of the weights in a directory; second names of tied ones are not among them. Its metadata is
+    a pickle: check it first.
+
+    Raises:
+        CheckpointError: if it cannot be read, or holds no weights.
+    """
+    try:
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except CheckpointException as error:
+        raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    found = [name.removeprefix("model/") for name in stored if name.startswith("model/")]
+    if not found:
+        raise CheckpointError(f"{path}: holds no weights of a model")
+    return found
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
+    """The weights in a directory by their names in the module, without the optimiser's state, on the CPU.
+
+    Raises:
+        CheckpointError: as `model_names` says.
+    """
+    whole = read_whole([f"model/{name}" for name in model_names(path)], path)
+    return {name.removeprefix("model/"): tensor for name, tensor in whole.items()}
+
+
 def read_whole(names: Iterable[str], path: Path) -> dict[str, Tensor]:
     """Whole tensors of a directory by their names, by this process alone. Those that are not there are left out.
 

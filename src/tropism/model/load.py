@@ -20,6 +20,9 @@ from tropism.model.adapters import adapter_name, kept_parameters
 from tropism.model.logps import Precision
 from tropism.model.options import is_adapter
 
+SHARD_SIZE = "50GB"
+"""Largest file of weights, as transformers has it."""
+
 disable_progress_bar()  # a bar of their own for every load and save would drown ours
 
 
@@ -249,7 +252,7 @@ def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write(model, tokenizer, partial, dtype, stop_ids, weights)
+        write_model(model, tokenizer, partial, dtype, stop_ids, weights)
         shutil.rmtree(path, ignore_errors=True)  # of a run that was killed at its end, and went on
         partial.replace(path)
     except (OSError, SafetensorError) as error:
@@ -276,16 +279,21 @@ def check_space(model: Any, path: Path, dtype: torch.dtype, copies: int = 1, bes
         raise OutputError(f"{path}: {what} will take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
 
 
-def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
-           weights: dict[str, torch.Tensor] | None) -> None:
-    before = model.generation_config.eos_token_id
-    known = before if isinstance(before, list) else [] if before is None else [before]
-    stops = [*known, *sorted(set(stop_ids) - set(known))]
-    model.generation_config.eos_token_id = stops[0] if len(stops) == 1 else stops
+def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
+                weights: dict[str, torch.Tensor] | None = None,
+                shard_size: str | int = SHARD_SIZE) -> None:
+    """Write a model's files into a directory that is there. `export` does it whole or not at all.
+
+    Args:
+        stop_ids, weights: as `export` takes them.
+        shard_size: of a file at most; beyond it there are several, with an index.
+    """
+    add_stop_ids(model.generation_config, stop_ids)
     if adapter_name(model) is not None:
         adapter_files.save(model, path, dtype, weights)
         model.generation_config.save_pretrained(path)
         tokenizer.save_pretrained(path)
+        as_readable_as(path / adapter_files.CONFIG)
         return
     converted: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, and are written once
     state = {}
@@ -294,13 +302,29 @@ def _write(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
         if here not in converted:
             converted[here] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
         state[name] = converted[here]
-    model.save_pretrained(path, state_dict=state)
+    model.save_pretrained(path, state_dict=state, max_shard_size=shard_size)
     tokenizer.save_pretrained(path)
     config_file = path / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    as_readable_as(config_file)
+
+
+def as_readable_as(file: Path) -> None:
+    """Let whoever may read a file read the weights beside it: safetensors writes them for their owner alone."""
+    for weights in file.parent.glob("*.safetensors"):
+        weights.chmod(file.stat().st_mode & 0o777)
+
+
+def add_stop_ids(generation: Any, stop_ids: Iterable[int]) -> None:
+    """Let generation stop at these too, and at those it had before."""
+    before = generation.eos_token_id
+    known = before if isinstance(before, list) else [] if before is None else [before]
+    stops = [*known, *sorted(set(stop_ids) - set(known))]
+    if stops:
+        generation.eos_token_id = stops[0] if len(stops) == 1 else stops
 
 
 def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[int, int]:

@@ -152,7 +152,8 @@ class Session:
         if self.manifest is not None:
             reason = {"reason": self.halt.ending, "stopped_by": "stop_metric"} if self.halt.ending else {}
             self.manifest.end("done", steps=steps, planned_steps=self.planner.schedule.total_steps,
-                              seconds=round(seconds, 3), model_files=checksums(directory.model), **reason)
+                              seconds=round(seconds, 3), model_files=checksums(directory.model),
+                              stop_ids=self._stop_ids, **reason)
         what = (f"{len(self.evaluator.rows)} held-out rows" if self.evaluator is not None
                 else "training steps, first and last")
         self.voice.before_after(f"{what}: before and after", before, after, leave_out=BOOKKEEPING)
