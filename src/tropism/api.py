@@ -19,7 +19,6 @@ from tropism.errors import ModelError, OutputError, ReferenceMismatchError, Stop
 from tropism.methods import Method
 from tropism.methods.build import build_method, effective
 from tropism.model import load, router
-from tropism.model.options import is_adapter
 from tropism.model.probe import choose_layout
 from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
@@ -30,7 +29,7 @@ from tropism.observe.track import check as check_trackers
 from tropism.train import checkpoint, models, resume
 from tropism.train import reference as references
 from tropism.train import teacher as teachers
-from tropism.train.adapted import WHOLE, Start
+from tropism.train.adapted import Start
 from tropism.train.balance import build_balance
 from tropism.train.evaluate import Evaluator, evenly
 from tropism.train.halt import Halt
@@ -88,9 +87,8 @@ class Run:
         self.options = options
         self.objects = objects or Objects()
         given = any(getattr(self.objects, name) is not None for name in ("model", "reference", "teacher"))
-        adapts = options.lora.wanted or is_adapter(options.model)
         self.world = world = spread(world, options.parallel, "a module that is given stays whole in each process; name "
-                                    "the model instead" if given else WHOLE if adapts else "")
+                                    "the model instead" if given else "")
         self.voice = voice or Voice(loud=world.is_main)
         self.values = options.values
         self.numerics = models.numerics_of(options, world)
@@ -120,7 +118,7 @@ class Run:
         else:
             config = named.config
             check_given(objects.optimizer, named)
-        self.start.check(config, remote)
+        self.start.check(config, remote, options.parallel.tensor)
         router.check_option(options.router_aux_weight, config)
         self.tokenizer = objects.tokenizer or load.load_tokenizer(
             named if isinstance(named, load.Source) else load.Source.of(config.name_or_path), trust_remote_code=remote)
@@ -339,7 +337,7 @@ class Run:
                 self.voice, self.halt)
         if method.needs_reference:
             reference = self.start.live(model) if self.live and self.start.fresh else models.build_reference(
-                model, self.named, self.reference, self.live, trees + held_out, probes, self.numerics, self.store,
+                model, self.start.whole, self.reference, self.live, trees + held_out, probes, self.numerics, self.store,
                 world, self.voice, self.halt, self.start.as_reference)
         updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
                                             self.objects.scheduler)

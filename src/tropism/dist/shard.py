@@ -212,6 +212,17 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(*bound) for bound in bounds)
 
 
+@torch.no_grad()
+def give(weight: Tensor, whole: Tensor) -> None:
+    """Overwrite a weight, or the part of it that is here, with what a whole tensor has there."""
+    part_of(weight).copy_(whole[region_of(weight)])
+
+
+def is_sharded(module: Any) -> bool:
+    """Whether a model is spread over processes."""
+    return isinstance(module, FSDPModule)
+
+
 def fill(module: torch.nn.Module, read: Callable[[str, Tensor, tuple[slice, ...]], Tensor],
          device: torch.device) -> None:
     """Give memory and values to the weights of a model that was sharded without any. Tied weights stay tied.

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tropism.dist.shard import give
 from tropism.errors import ModelError
 from tropism.model.adapters import NAME, adapter_name, learning_names, make_structure, materialise
 
@@ -96,7 +97,6 @@ def load_adapter(module: Any, config: Any, path: Path, dtype: torch.dtype) -> No
     load_values(module, path)
 
 
-@torch.no_grad()
 def load_values(module: Any, path: Path) -> None:
     """Overwrite the weights of an adapter in a model with those of a directory.
 
@@ -114,7 +114,7 @@ def load_values(module: Any, path: Path) -> None:
             raise ModelError(f"{path}: does not fit the model: {name} is {list(tensor.shape)} there and "
                              f"{list(wanted[name].shape)} in the model")
     for name, tensor in found.items():
-        wanted[name].copy_(tensor)
+        give(wanted[name], tensor)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

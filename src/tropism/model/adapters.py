@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tropism.dist.shard import give, is_sharded
 from tropism.errors import ModelError, UsageError
 
 NAME = "default"
@@ -183,10 +184,9 @@ def fill(module: Any, seed: int, dtype: torch.dtype) -> None:
         dtype: of the adapter and of the modules that learn whole.
     """
     materialise(module, dtype)
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if ".lora_A." in name or ".lora_B." in name:
-                weight.copy_(initial_values(seed, name, weight.shape))
+    for name, weight in module.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            give(weight, initial_values(seed, name, weight.shape))
     copy_whole_modules(module)
     fill_magnitudes(module)
 
@@ -214,7 +214,10 @@ def fill_magnitudes(module: Any) -> None:
 
 
 def materialise(module: Any, dtype: torch.dtype) -> None:
-    """Memory for the weights of an adapter, in a dtype, on the device of the layer that it stands on."""
+    """Memory for the weights of an adapter, in a dtype, on the device of the layer that it stands on. Where a model is
+    spread over processes they have it already."""
+    if is_sharded(module):
+        return
     made: dict[int, torch.nn.Parameter] = {}  # tied ones stay one
     for layer in module.modules():
         if not _has(layer, "lora_A") and not _has(layer, "modules_to_save"):

@@ -17,6 +17,7 @@ from tropism.dist.shard import Spreading, fill, shard
 from tropism.dist.tensor import divide
 from tropism.dist.world import World
 from tropism.errors import ModelError
+from tropism.model.adapters import base_name
 from tropism.model.columns import Divided
 from tropism.model.load import Source, load_config, load_model, weights_dtype
 from tropism.model.logps import Precision
@@ -28,11 +29,15 @@ Read = Callable[[str, Tensor, tuple[slice, ...]], Tensor]
 
 
 def load_sharded(source: Source, precision: Precision, world: World, how: Spreading, *,
-                 trust_remote_code: bool = False) -> Any:
+                 trust_remote_code: bool = False, change: Callable[[Any], None] = lambda module: None) -> Any:
     """A causal model in evaluation mode, spread over processes. All of them call this together.
 
     Each process reads its parts from the safetensors files. Where the names in those files are not the model's own (or
-    it is a GGUF file) the main process reads the model whole, into the host's memory, and hands the parts out.
+    it is a GGUF file, or an adapter is to be merged) the main process reads the model whole, into the host's memory,
+    and hands the parts out.
+
+    Args:
+        change: called with the model before it has any memory; weights that are then in none of the files begin as 0.
 
     Raises:
         ModelError: where loading fails, or a weight is missing.
@@ -45,19 +50,28 @@ def load_sharded(source: Source, precision: Precision, world: World, how: Spread
     except (ValueError, ImportError, RuntimeError) as error:
         raise ModelError(f"{source.name}: the model could not be built: {error}") from error
     module.tie_weights()
+    names = _names(module)
+    change(module)
     module.to(dtype=dtype).eval()  # buffers, which are real
     summed: list[str] = []
     if how.mesh.size("tensor") > 1:
         summed = divide(module, getattr(config.get_text_config(), "base_model_tp_plan", None) or {}, how.mesh)
         module.tropism_columns = Divided.of(len(module.get_output_embeddings().weight), Peers(how.mesh.group("tensor")))
-    names = _names(module)
     files = world.together(lambda: _files(source))
     read = _from_files(files, names) if files is not None and names.keys() <= files.keys() | _tied(names) else None
     shard(module, layers_of(module), how)
     if read is None:
         read = _from_main(source, precision, world, names, trust_remote_code)
     place = torch.device("cpu") if how.offload else world.device
-    fill(module, read, place)
+    kept = read
+
+    def known(name: str, weight: Tensor, region: tuple[slice, ...]) -> Tensor:
+        known_as = base_name(name)
+        if known_as not in names:
+            return torch.zeros([part.stop - part.start for part in region], dtype=weight.dtype)
+        return kept(known_as, weight, region)
+
+    fill(module, known, place)
     for name in summed:
         module.get_parameter(name).summed_over_tensor = True
     for name, buffer in module.named_buffers():
@@ -98,7 +112,7 @@ def _tied(names: dict[str, set[str]]) -> set[str]:
 
 def _files(source: Source) -> dict[str, str] | None:
     """The safetensors file of each weight by its name there; None where there is none."""
-    if source.gguf_file:
+    if source.gguf_file or source.adapter:
         return None
     try:
         index = cached_file(source.name, _INDEX, _raise_exceptions_for_missing_entries=False)

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tropism.dist.shard import is_sharded
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
 from tropism.model import adapter_files, adapter_targets, adapters, load, narrow, quantized
@@ -18,9 +19,6 @@ from tropism.observe.console import Voice
 from tropism.train import models
 from tropism.train import reference as references
 from tropism.train.models import Named, Numerics
-
-WHOLE = "an adapter is trained beside a whole copy of the model in each process; leave this out"
-"""Why the model of a run with an adapter is not spread over processes."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +84,29 @@ class Start:
         return self.lora.rank is not None or self.directory is not None or self.held
 
     @property
+    def whole(self) -> Named:
+        """The policy as it is before step 1, with its adapter in its weights."""
+        if self.directory is None or not isinstance(self.named, load.Source):
+            return self.named
+        return replace(self.named, adapter=str(self.directory))
+
+    @property
     def fresh(self) -> bool:
         """Whether the adapter changes nothing yet, so that the policy before step 1 is the base."""
         return self.adapts and self.directory is None and not self.held
 
-    def check(self, config: Any, trust_remote_code: bool) -> None:
+    def check(self, config: Any, trust_remote_code: bool, tensor: int = 1) -> None:
         """Put the adapter on a model without weights, before anything is spent.
 
+        Args:
+            tensor: processes that compute a layer together.
+
         Raises:
-            UsageError: for a name that no module has.
+            UsageError: for a name that no module has, or if processes compute layers together.
             ModelError: if the adapter does not fit.
         """
+        if self.adapts and tensor > 1:
+            raise UsageError("parallel.tensor with an adapter is not served; leave it out, and shard the weights")
         if not self.adapts or self.held:
             return
         if isinstance(self.named, load.Source):
@@ -113,23 +123,31 @@ class Start:
             whole = self.lora.modules_to_save.split(",") if self.lora.modules_to_save else ()
             module = load.load_model(self.named, numerics.precision, numerics.device, quantize=self.lora.quantize,
                                      trust_remote_code=numerics.trust_remote_code, plain=whole)
-        else:
+        elif self.held:
             module = numerics.module(self.named)
+        else:
+            module = numerics.module(self.named, lambda model: adapters.make_structure(model, self._config(model)))
         dtype = load.weights_dtype(numerics.precision)
         if self.held:
             _check_learning(module)
             config = module.peft_config[adapters.adapter_name(module)]
             config.base_model_name_or_path = self._base or config.base_model_name_or_path
-        elif self.directory is not None:
-            adapter_files.load_adapter(module, self._config(module), self.directory, dtype)
-        else:
+            return module
+        if self.directory is not None:
+            if is_sharded(module):
+                adapter_files.load_values(module, self.directory)
+            else:
+                adapter_files.load_adapter(module, self._config(module), self.directory, dtype)
+            return module
+        if not is_sharded(module):
             adapters.make_structure(module, self._config(module))
-            adapters.fill(module, seed, dtype)
+        adapters.fill(module, seed, dtype)
         return module
 
     def narrow(self, model: LanguageModel) -> None:
         """Hold what does not learn in bfloat16 where the run computes so; not in a module that was given."""
-        if self.adapts and model.precision == "bf16" and isinstance(self.named, load.Source):
+        if self.adapts and model.precision == "bf16" and isinstance(self.named, load.Source) and not is_sharded(
+                model.module):
             narrow.narrow(model.module)
 
     @contextmanager
@@ -160,6 +178,9 @@ class Start:
         """
         if not self.adapts:
             models.take_weights(module, directory, numerics, world)
+            return
+        if is_sharded(module):
+            world.together(lambda: adapter_files.load_values(module, directory))  # each its part
             return
         world.on_main(lambda: adapter_files.load_values(module, directory))
         world.broadcast_into([weight.detach() for weight in adapters.kept_parameters(module)])

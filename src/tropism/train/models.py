@@ -49,18 +49,18 @@ class Numerics:
     spreading: Spreading | None = None
     sum_once: bool = False
 
-    def module(self, named: Named) -> Any:
+    def module(self, named: Named, change: Callable[[Any], None] = lambda module: None) -> Any:
         """The module in evaluation mode, with the weights' dtype of the precision, on the device.
 
         A module that was given is changed in place, so that an optimiser that holds its weights goes on holding them.
+
+        Args:
+            change: called with a model that is to be spread over processes, as `load_sharded` says.
         """
         if isinstance(named, load.Source):
             if self.spreading is not None and self.world is not None:
-                if named.adapter is not None:
-                    raise ModelError(f"{named.adapter}: an adapter, which is not merged into weights that are spread "
-                                     "over processes; merge it into its base first")
                 return load_sharded(named, self.precision, self.world, self.spreading,
-                                    trust_remote_code=self.trust_remote_code)
+                                    trust_remote_code=self.trust_remote_code, change=change)
             return load.load_model(named, self.precision, self.device, trust_remote_code=self.trust_remote_code)
         load.check_architecture(named.config)
         return named.to(device=self.device, dtype=load.weights_dtype(self.precision)).eval()

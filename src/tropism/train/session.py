@@ -13,6 +13,7 @@ import torch
 from tropism.dist.shard import gathered
 from tropism.errors import OutputError, UsageError
 from tropism.model import load
+from tropism.model.adapters import learning_names
 from tropism.observe.checksums import checksums
 from tropism.observe.console import Voice
 from tropism.observe.manifest import Manifest
@@ -280,7 +281,9 @@ class Session:
         module = self.engine.model.module
         weights = None
         if world.mesh is not None:
-            weights = gathered(module.state_dict(), dtype, world.is_main)
+            learning = learning_names(module)
+            weights = gathered({name: weight for name, weight in module.state_dict().items()
+                                if learning is None or name in learning}, dtype, world.is_main)
         world.on_main(lambda: load.export(module, self.tokenizer, self.directory.model, dtype, self._stop_ids, weights))
         if self.initial is not None:
             own = load.survived_rounding(module, self.initial, dtype)
