@@ -16,7 +16,7 @@ from tropism.data.sources import absolute
 from tropism.data.templates import TemplateOptions
 from tropism.errors import UsageError
 from tropism.model.options import RATE_OF_ADAPTERS, LoraOptions, is_adapter
-from tropism.train.options import ReferenceOptions, RunOptions, StoreOptions, TeacherOptions
+from tropism.train.options import ParallelOptions, ReferenceOptions, RunOptions, StoreOptions, TeacherOptions
 
 Weight = Annotated[float, Field(gt=0.0)] | Literal["auto"]
 _PATHS = ("output", "store", "model", "reference", "teacher", "log_dir", "chat_template")
@@ -215,6 +215,8 @@ class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions
     """Processes that render the rows of large data; by default one per CPU, at most 8."""
     trust_remote_code: bool = False
     """Run code that comes with a model."""
+    parallel: ParallelOptions = ParallelOptions()
+    """More than one process."""
 
 
 class InspectOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions):

@@ -32,6 +32,7 @@ from tropism.observe.files import write_whole
 from tropism.train.evaluate import ranking
 from tropism.train.models import Numerics, config_of, numerics_of, tokenizer_of
 from tropism.train.prepare import limits, probe_trees
+from tropism.train.spread import spread
 from tropism.train.store import ROWS
 from tropism.train.teacher import LiveTeacher, shared_vocabulary
 
@@ -85,7 +86,8 @@ def score(model: str, options: ScoringOptions, voice: Voice | None = None) -> Sc
 
 class _Scoring:
     def __init__(self, model: str, options: ScoringOptions, world: World, voice: Voice) -> None:
-        self.options, self.world, self.voice = options, world, voice
+        self.options, self.voice = options, voice
+        self.world = world = spread(world, options.parallel)
         self.numerics: Numerics = numerics_of(options, world)
         self.source = load.Source.of(_model_of_run(model))
         self.other = load.Source.of(_model_of_run(options.reference)) if options.reference else None
@@ -116,12 +118,13 @@ class _Scoring:
         model = numerics.frozen(self.source, probes, self.options.layout, "model")
         reference = self._reference(model, probes) if self.other else None
         packs = scoring_packs([entry.tree for entry in plant(rows, range(len(rows)))], numerics.budget, model.layout)
-        own = share([sum(map(cost, pack)) for pack in packs], self.world.size)[self.world.rank]
+        shares = share([sum(map(cost, pack)) for pack in packs], self.world.parts)
+        own, rounds = shares[self.world.part], max(map(len, shares))
         found: dict[bytes, CompletionScore] = {}
         with self.voice.bar("score") as report:
-            for done, index in enumerate(own, start=1):
-                found |= self._score(model, reference, packs[index])
-                report(done, len(own))
+            for number in range(rounds):  # processes that share a model run equally many packs, empty ones included
+                found |= self._score(model, reference, packs[own[number]] if number < len(own) else [])
+                report(number + 1, rounds)
         found = {key: value for part in self.world.gather(found) for key, value in part.items()}
         return Scores(self.view, rows, [tuple(found[score_key(row.prompt_ids, completion)]
                                               for completion in row.completions) for row in rows],
