@@ -15,6 +15,7 @@ from tropism.data.load import check_embedding
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.dist import World, connect
+from tropism.dist.world import lost_another
 from tropism.errors import ModelError, OutputError, ReferenceMismatchError, StoppedEarly, TropismError, UsageError
 from tropism.methods import Method
 from tropism.methods.build import build_method, effective
@@ -258,6 +259,9 @@ class Run:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with suppress(OutputError):  # a disk that is full or gone; the error itself says more
                 manifest.end(status, error=str(error) or type(error).__name__)
+        if self.world.size > 1 and lost_another(error):
+            raise TropismError("another process of the run has failed; the first error of the log says why "
+                               f"({str(error).splitlines()[0]})") from error
         if isinstance(error, torch.OutOfMemoryError):
             raise TropismError(
                 f"the GPU ran out of memory; --microbatch-tokens below {self.numerics.budget} takes less, and "

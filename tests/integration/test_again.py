@@ -304,6 +304,7 @@ def test_a_rank_that_fails_leaves_no_other_waiting(where: str, tiny_model_dir: P
         settings["data"] = str(answers)
     elif where == "evaluate":
         settings["eval_fraction"] = 0.2
+    settings["parallel"] = {"shard": 1, "replicate": 2}
     assert run_ranks(2, _failing, where, settings, str(tmp_path)) == [0, 0]
     raised = [(tmp_path / f"{where}-{rank}").read_text() for rank in range(2)]
     if where == "main":
@@ -311,3 +312,10 @@ def test_a_rank_that_fails_leaves_no_other_waiting(where: str, tiny_model_dir: P
         assert raised[1] == "TropismError: rank 0: OSError: [Errno 28] No space left on device"
     else:
         assert raised == ["TropismError: a rank failed"] * 2
+    if where not in ("teacher", "reference", "evaluate"):
+        return
+    settings |= {"parallel": {}, "output": str(tmp_path / "sharded"), "store": str(tmp_path / "its store")}
+    assert run_ranks(2, _failing, where, settings, str(tmp_path)) == [0, 0]
+    raised = [(tmp_path / f"{where}-{rank}").read_text() for rank in range(2)]
+    assert raised[0].startswith("TropismError: another process of the run has failed")  # it waited inside of a layer
+    assert raised[1] == "TropismError: a rank failed"

@@ -29,7 +29,7 @@ from tropism.dist.mesh import AXES, Mesh
 
 T = TypeVar("T")
 
-_WITHIN = "tropism_within"
+_WITHIN, _TRAVELS = "tropism_within", "tropism_travels_in"
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,14 @@ def shard(module: torch.nn.Module, layers: Sequence[torch.nn.Module], how: Sprea
             fully_shard(layer, **common)
             continue
         if norms := [part for part in layer.modules() if _is_small(part)]:
-            fully_shard(norms, reshard_after_forward=False, **common)
+            fully_shard(norms, **common)
         fully_shard(layer, mp_policy=narrow, **common)
     fully_shard(module, **common)
     for part in _units(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     setattr(module, _WITHIN, MethodType(_call, module))
+    setattr(module, _TRAVELS, how.compute)
     register_fsdp_forward_method(module, _WITHIN)
 
 
@@ -95,9 +96,15 @@ def within(module: Any, action: Callable[[], T], stay: bool = False) -> T:
     if not isinstance(module, FSDPModule):
         return action()
     found: T = getattr(module, _WITHIN)(action)
-    if not stay and not torch.is_grad_enabled():
-        module.reshard()
+    if not stay:
+        rest(module)
     return found
+
+
+def rest(module: Any) -> None:
+    """Let go of what a pass without gradients left gathered: from then on a weight is its part again."""
+    if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
+        module.reshard()
 
 
 def prepare_backward(module: Any, last: bool, once: bool) -> None:
@@ -216,6 +223,12 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
 def give(weight: Tensor, whole: Tensor) -> None:
     """Overwrite a weight, or the part of it that is here, with what a whole tensor has there."""
     part_of(weight).copy_(whole[region_of(weight)])
+
+
+def travels_in(module: Any) -> torch.dtype | None:
+    """Dtype to which the matrices of a sharded model's layers are rounded when they are gathered; None for none."""
+    found: torch.dtype | None = getattr(module, _TRAVELS, None)
+    return found
 
 
 def is_sharded(module: Any) -> bool:

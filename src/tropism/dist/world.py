@@ -145,6 +145,15 @@ class World:
             raise failure or next(filter(None, told))
         return cast(T, result)
 
+    def computed(self, action: Callable[[], T]) -> T:
+        """What every rank computes with a model. Where each has a whole copy this is `together`. Else others wait for
+        this rank inside of the model: it raises its error at once, and theirs is that of a closed connection.
+
+        Raises:
+            TropismError: as `together` says, where each has a whole copy.
+        """
+        return self.together(action) if self.mesh is None else action()
+
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """The main rank goes through the block first, and leaves in files what the others then find there."""
@@ -226,3 +235,9 @@ def connect(stay: bool = False) -> Iterator[World]:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether an error is what remains of an exchange with a process that is gone."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -7,9 +7,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tropism.data.collate import Batch, Layout
-from tropism.dist.shard import part_of, prepare_backward, within
+from tropism.dist.shard import part_of, prepare_backward, travels_in, within
 from tropism.errors import ModelError
 from tropism.model.attention import NAME, TreePass, plain_implementation
 from tropism.model.divergence import Comparison, Targets
@@ -19,6 +20,32 @@ from tropism.shapes import PerCompletion, PerToken
 
 T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp64"]
+
+
+@contextmanager
+def computing(module: Any, precision: Precision, device: torch.device) -> Iterator[None]:
+    """Let a module compute in a precision: by autocast in bfloat16, and else as its weights are.
+
+    Where a sharded module's matrices travel in bfloat16 and float32 is wanted, they are widened for each product.
+    """
+    if precision == "bf16":
+        with torch.autocast(device.type, torch.bfloat16):
+            yield
+    elif travels_in(module) is not None:
+        with _Widened():
+            yield
+    else:
+        yield
+
+
+class _Widened(TorchFunctionMode):
+    _PRODUCTS = (torch.nn.functional.linear, torch.addmm, torch.matmul, torch.mm, torch.bmm, torch.baddbmm)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self._PRODUCTS:
+            args = [value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+                    for value in args]
+        return function(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +101,6 @@ class LanguageModel:
         """Dtype of the matrix products."""
         return {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}[self.precision]
 
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            yield
-
     def tree_pass(self, batch: Batch, *, record: bool = False, earlier: TreePass | None = None) -> TreePass | None:
         """What attention needs for a batch; None in the padded layout."""
         return TreePass(batch.segments, record, earlier) if batch.segments is not None else None
@@ -96,7 +118,7 @@ class LanguageModel:
         kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
         if routed is not None:
             kwargs["output_router_logits"] = True
-        with self._autocast():
+        with computing(self.module, self.precision, self.device):
             output = self.module.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
                                             use_cache=False, **kwargs)
         if routed is not None:

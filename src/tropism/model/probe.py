@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tropism.data.collate import Layout, collate
 from tropism.data.tree import PromptTree
+from tropism.dist.shard import rest
 from tropism.errors import ModelError
 from tropism.model.attention import attention, plain_implementation
-from tropism.model.logps import LanguageModel, Precision
+from tropism.model.logps import LanguageModel, Precision, computing
 
 # Largest mean difference per token that a dtype explains, in nats. In float64, transformers' norms and rotary
 # tables still round through float32.
@@ -39,11 +40,11 @@ class Probe:
 def plain_logps(model: LanguageModel, trees: Sequence[PromptTree]) -> Tensor:
     """`[C]` log-probs by the model's own forward: full logits, padded lines, transformers' attention."""
     batch = collate(trees, "padded").to(model.device)
-    enabled = model.precision == "bf16"
     with (attention(model.module, plain_implementation(model.module)),
-          torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)):
+          computing(model.module, model.precision, model.device)):
         logits = model.module(input_ids=batch.input_ids, attention_mask=batch.attention_mask,
                               position_ids=batch.position_ids, use_cache=False).logits
+    rest(model.module)
     picked = logits.flatten(0, 1)[batch.predict_index]
     picked = picked.to(torch.promote_types(picked.dtype, torch.float32))
     logps = torch.log_softmax(picked, dim=-1).gather(1, batch.target_ids[:, None]).squeeze(1).double()

@@ -63,7 +63,7 @@ class Evaluator:
         for number in range(rounds):
             pack = packs[own[number]] if number < len(own) else []
             keys = [key for tree in pack for key in tree.score_keys]
-            found |= dict(zip(keys, engine.world.together(partial(_values, engine, pack)), strict=True))
+            found |= dict(zip(keys, engine.world.computed(partial(_values, engine, pack)), strict=True))
             report(number + 1, rounds)  # by all ranks alike: it may stop them
         return {key: value for part in engine.world.gather(found) for key, value in part.items()}
 

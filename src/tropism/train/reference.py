@@ -149,11 +149,13 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
     written = time.monotonic()
 
     def compute(own: list[PromptTree]) -> dict[bytes, float]:
+        return _score_pack(model, own)
+
+    def keep() -> None:
         nonlocal written
-        if world.is_main and time.monotonic() - written > _WRITE_EVERY_S:
+        if time.monotonic() - written > _WRITE_EVERY_S:
             write()
             written = time.monotonic()
-        return _score_pack(model, own)
 
     def write() -> None:
         store.add(fresh)
@@ -162,8 +164,9 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
 
     try:
         for number, of_ranks in enumerate(planned, start=1):
-            for scores in world.gather(world.together(partial(compute, of_ranks[world.part]))):
+            for scores in world.gather(world.computed(partial(compute, of_ranks[world.part]))):
                 fresh.update((key, value) for key, value in scores.items() if key not in known)
+            world.on_main(keep)
             report(min(number * world.parts, len(missing)), len(missing))
     except StoppedEarly:  # from the report: the next time begins where this one stopped
         world.on_main(write)

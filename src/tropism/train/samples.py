@@ -7,8 +7,9 @@ import torch
 
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import TokenIds
+from tropism.dist.shard import rest
 from tropism.model.attention import attention, plain_implementation
-from tropism.model.logps import LanguageModel
+from tropism.model.logps import LanguageModel, computing
 
 NEW_TOKENS = 64
 _TOGETHER = 16  # prompts that are answered side by side
@@ -29,15 +30,15 @@ def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], sto
            new_tokens: int = NEW_TOKENS) -> list[str]:
     """The model's greedy answer to each row's prompt."""
     answers = []
-    enabled = model.precision == "bf16"
     with (attention(model.module, plain_implementation(model.module)),
-          torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)):
+          computing(model.module, model.precision, model.device)):
         for start in range(0, len(rows), _TOGETHER):
             ids, mask = _pad_left([row.prompt_ids for row in rows[start : start + _TOGETHER]], stop_ids[0])
             out = model.module.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
                                         do_sample=False, max_new_tokens=new_tokens, eos_token_id=list(stop_ids),
                                         pad_token_id=stop_ids[0], temperature=None, top_p=None, top_k=None)
             answers += [tokenizer.decode(line, skip_special_tokens=True).strip() for line in out[:, ids.shape[1] :]]
+    rest(model.module)
     return answers
 
 

@@ -142,7 +142,7 @@ class Session:
         """Answers of the policy as it is: of the main rank, or of all together where they share the model."""
         world, model = self.engine.world, self.engine.model
         if world.mesh is not None:
-            return world.together(lambda: sampler.ask(model))
+            return world.computed(lambda: sampler.ask(model))
         return world.on_main(lambda: sampler.ask(model)) or []
 
     def _finish(self, steps: int, samples: list[dict[str, Any]]) -> RunResult:

@@ -209,9 +209,8 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
     fresh: dict[bytes, Entry] = {}
     written, size = time.monotonic(), 0
 
-    def compute(own: list[PromptTree]) -> None:
+    def keep(found: dict[bytes, Entry]) -> None:
         nonlocal size
-        found = _top_k_of(model, own, comparison, k)
         if not world.leads:
             return  # those that compute a layer together find the same, and one of them writes it
         fresh.update(found)
@@ -227,7 +226,8 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
 
     try:
         for number, of_ranks in enumerate(rounds(packs, world.parts), start=1):
-            world.together(partial(compute, of_ranks[world.part]))
+            found = world.computed(partial(_top_k_of, model, of_ranks[world.part], comparison, k))
+            world.together(partial(keep, found))
             report(min(number * world.parts, len(packs)), len(packs))
     except StoppedEarly:  # from the report: the next time begins where this one stopped
         world.together(write)

@@ -1,0 +1,41 @@
+"""`examples/slurm.sh` on stand-ins for SLURM's commands: what it starts, and when it queues itself again."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "slurm.sh"
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+@pytest.mark.parametrize(("status", "code", "again"), [("stopped", 1, True), ("done", 0, False), ("failed", 1, False)])
+def test_it_goes_on_as_long_as_there_is_something_to_do(tmp_path: Path, status: str, code: int, again: bool) -> None:
+    """C2: a run that was stopped is queued again; one that is done or failed is not."""
+    output = tmp_path / "run"
+    commands = {
+        "scontrol": f"[ $1 = show ] && echo node7 || echo \"$@\" > {tmp_path}/requeued",
+        "srun": f"echo \"$@\" > {tmp_path}/started; mkdir -p {output}; "
+                f"printf '{{\\n  \"status\": \"{status}\"\\n}}\\n' > {output}/manifest.json; exit {code}"}
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[7-8]",
+                 "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41", "SLURM_GPUS_ON_NODE": "4"}
+    done = subprocess.run(["bash", str(SCRIPT), "dpo", "--config", "c.yaml", f"--output={output}"], env=variables,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if again else code), done.stderr
+    started = (tmp_path / "started").read_text()
+    assert "--nnodes 2 --nproc-per-node 4 --rdzv-id 41" in started
+    assert "--rdzv-endpoint node7:29500 -m tropism dpo --config c.yaml" in started
+    assert started.rstrip().endswith("--resume auto --max-time 225min --parallel.replicate 2")
+    assert (tmp_path / "requeued").exists() == again
+
+
+def test_it_needs_a_place_for_the_run(tmp_path: Path) -> None:
+    variables = {**os.environ, "SLURM_JOB_NODELIST": "n", "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
+    done = subprocess.run(["bash", str(SCRIPT), "dpo"], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--output" in done.stderr
