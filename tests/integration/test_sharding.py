@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from integration.conftest import assert_same_metrics, distance, records, weights
 from integration.test_invariance import BOUNDS, Left, one_rank, run_ranks
@@ -57,16 +60,41 @@ def compare(model: Path, base: Path, found: Path, precision: str) -> None:
     assert_same_metrics(records(Left(found)), records(Left(base)), *BOUNDS[precision][1:])
 
 
+@contextmanager
+def whole_norms() -> Iterator[None]:
+    """Norms in the dtype of what they are given. Those of transformers go through float32 in float64 too: where another
+    order of additions in float64 crosses a boundary of that rounding, results are 1e-8 apart."""
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        variance = hidden.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden * torch.rsqrt(variance + self.variance_epsilon))
+
+    kinds = (LlamaRMSNorm, Qwen3RMSNorm)
+    before = [kind.forward for kind in kinds]
+    for kind in kinds:
+        kind.forward = forward
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, before, strict=True):
+            kind.forward = original
+
+
+def exact_rank(rank: int, size: int, port: int, jobs: Sequence[tuple[str, Settings]]) -> None:
+    with whole_norms():
+        one_rank(rank, size, port, jobs)
+
+
 def spread(folder: Path, size: int, ways: dict[str, Settings], runs: Sequence[tuple[str, Settings]]) -> None:
     """Every run in one process, and spread in each way."""
     jobs = []
     for number, (method, options) in enumerate(runs):
-        run(METHODS[method](**options, output=str(folder / f"{number}-base")))
+        with whole_norms():
+            run(METHODS[method](**options, output=str(folder / f"{number}-base")))
         for way, parallel in ways.items():
             store = {} if method == "sft" else {"store": str(folder / f"store of {way}")}
             jobs.append((method, {**options, **store, "output": str(folder / f"{number}-{way}"), "parallel": parallel,
                                   "microbatch_tokens": 64 if options["batch_size"] == 8 else 700}))
-    assert run_ranks(size, one_rank, jobs) == [0] * size
+    assert run_ranks(size, exact_rank, jobs) == [0] * size
     for number, (_, options) in enumerate(runs):
         for way in ways:
             compare(Path(options["model"]), folder / f"{number}-base", folder / f"{number}-{way}", options["precision"])
@@ -131,10 +159,11 @@ def test_real_rows(test_data: Path, tmp_path: Path, size: int, precision: str, o
 
 def test_other_families(fixture_tokenizer: Any, data_of: dict[str, Path], tmp_path: Path) -> None:
     """X2: norms of heads, whose gradients each process has for its own heads alone (Qwen3); a head of its own, and a
-    model in several files with another layout of its vocabulary (Llama)."""
+    model in several files with another size of its vocabulary (Llama)."""
     shape = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": len(fixture_tokenizer) + 3, "max_position_embeddings": 512}
     runs = []
+    torch.manual_seed(7)
     for name, module in (("qwen3", AutoModelForCausalLM.from_config(Qwen3Config(
             **shape, head_dim=6, tie_word_embeddings=True))),
                          ("llama", LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)))):
