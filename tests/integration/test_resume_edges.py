@@ -271,7 +271,7 @@ def test_a_save_that_fails_beside_another_failure_is_told(train: Train, during: 
 
 def test_state_that_cannot_be_had_is_an_error_of_every_rank(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """X1, C2: `World.on_main` forwards errors of Tropism alone."""
-    def broken(*args: Any) -> None:
+    def broken(*args: Any, **named: Any) -> None:
         raise KeyError("weight")
 
     monkeypatch.setattr(keep.TrainingState, "of", broken)

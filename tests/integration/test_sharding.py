@@ -93,7 +93,7 @@ def spread(folder: Path, size: int, ways: dict[str, Settings], runs: Sequence[tu
         for way, parallel in ways.items():
             store = {} if method == "sft" else {"store": str(folder / f"store of {way}")}
             jobs.append((method, {**options, **store, "output": str(folder / f"{number}-{way}"), "parallel": parallel,
-                                  "microbatch_tokens": 64 if options["batch_size"] == 8 else 700}))
+                                  "microbatch_tokens": options.get("max_length", 64) + 64}))
     assert run_ranks(size, exact_rank, jobs) == [0] * size
     for number, (_, options) in enumerate(runs):
         for way in ways:
@@ -118,7 +118,10 @@ def made(folder: Path, model: Path, other: Path, data_of: dict[str, Path],
 
 def test_two_processes(tiny_model_dir: Path, other: Path, data_of: dict[str, Path], tmp_path: Path) -> None:
     """X1, X2, L1: layers that two processes compute together, and whole copies. (Two shards: test_invariance.)"""
-    spread(tmp_path, 2, TWO, made(tmp_path, tiny_model_dir, other, data_of, max_steps=6))
+    kto, *others = made(tmp_path, tiny_model_dir, other, data_of, max_steps=4, batch_size=10, log_every=1)
+    spread(tmp_path, 2, TWO, [kto])
+    (tmp_path / "others").mkdir()
+    spread(tmp_path / "others", 2, {"tensor": {"tensor": 2}}, others)
 
 
 @pytest.mark.slow

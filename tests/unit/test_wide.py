@@ -122,7 +122,7 @@ class Recorded:
     parts: list[Any]
     telling: bool
 
-    def gather(self, value: Any) -> list[Any]:
+    def of_parts(self, value: Any) -> list[Any]:
         if self.telling:
             self.parts.append(value)
             raise Told

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tropism.data.collate import Batch
 from tropism.data.tree import PromptTree
+from tropism.dist.shard import Owned
 from tropism.dist.world import World
 from tropism.losses.scored import Scored
 from tropism.methods import Method, Units, Wide
@@ -142,11 +143,8 @@ def train_step(engine: Engine, work: StepWork) -> StepOutcome:
             values = torch.stack(losses).detach().sum(0) + policy + reference
             spoilt += (~torch.isfinite(values)).sum()
             seen.append((torch.stack((values, policy, reference)), pack.rows))
-    owned = engine.updater.owned
-    owned.collect(engine.world)
-    norm = owned.norm(engine.world)
-    if engine.max_grad_norm:
-        torch.nn.utils.clip_grads_with_norm_(owned.parts, engine.max_grad_norm, norm)
+    engine.updater.owned.collect(engine.world)
+    norm = clip(engine.updater.owned, engine.max_grad_norm, engine.world)
     finite = torch.isfinite(norm) & (engine.world.sum(spoilt) == 0)
     engine.shift.settle(finite)
     rate = engine.updater.apply(work.step, finite)
@@ -183,6 +181,14 @@ def look_ahead(engine: Engine, packs: Sequence[Pack], balance: StepBalance | Non
         return [Wide(shift=shift)] * len(packs)
     wide = ranks_of_step(method, found, [pack.rows for pack in packs], engine.world, device)
     return [replace(of_pack, shift=shift) for of_pack in wide]
+
+
+def clip(owned: Owned, max_norm: float, world: World) -> Tensor:
+    """The norm of the whole gradient; gradients are scaled down to `max_norm` where they exceed it (0: never)."""
+    norm = owned.norm(world)
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(owned.parts, max_norm, norm)
+    return norm
 
 
 @torch.no_grad()
