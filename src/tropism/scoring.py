@@ -87,7 +87,7 @@ def score(model: str, options: ScoringOptions, voice: Voice | None = None) -> Sc
 class _Scoring:
     def __init__(self, model: str, options: ScoringOptions, world: World, voice: Voice) -> None:
         self.options, self.voice = options, voice
-        self.world = world = spread(world, options.parallel)
+        self.world = world = spread(world, options.parallel, learns=False)
         self.numerics: Numerics = numerics_of(options, world)
         self.source = load.Source.of(_model_of_run(model))
         self.other = load.Source.of(_model_of_run(options.reference)) if options.reference else None

@@ -74,7 +74,7 @@ def shard(module: torch.nn.Module, layers: Sequence[torch.nn.Module], how: Sprea
 
 def _is_small(part: torch.nn.Module) -> bool:
     """Whether a module has vectors alone, such as a norm; autocast leaves those as they are."""
-    own = list(part.parameters(recurse=False))
+    own = list(part.parameters())
     return bool(own) and all(parameter.dim() < 2 for parameter in own)
 
 
@@ -99,6 +99,12 @@ def within(module: Any, action: Callable[[], T], stay: bool = False) -> T:
     if not stay:
         rest(module)
     return found
+
+
+def let_go(module: Any) -> None:
+    """Give back what a frozen model that is not needed any more holds beside its parts."""
+    for unit in _units(module):
+        unit.reshard()
 
 
 def rest(module: Any) -> None:

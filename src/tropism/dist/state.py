@@ -5,6 +5,7 @@ torch.distributed.checkpoint: what is no tensor is handed out beside them, as pl
 """
 
 import errno
+import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -200,8 +201,23 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, world: World | None = 
     try:
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, sync_files=False), no_dist=not together,
                  process_group=world.group if world else None)
+        if world is None or world.is_main:
+            _check_seen(path)
     except CheckpointException as error:
         raise _cause(error) from error
+
+
+def _check_seen(path: Path) -> None:
+    """Every file that holds a tensor is where this process sees it.
+
+    Raises:
+        OSError: if one is not.
+    """
+    named = {entry.relative_path for entry in dcp.FileSystemReader(path).read_metadata().storage_data.values()}
+    present = set(os.listdir(path))
+    if missing := named - present:
+        raise OSError(errno.ENOENT, f"{len(missing)} of {len(named)} files that other processes wrote are not to be seen "
+                                    "here; it must lie on a disk that all of them see")
 
 
 def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> None:

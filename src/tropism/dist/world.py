@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -157,13 +158,18 @@ class World:
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """The main rank goes through the block first, and leaves in files what the others then find there."""
-        if self.size > 1 and not self.is_main:
-            dist.barrier(group=self.group)
+        if self.size == 1:
+            yield
+            return
+        patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # it may render millions of rows
+        if not self.is_main:
+            dist.barrier(group=patient)
         try:
             yield
         finally:
-            if self.size > 1 and self.is_main:
-                dist.barrier(group=self.group)
+            if self.is_main:
+                dist.barrier(group=patient)
+            dist.destroy_process_group(patient)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace each gradient by its sum over ranks. A missing gradient counts as zero, on any number of ranks:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import cached_file
 
 from tropism.dist.peers import Peers
-from tropism.dist.shard import Spreading, fill, shard
+from tropism.dist.shard import Spreading, fill, region_of, shard
 from tropism.dist.tensor import divide
 from tropism.dist.world import World
 from tropism.errors import ModelError
@@ -33,8 +33,8 @@ def load_sharded(source: Source, precision: Precision, world: World, how: Spread
     """A causal model in evaluation mode, spread over processes. All of them call this together.
 
     Each process reads its parts from the safetensors files. Where the names in those files are not the model's own (or
-    it is a GGUF file, or an adapter is to be merged) the main process reads the model whole, into the host's memory,
-    and hands the parts out.
+    they are quantised, or a GGUF file, or an adapter is to be merged) the main process reads the model whole, into the
+    host's memory, and hands the parts out.
 
     Args:
         change: called with the model before it has any memory; weights that are then in none of the files begin as 0.
@@ -57,27 +57,41 @@ def load_sharded(source: Source, precision: Precision, world: World, how: Spread
     if how.mesh.size("tensor") > 1:
         summed = divide(module, getattr(config.get_text_config(), "base_model_tp_plan", None) or {}, how.mesh)
         module.tropism_columns = Divided.of(len(module.get_output_embeddings().weight), Peers(how.mesh.group("tensor")))
-    files = world.together(lambda: _files(source))
-    read = _from_files(files, names) if files is not None and names.keys() <= files.keys() | _tied(names) else None
+    quantised = getattr(config, "quantization_config", None) is not None
+    files = None if quantised else world.together(lambda: _files(source))
+    apart = files is not None and names.keys() <= files.keys() | _tied(names)
     shard(module, layers_of(module), how)
-    if read is None:
-        read = _from_main(source, precision, world, names, trust_remote_code)
+    read = _from_files(files, names) if files is not None and apart else _from_main(source, precision, world, names,
+                                                                                    trust_remote_code)
     place = torch.device("cpu") if how.offload else world.device
-    kept = read
 
-    def known(name: str, weight: Tensor, region: tuple[slice, ...]) -> Tensor:
-        known_as = base_name(name)
-        if known_as not in names:
-            return torch.zeros([part.stop - part.start for part in region], dtype=weight.dtype)
-        return kept(known_as, weight, region)
+    def fill_all() -> None:
+        _fill(module, read, names, place)
 
-    fill(module, known, place)
+    world.together(fill_all) if apart else fill_all()  # reading files waits for no other process
     for name in summed:
         module.get_parameter(name).summed_over_tensor = True
     for name, buffer in module.named_buffers():
         module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(world.device)
+    if quantised:  # its weights are plain now
+        del module.config.quantization_config
     module.generation_config = world.together(lambda: _generation(source, module))
     return module
+
+
+def _fill(module: Any, read: Read, names: dict[str, set[str]], place: torch.device) -> None:
+    """Weights and stored buffers from the files; what an adapter has besides begins as 0."""
+    def known(name: str, weight: Tensor, region: tuple[slice, ...]) -> Tensor:
+        known_as = base_name(name)
+        if known_as not in names:
+            return torch.zeros([part.stop - part.start for part in region], dtype=weight.dtype)
+        return read(known_as, weight, region)
+
+    fill(module, known, place)
+    buffers = dict(module.named_buffers())
+    for name, _ in _stored(module):
+        if name in buffers:
+            buffers[name].copy_(known(name, buffers[name], region_of(buffers[name])))
 
 
 def layers_of(module: Any) -> list[torch.nn.Module]:
@@ -133,18 +147,29 @@ def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:
     """Read parts from the files, which are mapped into memory: of each only what is asked for is read."""
     opened: dict[str, Any] = {}
 
+    def part_of(name: str, weight: Tensor, region: tuple[slice, ...]) -> Tensor:
+        file = files[name]
+        try:
+            if file not in opened:
+                opened[file] = safe_open(file, framework="pt")
+            kept = opened[file].get_slice(name)
+            if tuple(kept.get_shape()) == tuple(weight.shape):
+                part: Tensor = kept[region] if region else opened[file].get_tensor(name)
+                return part.clone()  # out of the file that is mapped, which may go or change
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file}: the model could not be loaded: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{file}: {name} is {list(kept.get_shape())} there and {list(weight.shape)} in the model")
+
     def read(name: str, weight: Tensor, region: tuple[slice, ...]) -> Tensor:
-        found = next((other for other in sorted(names[name]) if other in files), None)
-        if found is None:
+        found = sorted(other for other in names[name] if other in files)
+        if not found:
             raise ModelError(f"the weight {name} is in none of the model's files")
-        file = files[found]
-        if file not in opened:
-            opened[file] = safe_open(file, framework="pt")
-        kept = opened[file].get_slice(found)
-        if tuple(kept.get_shape()) != tuple(weight.shape):
-            raise ModelError(f"{file}: {found} is {list(kept.get_shape())} there and {list(weight.shape)} in the model")
-        part: Tensor = kept[region] if region else opened[file].get_tensor(found)
-        return part.clone()  # out of the file that is mapped, which may go or change
+        part = part_of(found[0], weight, region)
+        for other in found[1:]:
+            if not torch.equal(part, part_of(other, weight, region)):
+                raise ModelError(f"{files[other]}: {found[0]} and {other} differ there, and the model's config says "
+                                 "that they are one weight; set tie_word_embeddings to false in it")
+        return part
 
     return read
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,10 @@ class RunDirectory:
                   for key, value in record.items()}
         self._append("metrics.jsonl", finite)
 
-    def append_sample(self, sample: dict[str, Any]) -> None:
-        """One line of `samples.jsonl`."""
-        self._append("samples.jsonl", sample)
+    def append_samples(self, samples: Sequence[dict[str, Any]]) -> None:
+        """Lines of `samples.jsonl`."""
+        for sample in samples:
+            self._append("samples.jsonl", sample)
 
     def append_line(self, name: str, value: dict[str, Any]) -> None:
         """One line of a file that grows."""

@@ -48,7 +48,8 @@ class Evaluator:
                  ) -> dict[str, float]:
         """The evaluation record of the policy as it is; every rank gets the same."""
         found = self.score(engine, report)
-        return engine.world.broadcast(self._record(engine, found) if engine.world.is_main else {})
+        world = engine.world
+        return world.broadcast(world.on_main(lambda: self._record(engine, found)) or {})
 
     @torch.no_grad()
     def score(self, engine: Engine, report: Callable[[int, int], None]) -> dict[bytes, Values]:

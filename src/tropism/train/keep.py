@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -116,6 +117,8 @@ class Saver:
         self.best: tuple[int, float] | None = None
         self._copy: dict[str, Any] = {}
         self._beside = self.world.apart() if self.together else None
+        if self.together:
+            self.world.together(self._see)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         halt.took("save", self.estimate_bytes() / _SLOWEST_DISK)
@@ -125,6 +128,12 @@ class Saver:
     def together(self) -> bool:
         """Whether all ranks write, each its part."""
         return self.world.mesh is not None
+
+    def _see(self) -> None:
+        """A part that lay on a disk of its own would be of no use."""
+        place = self.directory.path
+        if not place.is_dir() or "config.yaml" not in os.listdir(place):
+            raise OutputError(f"{place}: not every process sees it; it must lie on a disk that all of them see")
 
     def estimate_bytes(self) -> int:
         """About what one checkpoint takes, before there is one."""

@@ -120,7 +120,7 @@ def train(engine: Engine, planner: Planner, evaluate: Evaluate | None, plan: Pla
     progress.evaluation_due = progress.evaluation_due and evaluate is not None
     yield from run.close(last and plan.save_every.every > 0)
     halt.check()
-    first = FirstStep(engine.model.module, progress.step > 0, engine.world.sum)
+    first = FirstStep(engine.model.module, progress.step > 0, engine.world.sum, engine.world.max)
     for work in () if halt.ending else _prepared(planner, plan.workers, progress.step + 1):
         began = time.monotonic()
         outcome = train_step(engine, work)

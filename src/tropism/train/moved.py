@@ -21,12 +21,15 @@ class FirstStep:
         module: the policy.
         done: a step has been looked at already, in a run that goes on.
         pooled: sums a tensor over ranks.
+        most: takes the maximum of numbers over ranks: each may hold a part of the weights.
     """
 
-    def __init__(self, module: Any, done: bool = False, pooled: Callable[[Tensor], Tensor] = lambda own: own) -> None:
+    def __init__(self, module: Any, done: bool = False, pooled: Callable[[Tensor], Tensor] = lambda own: own,
+                 most: Callable[[list[int]], list[int]] = lambda own: own) -> None:
         self.module = module
         self.done = done
         self.pooled = pooled
+        self.most = most
         self._before = None if done else snapshot(_trainable(module).values())
 
     def look(self, outcome: StepOutcome) -> None:
@@ -42,8 +45,8 @@ class FirstStep:
         after = snapshot(_trainable(self.module).values())
         changed = sum(not torch.equal(one, other) for one, other in zip(self._before, after, strict=True))
         self.done, self._before = True, None
-        anywhere = self.pooled(torch.tensor(changed, device=outcome.grad_norm.device))  # a part may lie elsewhere
-        if not int(anywhere) and not self._nothing_to_learn(outcome):
+        anywhere, = self.most([changed])
+        if not anywhere and not self._nothing_to_learn(outcome):
             raise NothingLearntError(explain(self.module, outcome.learning_rate, float(outcome.grad_norm)))
 
     def _nothing_to_learn(self, outcome: StepOutcome) -> bool:

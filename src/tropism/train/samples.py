@@ -7,7 +7,7 @@ import torch
 
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import TokenIds
-from tropism.dist.shard import rest
+from tropism.dist.shard import is_sharded, rest
 from tropism.model.attention import attention, plain_implementation
 from tropism.model.logps import LanguageModel, computing
 
@@ -36,6 +36,7 @@ def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], sto
             ids, mask = _pad_left([row.prompt_ids for row in rows[start : start + _TOGETHER]], stop_ids[0])
             out = model.module.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
                                         do_sample=False, max_new_tokens=new_tokens, eos_token_id=list(stop_ids),
+                                        synced_gpus=is_sharded(model.module),
                                         pad_token_id=stop_ids[0], temperature=None, top_p=None, top_k=None)
             answers += [tokenizer.decode(line, skip_special_tokens=True).strip() for line in out[:, ids.shape[1] :]]
     rest(model.module)

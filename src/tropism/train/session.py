@@ -133,8 +133,7 @@ class Session:
             raise
         answers = self._answers(sampler)
         samples = sampler.compare(self.notes.answers, answers) if world.is_main else []
-        for sample in samples:
-            directory.append_sample(sample)
+        world.on_main(lambda: directory.append_samples(samples))
         self._export()
         return self._finish(progress.step, samples)
 
@@ -164,13 +163,12 @@ class Session:
     @cached_property
     def watch(self) -> Watch:
         """What looks at the records of this sitting."""
-        options, method, main = self.options, self.engine.method, self.engine.world.is_main
+        options, method = self.options, self.engine.method
         rule = make_rule(options.stop_metric, options.stop_patience, options.stop_delta, method,
                          self.evaluator is not None)
 
         def line(name: str, value: dict[str, Any]) -> None:
-            if main:
-                self.directory.append_line(name, value)
+            self.engine.world.on_main(lambda: self.directory.append_line(name, value))
 
         guards = Guards(Subject.of(method, getattr(options, "reference", None)))
         return Watch(guards, Stopper(rule) if rule else None, self.voice,
@@ -245,8 +243,7 @@ class Session:
         try:
             with self.voice.bar("train") as report:
                 for record in records:
-                    if main:
-                        self.directory.append_record(record.to_json())
+                    self._append(record)
                     if trackers is not None:
                         trackers.log(record.metrics, record.step, record.split)
                     self.observe(record)
@@ -260,6 +257,10 @@ class Session:
         finally:
             if trackers is not None:
                 trackers.finish()
+
+    def _append(self, record: Record) -> None:
+        """By the main rank; all hear of it where it cannot."""
+        self.engine.world.on_main(lambda: self.directory.append_record(record.to_json()))
 
     def observe(self, record: Record) -> None:
         """Whoever watches records does it here, on every rank: between its line in `metrics.jsonl` and the next save.

@@ -12,18 +12,20 @@ from tropism.train.options import ParallelOptions, RunOptions
 from tropism.train.prepare import Prepared
 
 
-def spread(world: World, options: ParallelOptions, whole: str = "") -> World:
+def spread(world: World, options: ParallelOptions, whole: str = "", learns: bool = True) -> World:
     """The processes as the options arrange them. All ranks call this together.
 
     Args:
         whole: why each process must have a whole copy of the model, if it must.
+        learns: there are gradients.
 
     Raises:
         UsageError: for options that cannot work here.
     """
     if whole:
         for name, value in (("shard", (options.shard or 1) > 1), ("tensor", options.tensor > 1),
-                            ("offload", options.offload)):
+                            ("offload", options.offload), ("reduce_once", options.reduce_once),
+                            ("replicate", options.replicate not in (1, world.size))):
             if value:
                 raise UsageError(f"parallel.{name}: {whole}")
         options = ParallelOptions(shard=1, replicate=world.size)
@@ -34,8 +36,8 @@ def spread(world: World, options: ParallelOptions, whole: str = "") -> World:
                          "torchrun")
     if options.offload and world.device.type == "cpu":
         raise UsageError("parallel.offload keeps weights in the host's memory, where they are without a GPU")
-    if options.reduce_once and found.mesh is None and world.size == 1:
-        raise UsageError("parallel.reduce_once has no effect on one process")
+    if options.reduce_once and not (learns and found.mesh is not None and found.mesh.size("shard") > 1):
+        raise UsageError("parallel.reduce_once has no effect where no gradients are summed over parallel.shard")
     return found
 
 
