@@ -4,8 +4,6 @@ import json
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,7 +238,7 @@ def test_two_ranks_equal_one_process(bench: Bench) -> None:
     for spec, (method, options) in SPECS.items():
         name = "-".join((*spec, "two"))
         jobs.append((method, bench.settings(name, method, **{
-            "store": "store-of-two", "samples": int(spec[0] in LONG), **options, "microbatch_tokens": 64})))
+            "store": "store-of-two", "samples": int(spec == ("kto", "fp32")), **options, "microbatch_tokens": 160})))
         left[spec] = Left(bench.folder / name)
     assert run_ranks(2, one_rank, jobs) == [0, 0]
     for spec in SPECS:
@@ -265,16 +263,3 @@ def test_more_ranks_than_trees_end_without_a_hang(bench: Bench, tmp_path: Path) 
     assert run_ranks(4, one_rank, jobs) == [0] * 4
     for number in range(len(jobs)):
         assert records(Left(bench.folder / f"few-{number}"))[-1]["examples"] == 9
-
-
-def test_torchrun_runs_the_command_line(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
-    """X1: as a user starts it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
-               str(free_port()), "-m", "tropism", "kto", "--model", str(tiny_model_dir), "--data", str(feedback),
-               "--output", str(tmp_path / "run"), "--store", str(tmp_path / "store"), "--batch-size", "8",
-               "--max-steps", "2", "--samples", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("plan: ") == 1
-    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
