@@ -56,7 +56,9 @@ def compare(model: Path, base: Path, found: Path, precision: str) -> None:
         start |= {name: tensor.double() for name, tensor in load_file(file).items()}
     travelled = distance(expected, start)
     assert travelled > 1e-3
-    assert distance(weights(found / "model"), expected) / travelled < BOUNDS[precision][0], found
+    gap = distance(weights(found / "model"), expected) / travelled
+    print(f"{found.parent.name}/{found.name} ({precision}): {gap:.1e} of the distance travelled")
+    assert gap < BOUNDS[precision][0], found
     assert_same_metrics(records(Left(found)), records(Left(base)), *BOUNDS[precision][1:])
 
 

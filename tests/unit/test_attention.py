@@ -264,6 +264,30 @@ def test_under_autocast_the_kernel_gets_one_dtype(monkeypatch: pytest.MonkeyPatc
     assert seen == {(torch.bfloat16,) * 3}
 
 
+def test_a_model_that_takes_views_of_what_attention_gives() -> None:
+    """P1: JetMoe does."""
+    from transformers import JetMoeConfig
+
+    torch.manual_seed(0)
+    jet = AutoModelForCausalLM.from_config(JetMoeConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8,
+        intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)).eval()
+    assert choose_layout(jet, "fp32", torch.device("cpu"), trees(), "auto")[0].layout == "tree"
+
+
+def test_a_layout_in_which_a_model_stops_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: whatever it stops with."""
+    whole = TreePass.with_earlier
+
+    def failing(self: TreePass, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole(self, *given)
+        raise RuntimeError("a layer that trees do not fit\nat some place")
+
+    monkeypatch.setattr(TreePass, "with_earlier", failing)
+    model, probe = choose_layout(build("llama", torch.float32), "fp32", torch.device("cpu"), trees(), "auto")
+    assert (model.layout, probe.reason) == ("padded", "RuntimeError: a layer that trees do not fit")
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_whose_attention_cannot_be_replaced_is_served_padded(precision: str) -> None:
     """P1: rounding in bfloat16 must not hide that completions see each other."""

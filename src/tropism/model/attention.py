@@ -110,7 +110,7 @@ def tree_attention(
             outputs.append(_segment(tree, q, k, v, scaling, sliding_window))
         else:
             outputs.append(_eager(tree, q, k, v, scaling, sliding_window, softcap, s_aux))
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None  # some models take a view of it
 
 
 _VARLEN_TYPES = (torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tropism.data.collate import Layout, collate
 from tropism.data.tree import PromptTree
-from tropism.dist.shard import rest
+from tropism.dist.shard import is_sharded, rest
 from tropism.errors import ModelError
 from tropism.model.attention import attention, plain_implementation
 from tropism.model.logps import LanguageModel, Precision, computing
@@ -84,8 +84,12 @@ def choose_layout(module: object, precision: Precision, device: torch.device, tr
                 if not per_token <= _TOLERANCE[stage]:
                     raise ModelError(f"log-probs in the {layout} layout differ from the model's own forward by "
                                      f"{per_token:.2g} nats per token (at most {_TOLERANCE[stage]:g} in {stage})")
-        except ModelError as refusal:
-            reason = str(refusal)
+        except (ModelError, RuntimeError, TypeError) as refusal:
+            # A layer that trees do not fit may stop anywhere; layers that are gathered are in no state to go on then.
+            unforeseen = not isinstance(refusal, ModelError)
+            if unforeseen and (isinstance(refusal, torch.OutOfMemoryError) or is_sharded(module)):
+                raise
+            reason = f"{type(refusal).__name__}: {str(refusal).splitlines()[0]}" if unforeseen else str(refusal)
         else:
             return model, Probe(layout, per_token, per_root_token, reason)
     raise ModelError(f"this model cannot be served exactly: {reason}")
