@@ -1,15 +1,18 @@
 """The small inputs of `tests/cases`, on the command line, against EXPECTED.yaml."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers import CASES, case_yaml, expected
+from integration.conftest import assert_same_metrics
 from integration.test_invariance import one_rank, run_ranks
+from tropism.api import run as train
 from tropism.cli import main
-from tropism.config import read_yaml
+from tropism.config import METHODS, read_yaml
 from tropism.errors import UsageError
 from tropism.train.store import ScoreStore, entries
 
@@ -86,6 +89,25 @@ def test_06_shuffled_epochs(command: Any) -> None:
     assert code == 0, err
     assert lines(run)[-1]["examples"] == 2 * expected("06")["rows_per_epoch"]
     assert lines(run)[-1]["epoch"] == 2.0
+
+
+def test_06_on_two_ranks(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """K1, K4, X1: the last step of an epoch leaves a rank with a single row of one class; the partners are those of one
+    process, and so is every figure. With steps of two rows and three ranks one has none at all."""
+    case = case_yaml("06-kto-shuffle-partners.yaml")
+    settings = {"model": str(tiny_model_dir), "data": jsonl(tmp_path / "rows.jsonl", case["rows"]), "samples": 0,
+                "epochs": case["run"]["epochs"], "seed": case["run"]["seed"], "learning_rate": 1e-3,
+                "precision": "fp64"}
+    for ranks, batch_size in ((2, case["run"]["world_size"] * case["run"]["per_device_batch"]), (3, 2)):
+        own = {**settings, "batch_size": batch_size, "store": str(tmp_path / f"store {ranks}")}
+        train(METHODS["kto"](**own, output=str(tmp_path / f"one {ranks}")))
+        began = time.monotonic()
+        assert run_ranks(ranks, one_rank, [("kto", {**own, "store": str(tmp_path / f"its store {ranks}"),
+                                                    "output": str(tmp_path / f"ranks {ranks}")})]) == [0] * ranks
+        assert time.monotonic() - began < expected("06")["time_limit_s"]
+        found = lines(tmp_path / f"ranks {ranks}")
+        assert found[-1]["examples"] == 2 * expected("06")["rows_per_epoch"]
+        assert_same_metrics(found, lines(tmp_path / f"one {ranks}"), 0.0, 1e-8)
 
 
 def test_09_prompt_over_limit(command: Any) -> None:

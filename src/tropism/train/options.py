@@ -70,8 +70,9 @@ class ParallelOptions(Options):
     shard: int | None = Field(None, ge=1)
     """Processes that share one copy of weights, gradients and optimizer state (FSDP); by default all that the other
     two leave. 1 keeps a whole copy in each process."""
-    replicate: int = Field(1, ge=1)
-    """Such groups side by side, each with a copy of its own (HSDP): gradients are summed across them once per step."""
+    replicate: int | None = Field(None, ge=1)
+    """Such groups side by side, each with a copy of its own (HSDP): gradients are summed across them once per step. By
+    default 1, or what a given parallel.shard leaves."""
     tensor: int = Field(1, ge=1)
     """Processes that compute each layer together (tensor parallel), by the model's own plan; they divide its heads and
     its vocabulary."""
@@ -88,12 +89,13 @@ class ParallelOptions(Options):
         Raises:
             UsageError: if they do not come out.
         """
-        rest = self.replicate * self.tensor
-        shard = self.shard or world // rest
-        if shard * rest != world:
-            raise UsageError(f"parallel.shard {self.shard or '(the rest)'} x parallel.replicate {self.replicate} x "
-                             f"parallel.tensor {self.tensor} does not make the {world} processes that there are")
-        return self.replicate, shard, self.tensor
+        replicate = self.replicate or (max(1, world // (self.shard * self.tensor)) if self.shard else 1)
+        shard = self.shard or max(1, world // (replicate * self.tensor))
+        if replicate * shard * self.tensor != world:
+            more = ": torchrun starts more" if world == 1 else ""
+            raise UsageError(f"parallel.shard {shard} x parallel.replicate {replicate} x parallel.tensor {self.tensor} "
+                             f"does not make the number of processes, which is {world}{more}")
+        return replicate, shard, self.tensor
 
 
 class RunOptions(Options):

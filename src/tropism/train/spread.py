@@ -25,7 +25,7 @@ def spread(world: World, options: ParallelOptions, whole: str = "", learns: bool
     if whole:
         for name, value in (("shard", (options.shard or 1) > 1), ("tensor", options.tensor > 1),
                             ("offload", options.offload), ("reduce_once", options.reduce_once),
-                            ("replicate", options.replicate not in (1, world.size))):
+                            ("replicate", options.replicate not in (None, 1, world.size))):
             if value:
                 raise UsageError(f"parallel.{name}: {whole}")
         options = ParallelOptions(shard=1, replicate=world.size)
