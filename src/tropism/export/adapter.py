@@ -23,6 +23,7 @@ from tropism.export.source import ADAPTER_CONFIG, Chosen, Run
 from tropism.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
 from tropism.export.write import check_tensors
 from tropism.model import load
+from tropism.model.base import base_hash
 from tropism.model.logps import Precision
 
 WEIGHTS = "adapter_model.safetensors"
@@ -64,7 +65,7 @@ def _of_result(run: Run, chosen: Chosen) -> Adapter:
         written = json.loads((chosen.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"{chosen.path}: the adapter cannot be read: {error}") from error
-    base = config.base_model_name_or_path or run.base
+    base = _base(run, chosen)
     adapter = Adapter(config, weights, base, written)
     module = skeleton(base_config(run, base), run.trust_remote_code)
     _check_complete(_shell(module, adapter), weights, chosen.path)
@@ -76,7 +77,7 @@ def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
     from peft import get_peft_model_state_dict
 
     stored = read_model(chosen.path / "state")
-    base = _base(run)
+    base = _base(run, chosen)
     module = skeleton(base_config(run, base), run.trust_remote_code)
     adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
     ends = [f"{name}.modules_to_save.default.weight" for name in _ends_of(module)]
@@ -101,11 +102,21 @@ def _config_in(path: Path) -> Any:
         raise ModelError(f"{path}: no adapter config could be read: {str(error).splitlines()[0]}") from error
 
 
-def _base(run: Run) -> str:
-    """The model that the adapter of a run stands on: a run may have named an adapter in its place."""
-    named = Path(run.base).expanduser()
-    if (named / ADAPTER_CONFIG).is_file() and not (named / "config.json").is_file():
-        return str(_config_in(named).base_model_name_or_path)
+def _base(run: Run, chosen: Chosen) -> str:
+    """The model that the adapter of a run stands on: as whoever exports says, as the adapter's own file says, or what
+    the run began with, which may have been an adapter or a module.
+
+    Raises:
+        ModelError: if none of them says.
+    """
+    if run.other_base is not None:
+        return run.other_base
+    for place in (chosen.path / "model", chosen.path, run.directory.model, Path(run.base).expanduser()):
+        if (place / ADAPTER_CONFIG).is_file() and (base := _config_in(place).base_model_name_or_path):
+            return str(base)
+    if run.given:
+        raise ModelError(f"{chosen.path}: an adapter of {run.base}, and nothing says where its base lies; save the "
+                         "module as it was, without the adapter, and name it: --base DIR")
     return run.base
 
 
@@ -204,13 +215,18 @@ def merged(run: Run, adapter: Adapter, precision: Precision, check_space: CheckS
         precision: `fp32` or `fp64`: what it is loaded and merged in.
 
     Raises:
-        ModelError: if the model is not to be had, or does not say the same after merging as before.
+        ModelError: if the model is not to be had, is not what the adapter was trained on, or does not say the same
+            after merging as before.
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
     check_space(number_of(skeleton(base_config(run, adapter.base), run.trust_remote_code)))
     base = load.load_model(load.Source.of(adapter.base), precision, torch.device("cpu"),
                            trust_remote_code=run.trust_remote_code)
+    known = run.manifest.get("base_weights")
+    if known is not None and base_hash(base) != known:
+        raise ModelError(f"{adapter.base}: holds other weights than the adapter was trained on, so that merging would "
+                         "give another model; put them back, or name where they are: --base DIR")
     was_tied = _tied(base)
     if was_tied and _touches_ends(base, adapter) and not getattr(adapter.config, "ensure_weight_tying", False):
         _untie(base)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Exported:
 
 def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str | None = None,
            checkpoint: str | None = None, max_shard_size: str | int = load.SHARD_SIZE,
-           voice: Voice | None = None) -> Exported:
+           base: str | Path | None = None, voice: Voice | None = None) -> Exported:
     """Write the result of a run, or one of its checkpoints, as a directory that loads as it is. The run is not changed.
 
     Args:
@@ -66,6 +66,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         dtype: of the weights: fp32, bf16, fp16 or fp64, or by their long names; by default what the run's result has.
         checkpoint: `best`, `last`, a step (`step-00000100`), or a path; by default the result.
         max_shard_size: of a file of weights at most; beyond it there are several with an index.
+        base: where the base of an adapter lies now, if not where the run found it.
         voice: speaks to the user.
 
     Raises:
@@ -84,6 +85,10 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
     chosen = choose(found, checkpoint)
     if merge and not chosen.is_adapter:
         raise UsageError(f"--merge: {place} trained all weights of its model and has no adapter to merge; leave it out")
+    if base is not None:
+        if not chosen.is_adapter:
+            raise UsageError(f"--base: {place} trained all weights of its model; only an adapter has a base")
+        found = replace(found, other_base=load.Source.of(str(base)).absolute)
     voice.say(f"{chosen.path}: step {chosen.step}, its files as they were written"
               if not chosen.notes else f"{chosen.path}: step {chosen.step}")
     for note in chosen.notes:

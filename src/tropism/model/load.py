@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,13 @@ disable_progress_bar()  # a bar of their own for every load and save would drown
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a model comes from: a directory or hub id, a GGUF file in it where that is what was named, and an adapter
-    where that is what was named: the others are then its base."""
+    where that is what was named: the others are then its base. `look` is called with the base when it is loaded, before
+    the adapter is merged into it."""
 
     name: str
     gguf_file: str | None = None
     adapter: str | None = None
+    look: Callable[[Any], None] | None = None
 
     @classmethod
     def of(cls, name: str) -> "Source":
@@ -154,6 +156,8 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
     if quantize is not None:
         return quantized.made_exact(model).eval()
     if source.adapter is not None:
+        if source.look is not None:
+            source.look(model)
         model = adapter_files.merged(model, Path(source.adapter))
     return model.to(device=device, dtype=dtype).eval()
 

@@ -12,7 +12,7 @@ import torch
 from tropism.dist.shard import is_sharded
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
-from tropism.model import adapter_files, adapter_targets, adapters, load, narrow, quantized
+from tropism.model import adapter_files, adapter_targets, adapters, base, load, narrow, quantized
 from tropism.model.logps import LanguageModel
 from tropism.model.options import LoraOptions
 from tropism.observe.console import Voice
@@ -191,12 +191,24 @@ class Start:
         if not self.adapts:
             return module, {}
         facts = adapters.facts_of(module)
+        self._check_origin(module, voice)
         voice.say(f"adapter: {facts}" + (f"; weights held in {self.lora.quantize}" if self.lora.quantize else ""))
         if not self.fresh:
             origin = self.directory or "the adapter of the model that was given"
             voice.say(f"  it starts from {origin}; the reference is the model with that adapter, as it is before "
                       "step 1")
-        return module, {"adapter": asdict(facts)}
+        known = base.base_hash(module)
+        return module, {"adapter": asdict(facts)} | ({} if known is None else {"base_weights": known})
+
+    def _check_origin(self, module: Any, voice: Voice) -> None:
+        """A module that was given may have learnt since it was loaded: its adapter's file then names no base."""
+        if isinstance(self.named, load.Source) or not Path(self._base).is_dir():
+            return
+        if name := base.differing(module, Path(self._base)):
+            module.peft_config[adapters.adapter_name(module)].base_model_name_or_path = None
+            voice.warn(f"the model that was given is not what {self._base} holds ({name} differs): the adapter's file "
+                       "will name no base. Save the model without the adapter, and name it where the adapter is used: "
+                       "tropism export RUN --base DIR")
 
     def _config(self, module: Any) -> Any:
         if self.directory is None:
