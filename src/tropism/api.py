@@ -106,7 +106,7 @@ class Run:
         """Another model of the run, as a module or by its name; None if there is none."""
         given, value = getattr(self.objects, name), self.values.get(name)
         if given is not None or value is None or (name, value) == ("reference", "live"):
-            return given
+            return models.given(given, name)
         return load.Source.of(value)
 
     def _open(self) -> None:
