@@ -80,3 +80,18 @@ def test_a_module_that_has_learnt_names_no_base(tiny_model_dir: Path, feedback: 
                      base=tmp_path / "mine").path
         assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(out)), logits(module), atol=1e-5)
     assert records(result)
+
+
+def test_checkpoints_of_a_peft_model(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
+    """S1: of an adapter with a name of its own; result and last checkpoint are one model."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir), LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"), adapter_name="mine")
+    run = KTOTrainer(model, train_dataset=str(feedback), store=str(tmp_path / "store"), max_steps=2, samples=0,
+                     output=str(tmp_path / "run"), save_every=2, quiet=True).fit().directory
+    for merge in (True, False):
+        one, other = (load_file(next(export(run, tmp_path / f"{merge}-{name}", merge=merge, checkpoint=name).path.glob(
+            "*model.safetensors"))) for name in (None, "last"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)

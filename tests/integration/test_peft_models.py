@@ -40,7 +40,7 @@ def learnt(**more: Any) -> dict[str, Any]:
 
 
 def test_the_scale_is_part_of_the_fingerprint(wrapped: Callable[..., Any]) -> None:
-    """R2, C2: the same matrices with another alpha, or rank-stabilised, are another model; switched off they are one."""
+    """R2, C2: the same matrices with another alpha, or rank-stabilised, are another model; switched off all are one."""
     def prints(off: bool, **more: Any) -> str:
         model = wrapped(**learnt(**more))
         if off:

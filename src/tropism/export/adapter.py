@@ -4,6 +4,7 @@ peft is imported when it is needed: it takes seconds.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from tropism.errors import CheckpointError, ModelError, OutputError
 from tropism.export.source import ADAPTER_CONFIG, Chosen, Run
 from tropism.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
 from tropism.export.write import check_tensors
-from tropism.model import load
+from tropism.model import adapter_files, load
+from tropism.model.adapters import NAME
 from tropism.model.base import base_hash
 from tropism.model.logps import Precision
 
@@ -76,7 +78,7 @@ def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
     """A checkpoint has the weights by their names in the inner model; peft's own are made of those."""
     from peft import get_peft_model_state_dict
 
-    stored = read_model(chosen.path / "state")
+    stored = _with_plain_names(read_model(chosen.path / "state"))
     base = _base(run, chosen)
     module = skeleton(base_config(run, base), run.trust_remote_code)
     adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
@@ -91,6 +93,14 @@ def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
             shell, {_INNER + name: weight for name, weight in stored.items()}, save_embedding_layers=False)
     _check_complete(shell, adapter.weights, chosen.path)
     return adapter
+
+
+def _with_plain_names(stored: Weights) -> Weights:
+    """Weights by the names that they have where nobody named the adapter: a PeftModel from Python may name its own."""
+    found = re.search(r"\.(?:lora_[AB]|modules_to_save)\.([^.]+)\.", " ".join(stored))
+    name = found[1] if found else NAME
+    return {re.sub(rf"(\.(?:lora_\w+|modules_to_save))\.{re.escape(name)}\.", rf"\1.{NAME}.", key): weight
+            for key, weight in stored.items()}
 
 
 def _config_in(path: Path) -> Any:
@@ -195,7 +205,7 @@ def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) ->
     if adapter.written is None:
         adapter.config.inference_mode = True
         adapter.config.base_model_name_or_path = adapter.base
-        adapter.config.save_pretrained(str(path))
+        adapter_files.write_config(adapter.config, path)
     else:
         content = {**adapter.written, "base_model_name_or_path": adapter.base}
         (path / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -282,5 +292,6 @@ def _touches_ends(model: Any, adapter: Adapter) -> bool:
 def _quiet() -> Iterator[None]:
     """peft warns of what is looked after here: tied ends, and embeddings that are saved."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+        for kind in (UserWarning, FutureWarning):  # the latter is of what peft asks transformers
+            warnings.simplefilter("ignore", kind)
         yield

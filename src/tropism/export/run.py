@@ -124,7 +124,7 @@ class _Work:
         module, weights, base = self._weights(dtype, room)
         weights, rounding = self._rounded(weights, dtype)
         module = module.to(dtype)
-        generation, notes = beside.generation_of(run, chosen, tokenizer, module.config)
+        generation, notes = beside.generation_of(run, chosen, base, tokenizer, module.config)
         self._tell(notes)
         module.generation_config = generation
         with whole(self.path, needed) as partial:
@@ -151,7 +151,7 @@ class _Work:
         needed = sum(weight.numel() for weight in adapter.weights.values()) * dtype.itemsize
         check_space(self.path, needed)
         tokenizer = beside.tokenizer_of(run, chosen)
-        generation, notes = beside.generation_of(run, chosen, tokenizer, _config(run, adapter.base))
+        generation, notes = beside.generation_of(run, chosen, adapter.base, tokenizer, _config(run, adapter.base))
         self._tell(notes)
         weights, rounding = self._rounded(adapter.weights, dtype)
         with whole(self.path, needed) as partial:

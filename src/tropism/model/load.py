@@ -57,7 +57,7 @@ class Source:
                 hint = f"; name the file: {path / ggufs[0]}" if ggufs else ""
                 raise ModelError(f"{name}: no config.json in this directory{hint}")
             return cls(str(path.resolve()))
-        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name:
             raise ModelError(f"{name}: no such directory, and not a hub id (owner/name)")
         return cls(name)
 
