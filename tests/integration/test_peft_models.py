@@ -1,5 +1,6 @@
 """PeftModels from Python: as policy, reference and teacher, and those that are refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,24 @@ def test_a_file_with_an_adapter_on_the_head(wrapped: Callable[..., Any], tiny_mo
     with pytest.raises(ModelError, match="on the head"):
         SFTTrainer(AutoModelForCausalLM.from_pretrained(tiny_model_dir), train_dataset=str(answers), quiet=True,
                    output=str(tmp_path / "run"), lora={"adapter": str(tmp_path / "adapter")}).fit()
+
+
+def test_what_is_said_of_the_start(wrapped: Callable[..., Any], tiny_model_dir: Path, pairs: Path,
+                                   answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    """The reference is the adapter as it begins only where a method has one, and none was named; an optimizer that was
+    given is told by the manifest."""
+    def said(trainer: Any, data: Path, *models: Any, **more: Any) -> str:
+        model = wrapped(**learnt())
+        optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
+        count = len(list(tmp_path.glob("run*")))
+        run = trainer(model, *models, train_dataset=str(data), store=str(tmp_path / "store"), max_steps=1, samples=0,
+                      output=str(tmp_path / f"run{count}"), optimizer=optimizer, **more).fit()
+        manifest = json.loads((run.directory / "manifest.json").read_text())
+        assert manifest["given"] == {"optimizer": "SGD"}
+        return " ".join(capsys.readouterr().out.split())
+
+    line = "the reference is the model with that adapter"
+    assert line in said(DPOTrainer, pairs)
+    for text in (said(DPOTrainer, pairs, str(tiny_model_dir)), said(SFTTrainer, answers)):
+        assert line not in text
+        assert "it starts from" in text

@@ -93,3 +93,39 @@ def test_the_config_repeats(base: Callable[[bool], Path], tmp_path: Path) -> Non
     config = trained(base(False), "lora").peft_config["default"]
     adapter_files.write_config(config, tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == sorted(config.target_modules)
+
+
+def card_of(run: Path, out: Path, **options: Any) -> str:
+    return (silent(export, run, out, **options).path / "README.md").read_text()
+
+
+def test_the_card_says_what_an_adapter_began_from(base: Callable[[bool], Path], tmp_path: Path) -> None:  # noqa: F811
+    """S4: also where `model` named it; rank and scale are those of its own config."""
+    model = trained(base(False), "lora")
+    run = run_of(model, base(False), tmp_path / "run")
+    shutil.copytree(run / "model", tmp_path / "first")
+    for number, (named, lora) in enumerate(((tmp_path / "first", {"rank": None, "adapter": None}),
+                                            (base(False), {"rank": None, "adapter": str(tmp_path / "first")}))):
+        filled_run(run, named, lora=lora, max_steps=4)
+        for merge in (True, False):
+            card = card_of(run, tmp_path / f"out-{number}-{merge}", merge=merge)
+            assert f"| `adapter` | {tmp_path / 'first'} |" in card
+            assert "| `rank` | 4 |" in card
+            assert "| `alpha` | 8 |" in card
+            assert f"trained from `{base(False)}`" in card
+            assert "| epochs |" not in card
+
+
+def test_the_card_leaves_out_what_an_object_decided(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """S4: the rate and schedule of a run whose optimizer came from Python are the optimizer's own."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny_model_dir, run / "model")
+    filled_run(run, tiny_model_dir)
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert {"| optimizer | adamw |", "| epochs | 1 |"} <= set(card_of(run, tmp_path / "one").splitlines())
+    (run / "manifest.json").write_text(json.dumps({**manifest, "given": {"optimizer": "SGD", "scheduler": "StepLR"}}))
+    card = card_of(run, tmp_path / "two")
+    assert "| optimizer | SGD, given in Python |" in card
+    assert "| scheduler | StepLR, given in Python |" in card
+    for word in ("adamw", "learning rate", "| schedule |", "weight decay"):
+        assert word not in card

@@ -108,6 +108,7 @@ class _Work:
     wanted: torch.dtype | None
     shards: int
     voice: Voice
+    adapter_config: Any = None
 
     def model(self) -> Exported:
         """A plain model."""
@@ -140,6 +141,7 @@ class _Work:
             of = of_result if chosen.trainer is None else of_checkpoint
             return *of(run, chosen, room), run.base
         adapter = adapters.read(run, chosen)
+        self.adapter_config = adapter.config
         wide = torch.float64 in (dtype, *(weight.dtype for weight in adapter.weights.values()))
         return *adapters.merged(run, adapter, "fp64" if wide else "fp32", room), adapter.base
 
@@ -147,6 +149,7 @@ class _Work:
         """An adapter alone."""
         run, chosen = self.run, self.chosen
         adapter = adapters.read(run, chosen)
+        self.adapter_config = adapter.config
         dtype = self.wanted or (self._usual() if chosen.trainer is not None else _common(adapter.weights))
         needed = sum(weight.numel() for weight in adapter.weights.values()) * dtype.itemsize
         check_space(self.path, needed)
@@ -195,7 +198,7 @@ class _Work:
             "rounding": str(rounding) if rounding.exact < rounding.weights else None,
             "stop_tokens": {number: tokenizer.convert_ids_to_tokens(number) for number in ids},
             "fingerprints": _fingerprints(run.manifest)}
-        text = card.render(run, chosen, facts, self.path.resolve().name)
+        text = card.render(run, chosen, facts, self.path.resolve().name, self.adapter_config)
         (partial / "README.md").write_text(text, encoding="utf-8")
         facts["files"] = checksums(partial)
         (partial / "export.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -188,8 +188,12 @@ class Start:
         world.on_main(lambda: adapter_files.load_values(module, directory))
         world.broadcast_into([weight.detach() for weight in adapters.kept_parameters(module)])
 
-    def begin(self, numerics: Numerics, seed: int, voice: Voice) -> tuple[Any, dict[str, Any]]:
-        """The policy's module; what of it learns is said, and given as facts for the manifest."""
+    def begin(self, numerics: Numerics, seed: int, voice: Voice, is_reference: bool) -> tuple[Any, dict[str, Any]]:
+        """The policy's module; what of it learns is said, and given as facts for the manifest.
+
+        Args:
+            is_reference: what it is before step 1 is the reference.
+        """
         module = self.module(numerics, seed)
         if not self.adapts:
             return module, {}
@@ -198,8 +202,8 @@ class Start:
         voice.say(f"adapter: {facts}" + (f"; weights held in {self.lora.quantize}" if self.lora.quantize else ""))
         if not self.fresh:
             origin = self.directory or "the adapter of the model that was given"
-            voice.say(f"  it starts from {origin}; the reference is the model with that adapter, as it is before "
-                      "step 1")
+            voice.say(f"  it starts from {origin}" + ("; the reference is the model with that adapter, as it is before "
+                                                      "step 1" if is_reference else ""))
         known = base.base_hash(module)
         return module, {"adapter": asdict(facts)} | ({} if known is None else {"base_weights": known})
 
