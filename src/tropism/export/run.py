@@ -55,7 +55,7 @@ class Exported:
 
 
 def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str | None = None,
-           checkpoint: str | None = None, max_shard_size: str | int = load.SHARD_SIZE,
+           checkpoint: str | None = None, max_shard_size: str | int | None = None,
            base: str | Path | None = None, voice: Voice | None = None) -> Exported:
     """Write the result of a run, or one of its checkpoints, as a directory that loads as it is. The run is not changed.
 
@@ -65,7 +65,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         merge: the adapter into its base; the result is a plain model.
         dtype: of the weights: fp32, bf16, fp16 or fp64, or by their long names; by default what the run's result has.
         checkpoint: `best`, `last`, a step (`step-00000100`), or a path; by default the result.
-        max_shard_size: of a file of weights at most; beyond it there are several with an index.
+        max_shard_size: of a file of weights at most, by default 50GB; beyond it there are several with an index.
         base: where the base of an adapter lies now, if not where the run found it.
         voice: speaks to the user.
 
@@ -77,14 +77,17 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         OutputError: if the disk refuses, or what was written does not read back; then nothing is there.
     """
     path, place, voice = Path(to).expanduser(), Path(run).expanduser(), voice or Voice()
-    if path.name in ("", ".."):
-        path = path.resolve()  # what is written beside it needs its name
-    wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size)
+    if path.name in ("", "..") or path.is_symlink():
+        path = path.resolve()  # what is written beside it needs its name, and takes the place of a directory only
+    wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size or load.SHARD_SIZE)
     found = read_run(place)
     check_target(path, place)
     chosen = choose(found, checkpoint)
     if merge and not chosen.is_adapter:
         raise UsageError(f"--merge: {place} trained all weights of its model and has no adapter to merge; leave it out")
+    if max_shard_size is not None and chosen.is_adapter and not merge:
+        raise UsageError("--max-shard-size has no effect on an adapter alone, which is one file; leave it out, or "
+                         "--merge it")
     if base is not None:
         if not chosen.is_adapter:
             raise UsageError(f"--base: {place} trained all weights of its model; only an adapter has a base")

@@ -36,9 +36,14 @@ def base_of(path: Path) -> str:
     """
     base = _read(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ModelError(f"{path}: an adapter that does not say of which model; give --model BASE --lora.adapter "
-                         f"{path}")
+        raise ModelError(f"{path}: an adapter that does not say of which model; {advice(path)}")
     return base
+
+
+def advice(path: Path) -> str:
+    """What to do where the base of an adapter is not where its file says."""
+    return (f"write where it is as base_model_name_or_path into {path / CONFIG}, or to train on it give --model BASE "
+            f"--lora.adapter {path}")
 
 
 def read_config(path: Path) -> Any:

@@ -67,8 +67,8 @@ class Source:
         try:
             return replace(cls.of(base), adapter=str(path))
         except ModelError as error:
-            raise ModelError(f"{path}: an adapter of {base}, which is not to be found ({error}); give --model BASE "
-                             f"--lora.adapter {path}") from None
+            raise ModelError(f"{path}: an adapter of {base}, which is not to be found ({error}); "
+                             f"{adapter_files.advice(path)}") from None
 
     @property
     def base(self) -> "Source":
@@ -111,8 +111,8 @@ def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        hint = (f"; it is what {source.adapter} says that it belongs to: give --model BASE --lora.adapter "
-                f"{source.adapter} if it is elsewhere" if source.adapter else "")
+        hint = (f"; it is what {source.adapter} says that it belongs to: if it is elsewhere, "
+                f"{adapter_files.advice(Path(source.adapter))}" if source.adapter else "")
         raise ModelError(f"{source.name}: no model config could be loaded: {_first_line(error)}{hint}") from error
     check_architecture(config)
     return config
