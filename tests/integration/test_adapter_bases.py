@@ -38,11 +38,13 @@ def test_a_base_that_has_changed(train: Callable[..., Any], tiny_model_dir: Path
     base, kept = tmp_path / "base", tmp_path / "kept"
     shutil.copytree(tiny_model_dir, base)
     shutil.copytree(tiny_model_dir, kept)
-    runs = [train("kto", model=str(base), max_steps=2, lora={"rank": 2}, **more).directory
-            for more in ({}, {"precision": "fp64"})]
+    runs = [train("kto", model=str(base), max_steps=2, **more).directory for more in (
+        {"lora": {"rank": 2}},
+        {"lora": {"rank": 2, "dora": True, "modules_to_save": "embed_tokens"}, "precision": "fp64"})]
     known = [json.loads((run / "manifest.json").read_text())["base_weights"] for run in runs]
     assert known[0] == known[1]
     export(runs[0], tmp_path / "one", merge=True)
+    export(runs[1], tmp_path / "other", merge=True)
     evaluate = ["evaluate", str(runs[0]), "--data", str(feedback)]
     assert main(evaluate) == 0
     assert "other weights" not in " ".join(capsys.readouterr().out.split())

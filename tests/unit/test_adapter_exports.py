@@ -100,7 +100,7 @@ def card_of(run: Path, out: Path, **options: Any) -> str:
 
 
 def test_the_card_says_what_an_adapter_began_from(base: Callable[[bool], Path], tmp_path: Path) -> None:  # noqa: F811
-    """S4: also where `model` named it; rank and scale are those of its own config."""
+    """S1: also where `model` named it; rank and scale are those of its own config."""
     model = trained(base(False), "lora")
     run = run_of(model, base(False), tmp_path / "run")
     shutil.copytree(run / "model", tmp_path / "first")
@@ -117,7 +117,7 @@ def test_the_card_says_what_an_adapter_began_from(base: Callable[[bool], Path], 
 
 
 def test_the_card_leaves_out_what_an_object_decided(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """S4: the rate and schedule of a run whose optimizer came from Python are the optimizer's own."""
+    """S1: the rate and schedule of a run whose optimizer came from Python are the optimizer's own."""
     run = tmp_path / "run"
     shutil.copytree(tiny_model_dir, run / "model")
     filled_run(run, tiny_model_dir)
