@@ -45,6 +45,11 @@ def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if ours in given:
             raise UsageError(f"{given[ours]} and {name} are the same option; give one of them")
+        inside = value if isinstance(value, Mapping) else getattr(value, "model_fields_set", ())
+        for inner in (f"{ours}.{entry}" for entry in inside):  # of a group
+            if inner in given:
+                raise UsageError(f"{name} and {given[inner]} both give {inner}; give one of them")
+            given[inner] = name
         given[ours] = name
         never = (ours in _NEVER and value in (0, -1)) or (ours, value) == ("track", "none")
         values[ours] = None if never else value

@@ -106,7 +106,7 @@ class Run:
         """Another model of the run, as a module or by its name; None if there is none."""
         given, value = getattr(self.objects, name), self.values.get(name)
         if given is not None or value is None or (name, value) == ("reference", "live"):
-            return given
+            return models.given(given, name)
         return load.Source.of(value)
 
     def _open(self) -> None:
@@ -294,7 +294,7 @@ class Run:
         facts = {
             "method": options.method, "model": model, "seed": options.seed,
             "world_size": self.world.size, "device": str(self.world.device), "precision": self.numerics.precision,
-            "fingerprints": self._fingerprints()}
+            "fingerprints": self._fingerprints(), **self.objects.facts}
         if self.world.device.type == "cuda":
             facts["device_name"] = torch.cuda.get_device_name(self.world.device)
         manifest = Manifest(directory, facts, origin.manifest if origin else None, origin.step if origin else 0)
@@ -315,7 +315,8 @@ class Run:
             keep_freed_memory(world.mesh is None)
         if (method.needs_reference and not self.live) or self.values.get("top_k"):
             self.world.on_main(lambda: check_writable(self.store))
-        module, self.facts = self.start.begin(self.numerics, options.seed, self.voice)
+        module, self.facts = self.start.begin(self.numerics, options.seed, self.voice,
+                                              method.needs_reference and self.reference is None)
         self.halt.check()
         probes = probe_trees(self.data.train, self.numerics.budget)
         model, probe = choose_layout(module, self.numerics.precision, world.device, probes, options.layout)
@@ -365,8 +366,7 @@ class Run:
             (self.voice.say if agree else self.voice.warn)(sentence)
         self.facts["policy"] = (engine.reference.fingerprint if own and engine.reference
                                 else self.start.fingerprint(engine.model))
-        self.facts |= {"reference": engine.reference.fingerprint} if engine.reference else {}
-        self.facts |= {"teacher": engine.teacher.fingerprint} if engine.teacher else {}
+        self.facts |= {name: one.fingerprint for name in ("reference", "teacher") if (one := getattr(engine, name))}
 
     @cached_property
     def held_out(self) -> Sequence[EncodedRow]:

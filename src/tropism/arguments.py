@@ -1,5 +1,6 @@
 """What is typed to what the command line takes: options of files spelt out, a run to go on with, `true` and `false`."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[s
 def _spelt_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:
     """Options of a file as the command line writes them, without those that the command line gives itself."""
     flags = [token.partition("=")[0] for token in given if token.startswith("--")]
-    names = {flag.removeprefix("--no-").removeprefix("--").replace("_", "-") for flag in flags}
+    names = {re.sub(r"(^|\.)no-", r"\1", flag.removeprefix("--").replace("_", "-")) for flag in flags}
     options = {name.replace("_", "-"): value for name, value in values.items() if value is not None}
     return [f"--{name}={_spell(value)}" for name, value in options.items() if name not in names]
 

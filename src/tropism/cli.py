@@ -237,7 +237,7 @@ def verify(run: Path, /, *, json: Path | None = None) -> int:
 
 @app.command
 def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None = None, checkpoint: str | None = None,
-           max_shard_size: str = "50GB") -> int:
+           max_shard_size: str | None = None, base: str | None = None) -> int:
     """Write the result of a run, or one of its checkpoints, as a model directory with a card. The run is not changed.
 
     Parameters
@@ -253,11 +253,14 @@ def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None 
     checkpoint
         In place of the result: `best`, `last`, a step (step-00000100), or the path of a checkpoint.
     max_shard_size
-        Of a file of weights at most; beyond it there are several, with an index.
+        Of a file of weights at most, by default 50GB; beyond it there are several, with an index.
+    base
+        Where the base of an adapter lies now, if not where the run found it.
     """
     from tropism import export as exporting  # imports torch: not for --help
 
-    exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size)
+    exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size,
+                     base=base)
     return 0
 
 

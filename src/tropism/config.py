@@ -16,6 +16,7 @@ from tropism.data.sources import absolute
 from tropism.data.templates import TemplateOptions
 from tropism.errors import UsageError
 from tropism.model.options import RATE_OF_ADAPTERS, LoraOptions, is_adapter
+from tropism.options import Options
 from tropism.train.options import ParallelOptions, ReferenceOptions, RunOptions, StoreOptions, TeacherOptions
 
 Weight = Annotated[float, Field(gt=0.0)] | Literal["auto"]
@@ -57,6 +58,8 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
         from tropism.methods.build import check_options  # imports torch: not for --help
 
         check_options(self.view, self.values)
+        if self.lora.quantize is not None and not self.lora.wanted and not is_adapter(self.model):
+            raise UsageError("lora.quantize has no effect without lora.rank, lora.adapter, or an adapter as the model")
         if self.log_dir is not None and self.track is None:
             raise UsageError("log_dir has no effect without track")
         if self.fall_back and self.resume == "never":
@@ -328,7 +331,8 @@ def check_values(values: dict[str, Any], options: type[MethodOptions] | None, pl
     known = {name: info for cls in classes for name, info in cls.flat_fields().items()}
     for key, value in values.items():
         if key not in known:
-            raise UsageError(f"{place(key)}{key}: unknown{nearest(str(key), known)}")
+            group = group_of(classes[0], str(key))
+            raise UsageError(f"{place(key)}{key}: {group or 'unknown' + nearest(str(key), known)}")
         if isinstance(value, bool) and not takes_bool(known[key].annotation):
             raise UsageError(f"{place(key)}{key}: {value} is not a value for this option")
     for cls in classes:
@@ -362,6 +366,15 @@ def explain(problem: Any) -> str:
 def takes_bool(annotation: Any) -> bool:
     """Whether an option is an on/off option."""
     return annotation is bool or bool in get_args(annotation)
+
+
+def group_of(options: type[MethodOptions], key: str) -> str | None:
+    """What to say of a plain value where a group of options is wanted; None for any other name."""
+    info = options.model_fields.get(key)
+    if info is None or not (isinstance(info.annotation, type) and issubclass(info.annotation, Options)):
+        return None
+    first = next(iter(info.annotation.model_fields))
+    return f"is a group of options: write {key}: {{{first}: ...}}"
 
 
 def nearest(key: str, known: Any) -> str:

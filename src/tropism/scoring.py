@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tropism.dist import World, connect
 from tropism.errors import OutputError, UsageError
 from tropism.losses.divergence import reverse_kl
 from tropism.model import load
+from tropism.model.base import base_hash
 from tropism.model.divergence import Comparison
 from tropism.model.logps import LanguageModel, summed
 from tropism.observe.console import Voice
@@ -89,8 +90,8 @@ class _Scoring:
         self.options, self.voice = options, voice
         self.world = world = spread(world, options.parallel, learns=False)
         self.numerics: Numerics = numerics_of(options, world)
-        self.source = load.Source.of(_model_of_run(model))
-        self.other = load.Source.of(_model_of_run(options.reference)) if options.reference else None
+        self.source = _source(model, voice)
+        self.other = _source(options.reference, voice) if options.reference else None
         remote = options.trust_remote_code
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
         tokenizer_of(self.other, "reference", self.tokenizer, remote)
@@ -305,7 +306,19 @@ def original_columns(data: str) -> dict[str, dict[str, Any]]:
     return {row.place: row.record for row in sources.read(data)}
 
 
-def _model_of_run(name: str) -> str:
-    """A run directory stands for its model."""
+def _source(name: str, voice: Voice) -> load.Source:
+    """A run directory stands for its model; an adapter there knows the base that it was trained on."""
     path = Path(name).expanduser()
-    return str(path / "model") if (path / "manifest.json").is_file() and (path / "model").is_dir() else name
+    if not ((path / "manifest.json").is_file() and (path / "model").is_dir()):
+        return load.Source.of(name)
+    source = load.Source.of(str(path / "model"))
+    known = None
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads((path / "manifest.json").read_text(encoding="utf-8")).get("base_weights")
+
+    def look(base: Any) -> None:
+        if known is not None and base_hash(base) != known:
+            voice.warn(f"{path}: its adapter was trained on other weights than {source.name} has now; the figures are "
+                       "not those of the model that was trained")
+
+    return replace(source, look=look)

@@ -13,7 +13,18 @@ from pydantic import ValidationError
 
 from tropism.aliases import ALIASES, arguments, canonical
 from tropism.api import Objects, Run, RunResult
-from tropism.config import DPOOptions, KDOptions, KTOOptions, MethodOptions, SFTOptions, explain, nearest, place_of
+from tropism.config import (
+    DPOOptions,
+    KDOptions,
+    KTOOptions,
+    MethodOptions,
+    SFTOptions,
+    explain,
+    group_of,
+    nearest,
+    place_of,
+    takes_bool,
+)
 from tropism.data.dataloader import read_batches
 from tropism.data.options import FormatOptions
 from tropism.data.templates import TemplateOptions
@@ -267,9 +278,11 @@ def make_options(options: type[MethodOptions], values: Mapping[str, Any]) -> Met
     values = options.flattened(values)
     aliases = {name for name, ours in ALIASES.items() if ours in fields}
     known = {*fields, *aliases, *signature(Trainer).parameters} - {"options"}
-    for name in values:
+    for name, value in values.items():
         if name not in fields:
-            raise UsageError(f"{name}: unknown{nearest(name, known)}")
+            raise UsageError(f"{name}: {group_of(options, name) or 'unknown' + nearest(name, known)}")
+        if isinstance(value, bool) and not takes_bool(fields[name].annotation):
+            raise UsageError(f"{name}: {value} is not a value for this option")
     try:
         return options.model_validate(options.nested(values))
     except ValidationError as error:

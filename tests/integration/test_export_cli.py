@@ -21,7 +21,7 @@ from tropism.config import METHODS
 from tropism.dist import connect
 from tropism.verify import verify
 
-SURFACE = {"RUN", "--to", "--merge", "--no-merge", "--dtype", "--checkpoint", "--max-shard-size"}
+SURFACE = {"RUN", "--to", "--merge", "--no-merge", "--dtype", "--checkpoint", "--max-shard-size", "--base"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FRESH = """

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from integration.conftest import records
 from integration.resuming import answers, during, settings, start, stop_after, teacher_dir  # noqa: F401
-from tropism.api import Run
 from tropism.cli import main
-from tropism.config import METHODS, SFTOptions
+from tropism.config import METHODS
 from tropism.dist.state import dcp
 from tropism.errors import CheckpointError, ModelError, StoppedEarly, UsageError
 from tropism.model import load
@@ -301,7 +300,6 @@ def test_a_run_that_was_done_gives_its_adapter(start: Callable[..., Any], traine
 def test_what_is_refused(tiny_model_dir: Path, answers: Path, trained: Path, tmp_path: Path,  # noqa: F811
                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded, with what to do."""
-    common = {"data": str(answers), "output": str(tmp_path / "run")}
 
     def refused(error: type[Exception], match: str, model: Any = tiny_model_dir, **lora: Any) -> None:
         with pytest.raises(error, match=match):
@@ -321,11 +319,13 @@ def test_what_is_refused(tiny_model_dir: Path, answers: Path, trained: Path, tmp
     refused(ModelError, r"bitsandbytes: pip install 'tropism\[quant\]'", rank=2, quantize="nf4")
     monkeypatch.undo()
     from tropism.dist import World
+    from tropism.model.options import LoraOptions
+    from tropism.train.adapted import Start
 
     monkeypatch.setattr("tropism.model.quantized.check_installed", lambda: None)
     with pytest.raises(UsageError, match="works on one process, and there are 2"):
-        Run(SFTOptions(model=str(tiny_model_dir), lora={"rank": 2, "quantize": "nf4"}, **common),
-            World(0, 2, torch.device("cpu")))
+        Start.of(load.Source.of(str(tiny_model_dir)), LoraOptions(rank=2, quantize="nf4"), None,
+                 World(0, 2, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(("kind", "more"), [("nf4", {}), ("int8", {"dora": True, "modules_to_save": "lm_head"})],

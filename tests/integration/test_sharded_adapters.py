@@ -54,6 +54,7 @@ def test_two_processes_equal_one(common: dict[str, Any], data_of: dict[str, Path
         first = records(Left(two))[0]
         assert (first["rewards/margins"], first["step"]) == (0.0, 0) or abs(first["rewards/margins"]) < 1e-9
         manifests = [json.loads((place / "manifest.json").read_text()) for place in (one, two)]
+        assert manifests[0]["base_weights"] == manifests[1]["base_weights"]
         assert manifests[0]["fingerprints"] == {**manifests[1]["fingerprints"], "config": manifests[0]["fingerprints"][
             "config"]}
 

@@ -4,6 +4,7 @@ peft is imported when it is needed: it takes seconds.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ from tropism.errors import CheckpointError, ModelError, OutputError
 from tropism.export.source import ADAPTER_CONFIG, Chosen, Run
 from tropism.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
 from tropism.export.write import check_tensors
-from tropism.model import load
+from tropism.model import adapter_files, load
+from tropism.model.adapters import NAME
+from tropism.model.base import base_hash
 from tropism.model.logps import Precision
 
 WEIGHTS = "adapter_model.safetensors"
@@ -64,7 +67,7 @@ def _of_result(run: Run, chosen: Chosen) -> Adapter:
         written = json.loads((chosen.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"{chosen.path}: the adapter cannot be read: {error}") from error
-    base = config.base_model_name_or_path or run.base
+    base = _base(run, chosen)
     adapter = Adapter(config, weights, base, written)
     module = skeleton(base_config(run, base), run.trust_remote_code)
     _check_complete(_shell(module, adapter), weights, chosen.path)
@@ -75,8 +78,8 @@ def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
     """A checkpoint has the weights by their names in the inner model; peft's own are made of those."""
     from peft import get_peft_model_state_dict
 
-    stored = read_model(chosen.path / "state")
-    base = _base(run)
+    stored = _with_plain_names(read_model(chosen.path / "state"))
+    base = _base(run, chosen)
     module = skeleton(base_config(run, base), run.trust_remote_code)
     adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
     ends = [f"{name}.modules_to_save.default.weight" for name in _ends_of(module)]
@@ -92,6 +95,14 @@ def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
     return adapter
 
 
+def _with_plain_names(stored: Weights) -> Weights:
+    """Weights by the names that they have where nobody named the adapter: a PeftModel from Python may name its own."""
+    found = re.search(r"\.(?:lora_[AB]|modules_to_save)\.([^.]+)\.", " ".join(stored))
+    name = found[1] if found else NAME
+    return {re.sub(rf"(\.(?:lora_\w+|modules_to_save))\.{re.escape(name)}\.", rf"\1.{NAME}.", key): weight
+            for key, weight in stored.items()}
+
+
 def _config_in(path: Path) -> Any:
     from peft import PeftConfig
 
@@ -101,11 +112,21 @@ def _config_in(path: Path) -> Any:
         raise ModelError(f"{path}: no adapter config could be read: {str(error).splitlines()[0]}") from error
 
 
-def _base(run: Run) -> str:
-    """The model that the adapter of a run stands on: a run may have named an adapter in its place."""
-    named = Path(run.base).expanduser()
-    if (named / ADAPTER_CONFIG).is_file() and not (named / "config.json").is_file():
-        return str(_config_in(named).base_model_name_or_path)
+def _base(run: Run, chosen: Chosen) -> str:
+    """The model that the adapter of a run stands on: as whoever exports says, as the adapter's own file says, or what
+    the run began with, which may have been an adapter or a module.
+
+    Raises:
+        ModelError: if none of them says.
+    """
+    if run.other_base is not None:
+        return run.other_base
+    for place in (chosen.path / "model", chosen.path, run.directory.model, Path(run.base).expanduser()):
+        if (place / ADAPTER_CONFIG).is_file() and (base := _config_in(place).base_model_name_or_path):
+            return str(base)
+    if run.given:
+        raise ModelError(f"{chosen.path}: an adapter of {run.base}, and nothing says where its base lies; save the "
+                         "module as it was, without the adapter, and name it: --base DIR")
     return run.base
 
 
@@ -184,7 +205,7 @@ def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) ->
     if adapter.written is None:
         adapter.config.inference_mode = True
         adapter.config.base_model_name_or_path = adapter.base
-        adapter.config.save_pretrained(str(path))
+        adapter_files.write_config(adapter.config, path)
     else:
         content = {**adapter.written, "base_model_name_or_path": adapter.base}
         (path / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -204,13 +225,18 @@ def merged(run: Run, adapter: Adapter, precision: Precision, check_space: CheckS
         precision: `fp32` or `fp64`: what it is loaded and merged in.
 
     Raises:
-        ModelError: if the model is not to be had, or does not say the same after merging as before.
+        ModelError: if the model is not to be had, is not what the adapter was trained on, or does not say the same
+            after merging as before.
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
     check_space(number_of(skeleton(base_config(run, adapter.base), run.trust_remote_code)))
     base = load.load_model(load.Source.of(adapter.base), precision, torch.device("cpu"),
                            trust_remote_code=run.trust_remote_code)
+    known = run.manifest.get("base_weights")
+    if known is not None and base_hash(base) != known:
+        raise ModelError(f"{adapter.base}: holds other weights than the adapter was trained on, so that merging would "
+                         "give another model; put them back, or name where they are: --base DIR")
     was_tied = _tied(base)
     if was_tied and _touches_ends(base, adapter) and not getattr(adapter.config, "ensure_weight_tying", False):
         _untie(base)
@@ -266,5 +292,6 @@ def _touches_ends(model: Any, adapter: Adapter) -> bool:
 def _quiet() -> Iterator[None]:
     """peft warns of what is looked after here: tied ends, and embeddings that are saved."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+        for kind in (UserWarning, FutureWarning):  # the latter is of what peft asks transformers
+            warnings.simplefilter("ignore", kind)
         yield

@@ -43,23 +43,26 @@ def _candidates(run: Run, chosen: Chosen, reasons: list[str]) -> Iterator[tuple[
                 yield str(place), _tokenizer_in(run, place)
             except ModelError as error:
                 reasons.append(str(error))
-    try:
-        tokenizer = load.load_tokenizer(load.Source.of(run.base), trust_remote_code=run.trust_remote_code)
-        if template := run.options.get("chat_template"):
-            tokenizer.chat_template = template_text(template)
-        yield run.base, tokenizer
-    except (ModelError, UsageError) as error:
-        reasons.append(str(error))
+    for named in filter(None, (run.base, run.other_base)):
+        try:
+            tokenizer = load.load_tokenizer(load.Source.of(named), trust_remote_code=run.trust_remote_code)
+            if template := run.options.get("chat_template"):
+                tokenizer.chat_template = template_text(template)
+            yield named, tokenizer
+        except (ModelError, UsageError) as error:
+            reasons.append(str(error))
 
 
 def _tokenizer_in(run: Run, place: Path) -> Any:
     return load.load_tokenizer(load.Source(str(place)), trust_remote_code=run.trust_remote_code)
 
 
-def generation_of(run: Run, chosen: Chosen, tokenizer: Any, config: Any | None) -> tuple[GenerationConfig, list[str]]:
+def generation_of(run: Run, chosen: Chosen, base: str, tokenizer: Any,
+                  config: Any | None) -> tuple[GenerationConfig, list[str]]:
     """How text is generated: as before training, with the trained terminators among the stop ids.
 
     Args:
+        base: the model that the run began with; of an adapter its base.
         config: of the model, where it has to say what no generation config says.
 
     Returns:
@@ -68,8 +71,8 @@ def generation_of(run: Run, chosen: Chosen, tokenizer: Any, config: Any | None) 
     result = _in(chosen.path if chosen.trainer is None else run.directory.model)
     if chosen.trainer is None and result is not None:
         return result, []  # has what was trained
-    before = result or _in(run.base) or (GenerationConfig() if config is None
-                                         else GenerationConfig.from_model_config(config))
+    before = result or _named(base) or _named(run.base) or (
+        GenerationConfig() if config is None else GenerationConfig.from_model_config(config))
     notes: list[str] = []
     stop_ids = run.manifest.get("stop_ids") if chosen.trainer is None else chosen.stop_ids
     if stop_ids is None:
@@ -81,8 +84,21 @@ def generation_of(run: Run, chosen: Chosen, tokenizer: Any, config: Any | None) 
     return before, notes
 
 
-def _in(place: str | Path) -> GenerationConfig | None:
-    """The generation config in a directory or of a hub id, if there is one."""
+def _named(name: str) -> GenerationConfig | None:
+    """The generation config of a model by its name; of an adapter the one that lies beside it."""
+    with suppress(ModelError):
+        source = load.Source.of(name)
+        place = Path(source.adapter or source.name)
+        if place.is_dir():
+            return _in(place)
+        with suppress(OSError, ValueError):
+            return GenerationConfig.from_pretrained(source.name)
+    return None
+
+
+def _in(place: Path) -> GenerationConfig | None:
+    """The generation config in a directory, if there is one; a name that is no directory is not looked up anywhere."""
     with suppress(OSError, ValueError):
-        return GenerationConfig.from_pretrained(str(place))
+        if place.is_dir():
+            return GenerationConfig.from_pretrained(place)
     return None

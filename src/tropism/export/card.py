@@ -26,11 +26,12 @@ _TRAINING = {"epochs": "epochs", "batch_size": "batch size", "learning_rate": "l
              "weight_decay": "weight decay", "max_grad_norm": "gradient clipped to", "seed": "seed"}
 
 
-def render(run: Run, chosen: Chosen, facts: Mapping[str, Any], name: str) -> str:
+def render(run: Run, chosen: Chosen, facts: Mapping[str, Any], name: str, adapter_config: Any = None) -> str:
     """The card as Markdown with the hub's front matter.
 
     Args:
         facts: of the export, as `export.json` has them.
+        adapter_config: peft's, of an adapter that was trained.
         name: of the model.
     """
     adapter = bool(facts["adapter"]) and not facts["merged"]
@@ -56,9 +57,20 @@ def render(run: Run, chosen: Chosen, facts: Mapping[str, Any], name: str) -> str
         adapter=adapter, dtype=facts["dtype"], rounding=facts["rounding"],
         stops=_listed([f"`{token}` ({number})" for number, token in facts["stop_tokens"].items()]) or "no token",
         training=_training(run, chosen, options), options=[(key, options[key]) for key in own],
-        lora=[(key, value) for key, value in run.lora.items() if facts["adapter"] and value not in (None, False)],
+        lora=_lora(run, adapter_config),
         data=_data(run), measured=measured, columns=columns, figures=figures,
         fingerprints=list(facts["fingerprints"].items()))
+
+
+def _lora(run: Run, config: Any | None) -> list[tuple[str, Any]]:
+    """What was asked of the adapter, with rank and scale as its own config has them; and what it began from."""
+    if config is None:
+        return []
+    rows = {**run.lora, "rank": config.r, "alpha": config.lora_alpha, "dora": config.use_dora,
+            "rslora": config.use_rslora}
+    if not run.lora:  # then what it was given as its model is, or holds, the adapter that it began from
+        rows |= {"adapter": run.base, "quantize": (run.options.get("lora") or {}).get("quantize")}
+    return [(key, value) for key, value in rows.items() if value not in (None, False)]
 
 
 def _what(adapter: bool, merged: bool, options: Mapping[str, Any]) -> str:
@@ -89,7 +101,12 @@ def _training(run: Run, chosen: Chosen, options: Mapping[str, Any]) -> list[tupl
     manifest = run.manifest
     device = str(manifest.get("device", "?")) + (f" ({manifest['device_name']})" if "device_name" in manifest else "")
     rows: list[tuple[str, Any]] = [("optimiser steps", chosen.step)]
-    rows += [(called, options[key]) for key, called in _TRAINING.items() if key in options]
+    given = manifest.get("given") or {}
+    left_out = {"epochs"} if "max_steps" in options else set()
+    if "optimizer" in given:  # it has a rate and a decay of its own, and perhaps a scheduler
+        left_out |= {"learning_rate", "schedule", "warmup_ratio", "optimizer", "weight_decay"}
+    rows += [(called, options[key]) for key, called in _TRAINING.items() if key in options and key not in left_out]
+    rows += [(name, f"{kind}, given in Python") for name, kind in given.items()]
     rows += [("precision", manifest.get("precision", options.get("precision", "?"))),
              ("layout", manifest.get("layout", "?")),
              ("device", f"{manifest.get('world_size', 1)} x {device}")]

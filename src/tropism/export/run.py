@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,8 @@ class Exported:
 
 
 def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str | None = None,
-           checkpoint: str | None = None, max_shard_size: str | int = load.SHARD_SIZE,
-           voice: Voice | None = None) -> Exported:
+           checkpoint: str | None = None, max_shard_size: str | int | None = None,
+           base: str | Path | None = None, voice: Voice | None = None) -> Exported:
     """Write the result of a run, or one of its checkpoints, as a directory that loads as it is. The run is not changed.
 
     Args:
@@ -65,7 +65,8 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         merge: the adapter into its base; the result is a plain model.
         dtype: of the weights: fp32, bf16, fp16 or fp64, or by their long names; by default what the run's result has.
         checkpoint: `best`, `last`, a step (`step-00000100`), or a path; by default the result.
-        max_shard_size: of a file of weights at most; beyond it there are several with an index.
+        max_shard_size: of a file of weights at most, by default 50GB; beyond it there are several with an index.
+        base: where the base of an adapter lies now, if not where the run found it.
         voice: speaks to the user.
 
     Raises:
@@ -76,14 +77,21 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         OutputError: if the disk refuses, or what was written does not read back; then nothing is there.
     """
     path, place, voice = Path(to).expanduser(), Path(run).expanduser(), voice or Voice()
-    if path.name in ("", ".."):
-        path = path.resolve()  # what is written beside it needs its name
-    wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size)
+    if path.name in ("", "..") or path.is_symlink():
+        path = path.resolve()  # what is written beside it needs its name, and takes the place of a directory only
+    wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size or load.SHARD_SIZE)
     found = read_run(place)
     check_target(path, place)
     chosen = choose(found, checkpoint)
     if merge and not chosen.is_adapter:
         raise UsageError(f"--merge: {place} trained all weights of its model and has no adapter to merge; leave it out")
+    if max_shard_size is not None and chosen.is_adapter and not merge:
+        raise UsageError("--max-shard-size has no effect on an adapter alone, which is one file; leave it out, or "
+                         "--merge it")
+    if base is not None:
+        if not chosen.is_adapter:
+            raise UsageError(f"--base: {place} trained all weights of its model; only an adapter has a base")
+        found = replace(found, other_base=load.Source.of(str(base)).absolute)
     voice.say(f"{chosen.path}: step {chosen.step}, its files as they were written"
               if not chosen.notes else f"{chosen.path}: step {chosen.step}")
     for note in chosen.notes:
@@ -103,6 +111,7 @@ class _Work:
     wanted: torch.dtype | None
     shards: int
     voice: Voice
+    adapter_config: Any = None
 
     def model(self) -> Exported:
         """A plain model."""
@@ -119,7 +128,7 @@ class _Work:
         module, weights, base = self._weights(dtype, room)
         weights, rounding = self._rounded(weights, dtype)
         module = module.to(dtype)
-        generation, notes = beside.generation_of(run, chosen, tokenizer, module.config)
+        generation, notes = beside.generation_of(run, chosen, base, tokenizer, module.config)
         self._tell(notes)
         module.generation_config = generation
         with whole(self.path, needed) as partial:
@@ -135,6 +144,7 @@ class _Work:
             of = of_result if chosen.trainer is None else of_checkpoint
             return *of(run, chosen, room), run.base
         adapter = adapters.read(run, chosen)
+        self.adapter_config = adapter.config
         wide = torch.float64 in (dtype, *(weight.dtype for weight in adapter.weights.values()))
         return *adapters.merged(run, adapter, "fp64" if wide else "fp32", room), adapter.base
 
@@ -142,11 +152,12 @@ class _Work:
         """An adapter alone."""
         run, chosen = self.run, self.chosen
         adapter = adapters.read(run, chosen)
+        self.adapter_config = adapter.config
         dtype = self.wanted or (self._usual() if chosen.trainer is not None else _common(adapter.weights))
         needed = sum(weight.numel() for weight in adapter.weights.values()) * dtype.itemsize
         check_space(self.path, needed)
         tokenizer = beside.tokenizer_of(run, chosen)
-        generation, notes = beside.generation_of(run, chosen, tokenizer, _config(run, adapter.base))
+        generation, notes = beside.generation_of(run, chosen, adapter.base, tokenizer, _config(run, adapter.base))
         self._tell(notes)
         weights, rounding = self._rounded(adapter.weights, dtype)
         with whole(self.path, needed) as partial:
@@ -190,7 +201,7 @@ class _Work:
             "rounding": str(rounding) if rounding.exact < rounding.weights else None,
             "stop_tokens": {number: tokenizer.convert_ids_to_tokens(number) for number in ids},
             "fingerprints": _fingerprints(run.manifest)}
-        text = card.render(run, chosen, facts, self.path.resolve().name)
+        text = card.render(run, chosen, facts, self.path.resolve().name, self.adapter_config)
         (partial / "README.md").write_text(text, encoding="utf-8")
         facts["files"] = checksums(partial)
         (partial / "export.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

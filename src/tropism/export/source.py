@@ -28,6 +28,7 @@ class Run:
         options: content of `config.yaml`.
         audit: content of `audit.json`; empty if there is none.
         records: lines of `metrics.jsonl`.
+        other_base: where the base of its adapter lies, if not where the run found it.
     """
 
     path: Path
@@ -35,6 +36,7 @@ class Run:
     options: dict[str, Any]
     audit: dict[str, Any] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
+    other_base: str | None = None
 
     @property
     def directory(self) -> RunDirectory:
@@ -45,6 +47,11 @@ class Run:
     def base(self) -> str:
         """The model that the run began with: a directory, a hub id, a GGUF file, or words for one given in Python."""
         return str(self.manifest.get("model") or self.options.get("model"))
+
+    @property
+    def given(self) -> bool:
+        """Whether it began with a module from Python."""
+        return "given in Python" in self.base
 
     @property
     def lora(self) -> dict[str, Any]:

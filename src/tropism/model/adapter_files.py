@@ -36,9 +36,14 @@ def base_of(path: Path) -> str:
     """
     base = _read(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ModelError(f"{path}: an adapter that does not say of which model; give --model BASE --lora.adapter "
-                         f"{path}")
+        raise ModelError(f"{path}: an adapter that does not say of which model; {advice(path)}")
     return base
+
+
+def advice(path: Path) -> str:
+    """What to do where the base of an adapter is not where its file says."""
+    return (f"write where it is as base_model_name_or_path into {path / CONFIG}, or to train on it give --model BASE "
+            f"--lora.adapter {path}")
 
 
 def read_config(path: Path) -> Any:
@@ -123,12 +128,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ModelError: if they cannot be read.
     """
-    file = path / WEIGHTS
+    file = _weights_file(path)
     try:
-        if file.is_file():
-            state = load_file(file)
-        else:
-            state = torch.load(path / "adapter_model.bin", map_location="cpu", weights_only=True)
+        state = (load_file(file) if file.name == WEIGHTS else
+                 torch.load(file, map_location="cpu", weights_only=True))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ModelError(f"{file}: cannot be read: {_first_line(error)}") from error
     return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
@@ -142,10 +145,13 @@ def merged(module: Any, path: Path) -> Any:
     """
     from peft import PeftModel  # slow to import, and most runs have no adapter
 
+    _weights_file(path)
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             wrapped = PeftModel.from_pretrained(module, str(path))
+            if left := wrapped.load_adapter(str(path), wrapped.active_adapter).unexpected_keys:
+                raise ModelError(f"{path}: does not fit the model: {min(left)} belongs to no module of it")
             if missing := [str(entry.message) for entry in said if "missing adapter keys" in str(entry.message)]:
                 raise ModelError(f"{path}: does not fit the model: {_first_line(Exception(missing[0]))}")
             result = wrapped.merge_and_unload(safe_merge=True)
@@ -180,9 +186,19 @@ def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tens
     config = module.peft_config[name]
     mode, config.inference_mode = config.inference_mode, True  # as peft's own files say
     try:
-        config.save_pretrained(str(path))
+        write_config(config, path)
     finally:
         config.inference_mode = mode
+
+
+def write_config(config: Any, path: Path) -> None:
+    """Write peft's configuration of an adapter, as the same file whenever it is the same: peft's sets have no order."""
+    config.save_pretrained(str(path))
+    written = _read(path)
+    for name in ("target_modules", "exclude_modules", "modules_to_save"):
+        if isinstance(getattr(config, name, None), set):
+            written[name] = sorted(written[name])
+    (path / CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _by_file_names(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -194,6 +210,18 @@ def _by_file_names(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tens
                                                                       ".lora_magnitude_vector")
         found[".".join(part for part in short.split(".") if part != name)] = weights[key]
     return found
+
+
+def _weights_file(path: Path) -> Path:
+    """The file of an adapter's weights.
+
+    Raises:
+        ModelError: if there is none: peft would look for it on the hub.
+    """
+    for name in (WEIGHTS, "adapter_model.bin"):
+        if (path / name).is_file():
+            return path / name
+    raise ModelError(f"{path / WEIGHTS}: is not there: the directory holds an adapter's config without its weights")
 
 
 def _read(path: Path) -> dict[str, Any]:

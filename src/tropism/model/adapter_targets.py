@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from tropism.errors import UsageError
+from tropism.errors import ModelError, UsageError
 from tropism.model.options import LoraOptions
 
 _KINDS = (torch.nn.Linear, Conv1D)
@@ -40,6 +40,25 @@ def new_config(module: Any, options: LoraOptions, base: str) -> Any:
         lora_dropout=0.0, use_dora=options.dora, use_rslora=options.rslora, modules_to_save=whole or None,
         fan_in_fan_out=all(isinstance(layer, Conv1D) for layer in linear), task_type="CAUSAL_LM",
         base_model_name_or_path=base, ensure_weight_tying=bool(whole) and _tied_names(module, whole))
+
+
+def check_head(module: Any, config: Any, place: str) -> None:
+    """Refuse an adapter on the head, whose weight is used as it is: it would never learn.
+
+    Args:
+        config: peft's, of the adapter.
+        place: what it is called in the error.
+
+    Raises:
+        ModelError: naming the module.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists  # slow to import, as above
+
+    head = module.get_output_embeddings()
+    for name in (name for name, layer in module.named_modules() if layer is head):
+        if check_target_module_exists(config, name):
+            raise ModelError(f"{place}: an adapter on the head ({name}), whose weight is used as it is: it would never "
+                             "learn; merge the adapter into its base first")
 
 
 def _targets(module: Any, options: LoraOptions, whole: Sequence[str]) -> list[str]:

@@ -273,6 +273,14 @@ def state_as_computed(module: Any) -> dict[str, Tensor]:
     return {base_name(key): tensor for key, tensor in state.items() if not _is_part(key, name)}
 
 
+def scales_as_computed(module: Any) -> list[str]:
+    """What decides beside the weights what adapters compute now: name, scale and kind of each that is switched on."""
+    return [f"{name} {adapter} {layer.scaling[adapter]!r} {bool(getattr(layer, 'use_dora', {}).get(adapter))}"
+            for name, layer in module.named_modules()
+            if isinstance(getattr(layer, "scaling", None), dict) and not getattr(layer, "_disable_adapters", False)
+            for adapter in sorted(layer.scaling)]
+
+
 def base_name(key: str) -> str:
     """The name that a tensor has in a model without an adapter."""
     return ".".join(part for part in key.split(".") if part not in ("base_layer", "original_module"))

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,13 @@ disable_progress_bar()  # a bar of their own for every load and save would drown
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a model comes from: a directory or hub id, a GGUF file in it where that is what was named, and an adapter
-    where that is what was named: the others are then its base."""
+    where that is what was named: the others are then its base. `look` is called with the base when it is loaded, before
+    the adapter is merged into it."""
 
     name: str
     gguf_file: str | None = None
     adapter: str | None = None
+    look: Callable[[Any], None] | None = None
 
     @classmethod
     def of(cls, name: str) -> "Source":
@@ -55,7 +57,7 @@ class Source:
                 hint = f"; name the file: {path / ggufs[0]}" if ggufs else ""
                 raise ModelError(f"{name}: no config.json in this directory{hint}")
             return cls(str(path.resolve()))
-        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name:
             raise ModelError(f"{name}: no such directory, and not a hub id (owner/name)")
         return cls(name)
 
@@ -65,8 +67,8 @@ class Source:
         try:
             return replace(cls.of(base), adapter=str(path))
         except ModelError as error:
-            raise ModelError(f"{path}: an adapter of {base}, which is not to be found ({error}); give --model BASE "
-                             f"--lora.adapter {path}") from None
+            raise ModelError(f"{path}: an adapter of {base}, which is not to be found ({error}); "
+                             f"{adapter_files.advice(path)}") from None
 
     @property
     def base(self) -> "Source":
@@ -109,8 +111,8 @@ def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        hint = (f"; it is what {source.adapter} says that it belongs to: give --model BASE --lora.adapter "
-                f"{source.adapter} if it is elsewhere" if source.adapter else "")
+        hint = (f"; it is what {source.adapter} says that it belongs to: if it is elsewhere, "
+                f"{adapter_files.advice(Path(source.adapter))}" if source.adapter else "")
         raise ModelError(f"{source.name}: no model config could be loaded: {_first_line(error)}{hint}") from error
     check_architecture(config)
     return config
@@ -154,6 +156,8 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
     if quantize is not None:
         return quantized.made_exact(model).eval()
     if source.adapter is not None:
+        if source.look is not None:
+            source.look(model)
         model = adapter_files.merged(model, Path(source.adapter))
     return model.to(device=device, dtype=dtype).eval()
 

@@ -12,12 +12,17 @@ RATE_OF_ADAPTERS = 1e-4
 """Learning rate of adapters where none was given."""
 
 
+_MODELS = ("model*.safetensors", "pytorch_model*.bin", "*.gguf")
+"""Files of a model's weights."""
+
+
 def is_adapter(name: Any) -> bool:
-    """Whether a name is that of a directory with an adapter and no model."""
+    """Whether a name is that of a directory with an adapter and no model: a config alone is none."""
     if not isinstance(name, str | Path):
         return False
     path = Path(name).expanduser()
-    return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()
+    return (path / "adapter_config.json").is_file() and not (
+        (path / "config.json").is_file() and any(True for pattern in _MODELS for _ in path.glob(pattern)))
 
 
 class LoraOptions(Options):
@@ -54,7 +59,9 @@ class LoraOptions(Options):
     def _joined(cls, value: Any) -> Any:
         """A list from Python or YAML is what the command line writes with commas; peft's word for all is no name."""
         if isinstance(value, list | tuple):
-            return ",".join(str(entry).strip() for entry in value)
+            value = ",".join(str(entry).strip() for entry in value)
+        if isinstance(value, str) and not value.replace(",", " ").strip():
+            raise ValueError("names no module; leave it out for the default")
         return None if value == "all-linear" else value
 
     @model_validator(mode="after")
@@ -64,7 +71,7 @@ class LoraOptions(Options):
                 if getattr(self, name) not in (None, False):
                     raise UsageError(f"lora.{name} has no effect with lora.adapter, which brings its own")
         if not self.wanted:
-            for name in ("alpha", "targets", "dora", "rslora", "modules_to_save", "quantize"):
+            for name in ("alpha", "targets", "dora", "rslora", "modules_to_save"):  # quantize: with an adapter as model
                 if getattr(self, name) not in (None, False):
                     raise UsageError(f"lora.{name} has no effect without lora.rank")
         return self

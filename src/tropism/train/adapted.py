@@ -12,13 +12,15 @@ import torch
 from tropism.dist.shard import is_sharded
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
-from tropism.model import adapter_files, adapter_targets, adapters, load, narrow, quantized
+from tropism.model import adapter_files, adapter_targets, adapters, base, given, load, narrow, quantized
 from tropism.model.logps import LanguageModel
 from tropism.model.options import LoraOptions
 from tropism.observe.console import Voice
 from tropism.train import models
 from tropism.train import reference as references
 from tropism.train.models import Named, Numerics
+
+_GIVEN = "the model that was given"
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,12 @@ class Start:
         elif getattr(named, "is_quantized", False):
             raise ModelError("the model that was given holds quantised weights, which would be spelt out in float32; "
                              "give it by its name, with lora.quantize")
-        elif adapters.adapter_name(_inner(named)) is not None:
+        elif (name := adapters.adapter_name(inner := given.inner(named, _GIVEN))) is not None:
             if lora.wanted:
-                raise UsageError("the model that was given has an adapter already, which is trained as it is; leave "
-                                 "lora.rank and lora.adapter out, or merge it first")
-            inner = _inner(named)
-            adapter_files.check_served(inner.peft_config[adapters.adapter_name(inner)], "the model that was given")
+                raise UsageError(f"{_GIVEN} has an adapter already, which is trained as it is; leave lora.rank and "
+                                 "lora.adapter out, or merge it first")
+            adapter_files.check_served(inner.peft_config[name], _GIVEN)
+            given.check_trainable(inner, _GIVEN)
             return cls(inner, lora, held=True)
         if lora.wanted and optimizer is not None:
             raise UsageError("an optimizer that was given cannot hold weights of an adapter that is only made now; "
@@ -109,11 +111,12 @@ class Start:
             raise UsageError("parallel.tensor with an adapter is not served; leave it out, and shard the weights")
         if not self.adapts or self.held:
             return
-        if isinstance(self.named, load.Source):
-            model = load.skeleton(config, trust_remote_code=trust_remote_code)
-            adapters.make_structure(model, self._config(model))
-        else:
-            self._config(self.named)
+        by_name = isinstance(self.named, load.Source)
+        model = load.skeleton(config, trust_remote_code=trust_remote_code) if by_name else self.named
+        its_config = self._config(model)
+        adapter_targets.check_head(model, its_config, str(self.directory or "lora.targets"))
+        if by_name:
+            adapters.make_structure(model, its_config)
 
     def module(self, numerics: Numerics, seed: int) -> Any:
         """The policy's module, with its adapter as it is before step 1."""
@@ -185,18 +188,34 @@ class Start:
         world.on_main(lambda: adapter_files.load_values(module, directory))
         world.broadcast_into([weight.detach() for weight in adapters.kept_parameters(module)])
 
-    def begin(self, numerics: Numerics, seed: int, voice: Voice) -> tuple[Any, dict[str, Any]]:
-        """The policy's module; what of it learns is said, and given as facts for the manifest."""
+    def begin(self, numerics: Numerics, seed: int, voice: Voice, is_reference: bool) -> tuple[Any, dict[str, Any]]:
+        """The policy's module; what of it learns is said, and given as facts for the manifest.
+
+        Args:
+            is_reference: what it is before step 1 is the reference.
+        """
         module = self.module(numerics, seed)
         if not self.adapts:
             return module, {}
         facts = adapters.facts_of(module)
+        self._check_origin(module, voice)
         voice.say(f"adapter: {facts}" + (f"; weights held in {self.lora.quantize}" if self.lora.quantize else ""))
         if not self.fresh:
             origin = self.directory or "the adapter of the model that was given"
-            voice.say(f"  it starts from {origin}; the reference is the model with that adapter, as it is before "
-                      "step 1")
-        return module, {"adapter": asdict(facts)}
+            voice.say(f"  it starts from {origin}" + ("; the reference is the model with that adapter, as it is before "
+                                                      "step 1" if is_reference else ""))
+        known = base.base_hash(module)
+        return module, {"adapter": asdict(facts)} | ({} if known is None else {"base_weights": known})
+
+    def _check_origin(self, module: Any, voice: Voice) -> None:
+        """A module that was given may have learnt since it was loaded: its adapter's file then names no base."""
+        if isinstance(self.named, load.Source) or not Path(self._base).is_dir():
+            return
+        if name := base.differing(module, Path(self._base)):
+            module.peft_config[adapters.adapter_name(module)].base_model_name_or_path = None
+            voice.warn(f"the model that was given is not what {self._base} holds ({name} differs): the adapter's file "
+                       "will name no base. Save the model without the adapter, and name it where the adapter is used: "
+                       "tropism export RUN --base DIR")
 
     def _config(self, module: Any) -> Any:
         if self.directory is None:
@@ -212,11 +231,6 @@ class Start:
             return self.named.absolute
         origin = str(getattr(self.named.config, "name_or_path", "") or "")
         return os.path.abspath(origin) if Path(origin).is_dir() else origin
-
-
-def _inner(module: Any) -> Any:
-    """The causal model in a PeftModel, or the module itself."""
-    return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 def _checked(path: Path) -> Path:

@@ -14,6 +14,7 @@ from tropism.dist.shard import Spreading, let_go
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
 from tropism.model import load, router
+from tropism.model.given import inner
 from tropism.model.logps import LanguageModel, Precision
 from tropism.model.narrow import narrow
 from tropism.model.probe import Layout, choose_layout
@@ -81,6 +82,15 @@ class Numerics:
         if self.precision == "bf16" and isinstance(named, load.Source) and self.spreading is None:
             narrow(module)
         return model
+
+
+def given(module: Any, name: str) -> Any:
+    """A frozen model that came as a module: of a PeftModel the causal model in it, with its adapter.
+
+    Raises:
+        ModelError: for an adapter that is not served.
+    """
+    return module if module is None else inner(module, f"the {name} that was given")
 
 
 def numerics_of(options: Any, world: World) -> Numerics:

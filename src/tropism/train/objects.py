@@ -32,3 +32,10 @@ class Objects:
     rows: list[EncodedRow] | None = None
     eval_rows: list[EncodedRow] = field(default_factory=list)
     steps: GivenSchedule | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the manifest: what came as an object and is told by none of the options."""
+        given = {name: type(value).__name__ for name in ("optimizer", "scheduler")
+                 if (value := getattr(self, name)) is not None}
+        return {"given": given} if given else {}

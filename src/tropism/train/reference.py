@@ -19,7 +19,7 @@ from tropism.data.tree import PromptTree
 from tropism.dist.shard import each_whole
 from tropism.dist.world import World
 from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
-from tropism.model.adapters import base_name, state_as_computed, switched_off
+from tropism.model.adapters import base_name, scales_as_computed, state_as_computed, switched_off
 from tropism.model.logps import LanguageModel
 from tropism.model.narrow import tensor_hash
 from tropism.train.store import VERSION, ScoreStore
@@ -48,13 +48,14 @@ def freeze(model: LanguageModel) -> LanguageModel:
 
 
 def fingerprint(model: LanguageModel) -> str:
-    """Hash of everything that decides a log-prob of given ids: weights, config, and how they are computed."""
+    """Hash of everything that decides a log-prob of given ids: weights, scales of adapters, config, and how they are
+    computed."""
     config = {name: value for name, value in model.module.config.to_dict().items()
               if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
                               "architectures") and not name.startswith("_")}
     numerics = [VERSION, model.precision, model.layout, model.device.type]
     digest = hashlib.blake2b(json.dumps([config, numerics], sort_keys=True, default=str).encode(), digest_size=16)
-    for line in weight_hashes(model.module):
+    for line in (*weight_hashes(model.module), *scales_as_computed(model.module)):
         digest.update(line.encode())
     return digest.hexdigest()
 

@@ -97,7 +97,7 @@ def check_options(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Pa
         CheckpointError: naming every option that may not differ, with both values.
     """
     wrong, changed = [], []
-    recorded, now = flat(recorded), flat(now)
+    recorded, now = _filled(flat(recorded)), _filled(flat(now))
     for name in sorted(recorded.keys() & now.keys()):
         before, value = recorded[name], now[name]
         if before == value or name in ("output", "resume", "fall_back"):
@@ -124,6 +124,14 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+def _filled(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with a default that is a function of others."""
+    rank = options.get("lora.rank")
+    if rank is None or options.get("lora.alpha") is not None:
+        return options
+    return {**options, "lora.alpha": 2.0 * rank}
 
 
 def _spell(value: Any) -> str:

@@ -1,0 +1,99 @@
+"""What an adapter stands on: that it is what the adapter was trained on, and that it is found again."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from integration.conftest import records
+from tropism.cli import main
+from tropism.errors import ModelError
+from tropism.export import export
+from tropism.observe.console import Voice
+from tropism.trainers import KTOTrainer
+
+IDS = torch.arange(20)[None] % 90 + 3
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+def changed(directory: Path) -> None:
+    """Other weights in the same place."""
+    file = directory / "model.safetensors"
+    save_file({name: weight * 1.5 for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def test_a_base_that_has_changed(train: Callable[..., Any], tiny_model_dir: Path, feedback: Path, tmp_path: Path,
+                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """S1: merging refuses another base than the one trained on, evaluating says so; a copy of the first one serves."""
+    base, kept = tmp_path / "base", tmp_path / "kept"
+    shutil.copytree(tiny_model_dir, base)
+    shutil.copytree(tiny_model_dir, kept)
+    runs = [train("kto", model=str(base), max_steps=2, **more).directory for more in (
+        {"lora": {"rank": 2}},
+        {"lora": {"rank": 2, "dora": True, "modules_to_save": "embed_tokens"}, "precision": "fp64"})]
+    known = [json.loads((run / "manifest.json").read_text())["base_weights"] for run in runs]
+    assert known[0] == known[1]
+    export(runs[0], tmp_path / "one", merge=True)
+    export(runs[1], tmp_path / "other", merge=True)
+    evaluate = ["evaluate", str(runs[0]), "--data", str(feedback)]
+    assert main(evaluate) == 0
+    assert "other weights" not in " ".join(capsys.readouterr().out.split())
+    changed(base)
+    for options in ({"merge": True}, {"merge": True, "dtype": "fp64"}):
+        with pytest.raises(ModelError, match=r"holds other weights than the adapter was trained on.*--base DIR"):
+            export(runs[0], tmp_path / "two", **options)
+    assert not (tmp_path / "two").exists()
+    assert main(evaluate) == 0
+    assert "trained on other weights than" in " ".join(capsys.readouterr().out.split())
+    assert main(["export", str(runs[0]), "--to", str(tmp_path / "two"), "--merge", "--base", str(kept)]) == 0
+    assert torch.equal(*(logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("one", "two")))
+
+
+def test_a_module_that_has_learnt_names_no_base(tiny_model_dir: Path, feedback: Path, tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    """S1: the weights that the adapter stands on lie nowhere, so that none is named; saved by hand they serve."""
+    module = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with torch.no_grad():
+        module.model.norm.weight += 0.5
+    module.save_pretrained(tmp_path / "mine")
+    result = KTOTrainer(module, train_dataset=str(feedback), store=str(tmp_path / "store"), max_steps=2, samples=0,
+                        output=str(tmp_path / "run"), lora_rank=2, save_every=1, voice=Voice(),
+                        learning_rate=1e-2).fit()
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"is not what {tiny_model_dir} holds (model.norm.weight differs)" in said
+    config = json.loads((result.model / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None
+    for checkpoint in (None, "last"):
+        with pytest.raises(ModelError, match=r"nothing says where its base lies.*--base DIR"):
+            export(result.directory, tmp_path / "out", merge=True, checkpoint=checkpoint)
+        with pytest.raises(ModelError, match="holds other weights"):
+            export(result.directory, tmp_path / "out", merge=True, checkpoint=checkpoint, base=tiny_model_dir)
+        out = export(result.directory, tmp_path / f"out-{checkpoint}", merge=True, checkpoint=checkpoint,
+                     base=tmp_path / "mine").path
+        assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(out)), logits(module), atol=1e-5)
+    assert records(result)
+
+
+def test_checkpoints_of_a_peft_model(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
+    """S1: of an adapter with a name of its own; result and last checkpoint are one model."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir), LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"), adapter_name="mine")
+    run = KTOTrainer(model, train_dataset=str(feedback), store=str(tmp_path / "store"), max_steps=2, samples=0,
+                     output=str(tmp_path / "run"), save_every=2, quiet=True).fit().directory
+    for merge in (True, False):
+        one, other = (load_file(next(export(run, tmp_path / f"{merge}-{name}", merge=merge, checkpoint=name).path.glob(
+            "*model.safetensors"))) for name in (None, "last"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
