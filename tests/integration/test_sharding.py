@@ -156,7 +156,7 @@ def test_real_rows(test_data: Path, tmp_path: Path, size: int, precision: str, o
         data.write_text("".join(rows))
         runs.append((method, {
             "model": str(model), "data": str(data), "batch_size": 6, "max_steps": 20, "max_length": 256,
-            "precision": precision, "optimizer": optimizer, "learning_rate": 1e-1 if optimizer == "sgd" else 1e-3,
+            "precision": precision, "optimizer": optimizer, "learning_rate": 1e-1 if optimizer == "sgd" else 1e-4,
             "export_dtype": "float64", "samples": 0, **({"teacher": str(teacher)} if method == "kd" else {}),
             **({} if method == "sft" else {"store": str(tmp_path / "store")})}))
     spread(tmp_path, size, {"shard": {}} if size == 2 else {**FOUR}, runs)
