@@ -187,7 +187,7 @@ def gathered(tensors: Mapping[str, Tensor], dtype: torch.dtype, here: bool) -> d
     found: dict[str, Tensor] = {}
     made: dict[Any, Tensor] = {}  # tied weights stay one tensor
     for name, tensor in tensors.items():
-        key = id(tensor) if tensor.is_meta else (part_of(tensor).data_ptr(), tensor.shape)
+        key = (part_of(tensor).data_ptr(), tensor.shape)
         whole = whole_of(tensor)
         if here:
             converted = made.get(key) if part_of(tensor).numel() else None

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -37,13 +36,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
-    """A model without memory for its weights, tied as its config says."""
+    """A model without memory for its weights, as training had it."""
     if hasattr(config, "quantization_config"):  # of a GGUF file, whose weights were plain in training
         del config.quantization_config
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    model.tie_weights()
-    return model
+    return load.skeleton(config, trust_remote_code=trust_remote_code)
 
 
 def number_of(model: Any) -> int:

@@ -162,19 +162,23 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
     return model.to(device=device, dtype=dtype).eval()
 
 
-def skeleton(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """The modules of a model without memory for their weights.
+def skeleton(config: Any, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
+    """A model without memory for its weights, tied as its config says. Its buffers are real.
+
+    Args:
+        dtype: of the weights; by default what the config says.
 
     Raises:
         ModelError: if transformers cannot make it.
     """
-    from accelerate import init_empty_weights  # slow to import, and only adapters need it
+    from accelerate import init_empty_weights  # slow to import, and not every run needs it
 
+    chosen = {} if dtype is None else {"dtype": dtype}
     try:
-        with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **chosen)
         model.tie_weights()
-    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, ImportError, KeyError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{config.name_or_path}: no model can be made of its config: {_first_line(error)}") from error
     return model
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import cached_file
 
 from tropism.dist.peers import Peers
@@ -19,7 +18,7 @@ from tropism.dist.world import World
 from tropism.errors import ModelError
 from tropism.model.adapters import base_name
 from tropism.model.columns import Divided
-from tropism.model.load import Source, load_config, load_model, weights_dtype
+from tropism.model.load import Source, load_config, load_model, skeleton, weights_dtype
 from tropism.model.logps import Precision
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -44,12 +43,7 @@ def load_sharded(source: Source, precision: Precision, world: World, how: Spread
     """
     config = load_config(source, trust_remote_code=trust_remote_code)
     dtype = weights_dtype(precision)
-    try:
-        with init_empty_weights(include_buffers=False):
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise ModelError(f"{source.name}: the model could not be built: {error}") from error
-    module.tie_weights()
+    module = skeleton(config, dtype=dtype, trust_remote_code=trust_remote_code)
     names = _names(module)
     change(module)
     module.to(dtype=dtype).eval()  # buffers, which are real

@@ -157,7 +157,7 @@ def _acquire(path: Path, mine: Owner, say: Callable[[str], None]) -> None:
         silent_s = _silence_s(path) if owner.elsewhere else 0.0
         if not owner.gone and silent_s < _SILENT_S:
             raise OutputLockedError(_refusal(path, owner))
-        if _clear(path):
+        if _clear(path, owner):
             how = f"and has given no sign of life for {silent_s / 60:.0f} minutes" if silent_s else "which is gone"
             say(f"{path.parent}: was left by {owner}, {how}; this run takes over")
 
@@ -205,18 +205,25 @@ def _settled(path: Path) -> Owner | None:
 
 def _read(path: Path) -> Owner | None:
     try:
-        return Owner(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return _owner_in(path.read_bytes())
+    except OSError:
         return None
 
 
-def _clear(path: Path) -> bool:
+def _owner_in(content: bytes) -> Owner | None:
+    try:
+        return Owner(**json.loads(content))
+    except (ValueError, TypeError):
+        return None
+
+
+def _clear(path: Path, owner: Owner) -> bool:
     """Remove a lock whose owner is gone, unless another process was faster and the lock is its own by now."""
     try:
         with path.open("rb") as held:
             with suppress(OSError):  # a file system without such locks: the window is a few microseconds
                 fcntl.flock(held, fcntl.LOCK_EX)
-            if os.fstat(held.fileno()).st_ino != path.stat().st_ino:
+            if os.fstat(held.fileno()).st_ino != path.stat().st_ino or _owner_in(held.read()) != owner:
                 return False
             path.unlink()
             return True
