@@ -235,7 +235,8 @@ def test_two_ranks_equal_one_process(bench: Bench) -> None:
     Weights and metrics of every spec; the running mean and the sorted values are those of all ranks.
     """
     jobs, left = [], {}
-    spared = {("kto", "fp64"), ("dpo", "fp32"), ("aot_unpaired", "fp32"), ("bco", "fp32")}  # in another precision they are here
+    # In the other precision these are here.
+    spared = {("kto", "fp64"), ("dpo", "fp32"), ("aot_unpaired", "fp32"), ("bco", "fp32")}
     for spec, (method, options) in SPECS.items():
         if spec in spared:
             continue
