@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def write_whole(path: Path, content: bytes, what: str = "cannot be written") -> 
     Raises:
         OutputError: saying why; where something did not fit, how much it needs and how much is free.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)

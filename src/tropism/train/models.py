@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from tropism.data.tree import PromptTree
-from tropism.dist.shard import Spreading, let_go
+from tropism.dist.shard import Spreading, is_sharded, let_go
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
 from tropism.model import load, router
@@ -193,7 +193,7 @@ def build_reference(policy: LanguageModel, own: Named, named: Named | None, live
     with voice.bar("reference") as report, as_reference(policy.module):
         built = references.build(frozen, trees, numerics.budget, store, world, halt.watching(report))
     _tell_damaged(built.damaged, "reference", voice)
-    if named is not None:
+    if is_sharded(frozen.module) and named is not None:
         let_go(frozen.module)
         del frozen
         gc.collect()  # a sharded module is a ring of references, and would stay through the first step
@@ -217,9 +217,10 @@ def build_teacher(policy: LanguageModel, named: Named, options: TeacherOptions, 
         built = teachers.build(model, trees, options, comparison, numerics.budget, store, world, voice.say,
                                halt.watching(report))
     _tell_damaged(built.store.damaged, "teacher", voice)
-    let_go(model.module)
-    del model
-    gc.collect()  # as above
+    if is_sharded(model.module):
+        let_go(model.module)
+        del model
+        gc.collect()  # as above
     return built
 
 
