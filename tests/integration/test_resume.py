@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from integration.resuming import (
 )
 from tropism.cli import main
 from tropism.errors import StoppedEarly
+from tropism.train import checkpoint
 
 __all__ = ["answers", "during", "settings", "start", "stop_after", "straight", "teacher_dir"]
 
@@ -184,10 +186,10 @@ def test_a_signal_in_a_pass_over_the_data_stops_at_the_next_pack(start: Start, s
 
 def test_a_second_interrupt_does_not_wait(start: Start, straight: Callable[..., Path], tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """C1: the last checkpoint stays."""
+    """C1: the last checkpoint stays, and one that is being written is the run's until it is whole."""
     import tropism.train.loop as loop
 
-    real, output = loop.train_step, tmp_path / "run"
+    real, write, output, held = loop.train_step, checkpoint.write, tmp_path / "run", threading.Event()
 
     def twice(engine: Any, work: Any) -> Any:
         if work.step == 4:
@@ -195,13 +197,22 @@ def test_a_second_interrupt_does_not_wait(start: Start, straight: Callable[..., 
             os.kill(os.getpid(), signal.SIGINT)
         return real(engine, work)
 
+    def slow(*arguments: Any) -> int:
+        assert held.wait(60)
+        return write(*arguments)
+
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", twice)
+        patch.setattr(checkpoint, "write", slow)
         with pytest.raises(KeyboardInterrupt):
             start("kto", output, save_every=2)
     assert manifest(output)["status"] == "interrupted"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert checkpoint.listed(output / "checkpoints") == []
+    threading.Timer(0.5, held.set).start()
     start("kto", output, resume="auto")
+    assert [sitting["step"] for sitting in manifest(output)["resumed"]] == [2]
+    assert not (output / "lock").exists()
     assert_same_run(output, straight("kto"))
 
 

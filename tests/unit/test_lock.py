@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tropism.errors import OutputError, OutputLockedError
-from tropism.observe.lock import Owner, owned
+from tropism.observe.lock import Owner, lend, owned
 
 HOLD = ("import sys, time; from pathlib import Path; from tropism.observe.lock import owned\n"
         "with owned(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)")
@@ -122,6 +123,25 @@ def test_a_lock_of_nobody_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_same_process_twice(tmp_path: Path) -> None:
     with owned(tmp_path), pytest.raises(OutputLockedError), owned(tmp_path):
         pass
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_writer_that_outlives_the_block_keeps_the_lock(tmp_path: Path) -> None:
+    """Other processes are refused until it ends; this one waits for it."""
+    held = threading.Event()
+    writer = threading.Thread(target=held.wait, daemon=True)
+    with suppress(KeyboardInterrupt), owned(tmp_path):
+        writer.start()
+        lend(tmp_path, writer)
+        raise KeyboardInterrupt
+    code = ("import sys; from pathlib import Path; from tropism.observe.lock import owned\n"
+            "owned(Path(sys.argv[1])).__enter__()")
+    other = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert "OutputLockedError" in other.stderr
+    threading.Timer(0.2, held.set).start()
+    with owned(tmp_path):
+        assert not writer.is_alive()
+        assert (tmp_path / "lock").is_file()
     assert not (tmp_path / "lock").exists()
 
 

@@ -25,6 +25,10 @@ from tropism.errors import OutputError, OutputLockedError
 _PATIENCE_S = 1.0  # a lock without content has just been made; its owner writes it at once
 _BEAT_S = 60.0
 _SILENT_S = 600.0
+_writers: dict[Path, threading.Thread] = {}
+"""By directory: what writes there, and may outlive its owner's block."""
+_releases: dict[Path, threading.Thread] = {}
+"""By directory: what gives up the lock after such a writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class Owner:
 
 @contextmanager
 def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Own a run directory while the block runs.
+    """Own a run directory while the block runs, and until the thread that `lend` named has ended.
 
     Args:
         directory: that exists.
@@ -90,18 +94,41 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
         OutputLockedError: if another process owns it, or may own it.
         OutputError: if the lock cannot be written.
     """
-    path = directory / "lock"
+    path, place = directory / "lock", directory.resolve()
+    if place in _releases:  # this process has left in a hurry, and may still write
+        _releases[place].join()
     mine = Owner.here()
     _acquire(path, mine, say)
     ended = threading.Event()
     threading.Thread(target=_beat, args=(path, mine, ended), name="lock", daemon=True).start()
-    try:
-        yield
-    finally:
+
+    def release() -> None:
         ended.set()
         with suppress(OSError):  # a directory that has vanished holds no lock
             if _read(path) == mine:
                 path.unlink()
+
+    def release_after(writer: threading.Thread) -> None:
+        writer.join()
+        release()
+
+    try:
+        yield
+    finally:
+        writer = _writers.pop(place, None)
+        if writer is not None and writer.is_alive():
+            _releases[place] = threading.Thread(target=release_after, args=(writer,), name="release", daemon=True)
+            _releases[place].start()
+        else:
+            release()
+
+
+def lend(directory: Path, writer: threading.Thread) -> None:
+    """Let a thread write in a directory that this process owns: until it ends, nobody else owns it.
+
+    Whoever is interrupted does not wait for it; the next run in this process does, and others are refused.
+    """
+    _writers[directory.resolve()] = writer
 
 
 class Ownership(ExitStack):

@@ -18,6 +18,7 @@ from tropism.methods import Method
 from tropism.model.adapters import learning_names
 from tropism.observe.console import Voice
 from tropism.observe.files import write_whole
+from tropism.observe.lock import lend
 from tropism.observe.metrics import direction
 from tropism.observe.rundir import RunDirectory
 from tropism.train import checkpoint
@@ -225,6 +226,7 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(progress.step, tensors, state.tied, trainer),
                                         name="checkpoint", daemon=True)
         self._thread.start()
+        lend(self.directory.path, self._thread)
 
     def _write(self, step: int, tensors: dict[str, Any], tied: dict[str, str], trainer: dict[str, Any]) -> None:
         """In the background: write, publish, tidy up."""
