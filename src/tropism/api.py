@@ -323,7 +323,7 @@ class Run:
         model = replace(model, sum_once=self.numerics.sum_once)
         self.voice.say(f"layout: {probe.layout}; differs from the model's own forward by at most "
                        f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
-        self.start.narrow(model)
+        self.start.narrow(module, model.precision, sharded=False)
         if world.size > 1 and world.mesh is None and len(set(world.gather(references.fingerprint(model)))) > 1:
             raise ModelError("the processes hold different weights; load or seed the model equally on all of them")
         self.planner = Planner(self.data.train, self.schedule, method, model.layout, self.numerics.budget,

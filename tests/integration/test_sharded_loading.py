@@ -35,9 +35,11 @@ def _load(rank: int, size: int, port: int, folder: str, models: list[str]) -> No
     """How far each model is from what one process loads, or the error."""
     join(rank, size, port)
     from tropism.dist import connect
-    from tropism.dist.shard import Spreading, gathered
+    from tropism.dist.shard import Spreading, describe, gathered
     from tropism.model.load import Source, load_model
+    from tropism.model.narrow import narrow
     from tropism.model.sharded import load_sharded
+    from tropism.train.reference import weight_hashes
 
     found: list[Any] = []
     with connect() as plain:
@@ -54,12 +56,16 @@ def _load(rank: int, size: int, port: int, folder: str, models: list[str]) -> No
             assert ours.keys() == theirs.keys()
             tied = module.get_input_embeddings().weight is module.get_output_embeddings().weight
             found.append([max(float((ours[key] - theirs[key]).abs().max()) for key in ours), tied])
+        frozen = load_sharded(Source.of(models[0]), "bf16", world, Spreading(world.mesh, torch.bfloat16))
+        before = weight_hashes(frozen.requires_grad_(False))
+        narrow(frozen)
+        found.append([before == weight_hashes(frozen), describe(frozen)[-1]])
     say(folder, rank, found)
 
 
 def test_what_one_process_loads(tiny_model_dir: Path, fixture_tokenizer: Any, tmp_path: Path) -> None:
     """S1, X2: stored buffers (a router's bias) and experts that are filed one by one; tied names that differ, and a
-    damaged file, are an error of every process."""
+    damaged file, are an error of every process. Frozen matrices are held in two bytes, and count as what they were."""
     torch.manual_seed(3)
     glm = AutoModelForCausalLM.from_config(Glm4MoeConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
@@ -85,11 +91,14 @@ def test_what_one_process_loads(tiny_model_dir: Path, fixture_tokenizer: Any, tm
     config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
     damaged = tmp_path / "damaged" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-4000])
+    linear = sum(layer.weight.numel() for layer in model.model.modules() if isinstance(layer, torch.nn.Linear))
+    wide = 4 * sum(weight.numel() for weight in model.parameters()) - 2 * linear
     places = [str(tmp_path / name) for name in ("glm", "pieces", "differ", "damaged")]
     for found in ranks(_load, tmp_path, [str(tiny_model_dir), *places]):
         assert found[0][0] == found[1][0] == found[2][0] == 0.0
         assert "differ there, and the model's config says that they are one weight" in found[3]
         assert str(damaged) in found[4] or "damaged" in found[4]
+        assert found[5] == [True, wide // 2]
 
 
 def _run(rank: int, size: int, port: int, folder: str, what: str, method: str, settings: dict[str, Any]) -> None:

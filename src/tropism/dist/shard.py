@@ -82,8 +82,9 @@ def _units(module: torch.nn.Module) -> Iterable[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-def _call(module: torch.nn.Module, action: Callable[[], Any]) -> Any:
-    return action()
+def _call(module: torch.nn.Module, action: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+    """What the action gives; FSDP hangs its backward pass on tensors that are no views of others."""
+    return tuple(one if one is None or one._base is None else one.clone() for one in action())
 
 
 def within(module: Any, action: Callable[[], T], stay: bool = False) -> T:
@@ -136,13 +137,15 @@ def like(part: Tensor, whole: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
     """A part as the tensor that it is a part of.
 
     Args:
-        part: as `part_of(whole)` is.
+        part: as `part_of(whole)` is; it may be of another dtype.
         mesh: in place of that of `whole`: the same processes where the part lies.
     """
     if not isinstance(whole, DTensor):
         return part
     # Not by `from_local`, which moves a part that is kept in the host's memory to the mesh's device.
-    spec = DTensorSpec(mesh or whole.device_mesh, whole.placements, tensor_meta=whole._spec.tensor_meta)
+    meta = whole._spec.tensor_meta
+    assert meta is not None
+    spec = DTensorSpec(mesh or whole.device_mesh, whole.placements, tensor_meta=meta._replace(dtype=part.dtype))
     return DTensor(part, spec, requires_grad=False)
 
 
@@ -260,6 +263,17 @@ def fill(module: torch.nn.Module, read: Callable[[str, Tensor, tuple[slice, ...]
     module.load_state_dict(values, strict=False, assign=True)
 
 
+def convert(module: torch.nn.Module, weights: Mapping[str, torch.nn.Parameter], dtype: torch.dtype) -> None:
+    """Hold frozen weights of a sharded model that has not computed yet in another dtype, in place.
+
+    Args:
+        weights: by name; no name of a tied weight.
+    """
+    for name, weight in weights.items():  # one after the other: what is let go makes room for the next
+        part = torch.nn.Parameter(like(part_of(weight).to(dtype), weight), requires_grad=False)
+        module.load_state_dict({name: part}, strict=False, assign=True)
+
+
 class Owned:
     """The weights that learn, as this process holds them.
 
@@ -308,8 +322,10 @@ class Owned:
         return total.sqrt().to(self.parts[0].dtype)
 
 
-def describe(module: torch.nn.Module) -> tuple[int, int, int, int]:
-    """(weights that are divided, weights in all, elements held here, elements in all)."""
+def describe(module: torch.nn.Module) -> tuple[int, int, int, int, int]:
+    """(weights that are divided, weights in all, elements held here, elements in all, bytes held here)."""
     weights = list(module.parameters())
+    parts = [part_of(weight) for weight in weights]
     return (sum(isinstance(weight, DTensor) for weight in weights), len(weights),
-            sum(part_of(weight).numel() for weight in weights), sum(weight.numel() for weight in weights))
+            sum(part.numel() for part in parts), sum(weight.numel() for weight in weights),
+            sum(part.numel() * part.itemsize for part in parts))

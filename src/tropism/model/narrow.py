@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
+from tropism.dist.shard import convert, each_whole, is_sharded
 from tropism.model.adapters import base_name
 
 
@@ -15,13 +16,18 @@ def narrow(module: Any) -> None:
 
     Autocast rounds them in the same way whenever it uses them, so that no result changes. Not those of layers with
     DoRA, whose norms are taken of the weights themselves, nor a head that is an embedding too. The module keeps the
-    hashes of what it held, so that its fingerprint stays what it was.
+    hashes of what it held, so that its fingerprint stays what it was. A sharded model must not have computed yet; all
+    processes call this together.
     """
-    kept: dict[str, str] = dict(getattr(module, "hashes_before_narrowing", {}))
-    for name, weight in narrowable(module).items():
-        kept[base_name(name)] = tensor_hash(weight)
+    weights = narrowable(module)
+    hashes = each_whole(weights, lambda name, weight: tensor_hash(weight))
+    known: dict[str, str] = getattr(module, "hashes_before_narrowing", {})
+    module.hashes_before_narrowing = known | dict(zip(map(base_name, weights), hashes, strict=True))
+    if is_sharded(module):
+        convert(module, weights, torch.bfloat16)
+        return
+    for weight in weights.values():
         weight.data = weight.data.to(torch.bfloat16)
-    module.hashes_before_narrowing = kept
 
 
 def narrowable(module: Any) -> dict[str, torch.nn.Parameter]:

@@ -13,7 +13,7 @@ from tropism.dist.shard import is_sharded
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
 from tropism.model import adapter_files, adapter_targets, adapters, base, given, load, narrow, quantized
-from tropism.model.logps import LanguageModel
+from tropism.model.logps import LanguageModel, Precision
 from tropism.model.options import LoraOptions
 from tropism.observe.console import Voice
 from tropism.train import models
@@ -147,11 +147,16 @@ class Start:
         adapters.fill(module, seed, dtype)
         return module
 
-    def narrow(self, model: LanguageModel) -> None:
-        """Hold what does not learn in bfloat16 where the run computes so; not in a module that was given."""
-        if self.adapts and model.precision == "bf16" and isinstance(self.named, load.Source) and not is_sharded(
-                model.module):
-            narrow.narrow(model.module)
+    def narrow(self, module: Any, precision: Precision, sharded: bool) -> None:
+        """Hold what does not learn in bfloat16 where the run computes so; not in a module that was given.
+
+        Args:
+            sharded: do it now only if the module is, or only if it is not: a sharded one must not have computed yet,
+                and the others show first that their layout is exact.
+        """
+        if self.adapts and precision == "bf16" and isinstance(self.named, load.Source) and is_sharded(
+                module) is sharded:
+            narrow.narrow(module)
 
     @contextmanager
     def as_reference(self, module: Any) -> Iterator[None]:
@@ -205,6 +210,7 @@ class Start:
             voice.say(f"  it starts from {origin}" + ("; the reference is the model with that adapter, as it is before "
                                                       "step 1" if is_reference else ""))
         known = base.base_hash(module)
+        self.narrow(module, numerics.precision, sharded=True)
         return module, {"adapter": asdict(facts)} | ({} if known is None else {"base_weights": known})
 
     def _check_origin(self, module: Any, voice: Voice) -> None:

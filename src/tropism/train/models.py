@@ -75,11 +75,14 @@ class Numerics:
             ModelError: beginning with `name`, if there is none.
         """
         module = self.module(named).requires_grad_(False)
+        narrows = self.precision == "bf16" and isinstance(named, load.Source)
+        if narrows and is_sharded(module):
+            narrow(module)
         try:
             model = replace(choose_layout(module, self.precision, self.device, probes, layout)[0], stays=True)
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
-        if self.precision == "bf16" and isinstance(named, load.Source) and self.spreading is None:
+        if narrows and not is_sharded(module):
             narrow(module)
         return model
 

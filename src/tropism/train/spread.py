@@ -69,8 +69,8 @@ def table(models: dict[str, Any], world: World) -> list[str]:
     """A line for each model: how many of its weights are divided, and what that leaves to a process."""
     lines = []
     for name, module in models.items():
-        divided, tensors, here, total = describe(module)
-        most = world.max([here])[0]
+        divided, tensors, here, total, size = describe(module)
+        most, largest = world.max([here, size])
         lines.append(f"sharding: {name}: {divided} of {tensors} weights divided; a process holds at most "
-                     f"{most:,} of {total:,} elements ({most / total:.0%})")
+                     f"{most:,} of {total:,} elements ({most / total:.0%}), in {largest / 2**20:.2f} MiB")
     return lines
