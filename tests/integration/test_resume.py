@@ -190,6 +190,7 @@ def test_a_second_interrupt_does_not_wait(start: Start, straight: Callable[..., 
     import tropism.train.loop as loop
 
     real, write, output, held = loop.train_step, checkpoint.write, tmp_path / "run", threading.Event()
+    before = signal.getsignal(signal.SIGINT)
 
     def twice(engine: Any, work: Any) -> Any:
         if work.step == 4:
@@ -207,7 +208,7 @@ def test_a_second_interrupt_does_not_wait(start: Start, straight: Callable[..., 
         with pytest.raises(KeyboardInterrupt):
             start("kto", output, save_every=2)
     assert manifest(output)["status"] == "interrupted"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     assert checkpoint.listed(output / "checkpoints") == []
     threading.Timer(0.5, held.set).start()
     start("kto", output, resume="auto")
