@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -164,14 +171,16 @@ def test_real_rows(test_data: Path, tmp_path: Path, size: int, precision: str, o
 
 def test_other_families(fixture_tokenizer: Any, data_of: dict[str, Path], tmp_path: Path) -> None:
     """X2: norms of heads, whose gradients each process has for its own heads alone (Qwen3); a head of its own, and a
-    model in several files with another size of its vocabulary (Llama)."""
+    model in several files with another size of its vocabulary (Llama); biases, and a plan that has the embedding too
+    (GPT-NeoX)."""
     shape = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": len(fixture_tokenizer) + 3, "max_position_embeddings": 512}
     runs = []
     torch.manual_seed(7)
     for name, module in (("qwen3", AutoModelForCausalLM.from_config(Qwen3Config(
             **shape, head_dim=6, tie_word_embeddings=True))),
-                         ("llama", LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)))):
+                         ("llama", LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))),
+                         ("neox", AutoModelForCausalLM.from_config(GPTNeoXConfig(**shape, rotary_pct=0.5)))):
         module.save_pretrained(tmp_path / name, max_shard_size=8000)
         assert len(list((tmp_path / name).glob("*.safetensors"))) > 2
         fixture_tokenizer.save_pretrained(tmp_path / name)

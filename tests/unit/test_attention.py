@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, L
 from tropism.data.collate import collate
 from tropism.data.tree import Completion, PromptTree, token_ids
 from tropism.errors import ModelError
-from tropism.model.attention import TreePass, attention, tree_attention
+from tropism.model.attention import TreePass, attention, plain_implementation, tree_attention
 from tropism.model.logps import LanguageModel
 from tropism.model.probe import choose_layout
 
@@ -130,6 +130,14 @@ def test_start_up_comparison_takes_the_tree_layout(name: str) -> None:
     model, probe = choose_layout(build(name, torch.float32), "fp32", torch.device("cpu"), trees(), "auto")
     assert model.layout == "tree"
     assert probe.per_token < 1e-4
+
+
+def test_soft_caps_are_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L3: sdpa does not know them, also where a release of transformers offers it for such a model."""
+    model = build("gemma2-softcaps", torch.float32)
+    monkeypatch.setattr(type(model), "_supports_sdpa", True)
+    assert plain_implementation(model) == "eager"
+    assert plain_implementation(build("llama", torch.float32)) == "sdpa"
 
 
 def test_start_up_comparison_falls_back_to_padded_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,6 +290,21 @@ def test_tools_reach_the_prompt_as_given(fixture_tokenizer) -> None:
     assert json.loads(line) == tools[0]
 
 
+def test_templates_see_no_nulls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D3: some releases of transformers let a template write the word None for them."""
+    tokenizer = build_tokenizer(chat_template=CHATML)
+    real, seen = tokenizer.apply_chat_template, []
+
+    def watched(messages: list[dict[str, object]], **named: object) -> object:
+        seen.extend(messages)
+        return real(messages, **named)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", watched)
+    messages = ({"role": "user", "content": None, "name": None}, {"role": "assistant", "content": "Hi"})
+    Renderer(tokenizer, LIMITS).template(messages, Row("r", "f:1", (), ()), generate=False)
+    assert seen == [{"role": "user"}, {"role": "assistant", "content": "Hi"}]
+
+
 BYTE_LEVEL = kind_of_tokenizer("byte level")
 PIECES = st.text(max_size=12) | st.sampled_from(["<|turn|>", "<|end|>", "<|eos|>", " ", "the red", "\n", "\r\n"])
 TEXTS = st.lists(PIECES, min_size=1, max_size=6).map("".join).filter(str.strip)

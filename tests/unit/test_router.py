@@ -157,6 +157,16 @@ def without_float32(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
                 setattr(parent, name, Exact(child))
     softmax = torch.nn.functional.softmax
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda logits, dim=None, dtype=None: softmax(logits, dim=dim))
+    to_float, rotary = Tensor.float, module.model.rotary_emb
+    angles = rotary.forward
+
+    def as_it_is(*arguments: Any, **named: Any) -> Any:
+        """Angles are float32 for every layout."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "float", to_float)
+            return angles(*arguments, **named)
+
+    monkeypatch.setattr(rotary, "forward", as_it_is)
     monkeypatch.setattr(Tensor, "float", Tensor.double)
 
 

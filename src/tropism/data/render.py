@@ -130,9 +130,11 @@ class Renderer:
         if row.tools and _TOOLS.search(str(tokenizer.chat_template)) is None:
             raise DataError(f"{row.place}: the row has tools, and {self.template_name} has no place for them; choose "
                             "another with --chat-template, or take the column 'tools' out")
+        # What is null is not there: some releases of transformers let templates write the word None.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             text = str(tokenizer.apply_chat_template(
-                list(messages), tools=list(row.tools) if row.tools else None,
+                given, tools=list(row.tools) if row.tools else None,
                 add_generation_prompt=generate, tokenize=False, **self.template_kwargs))
         except Exception as error:  # whatever a template raises is about this row
             raise DataError(f"{row.place}: {self.template_name} refuses these messages: {error}") from error

@@ -52,7 +52,7 @@ def divide(module: Any, plan: Mapping[str, str], mesh: Mesh) -> list[str]:
     summed: list[str] = []
     for path, part in module.base_model.named_modules():
         style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
-        if style is None:
+        if style is None or part is module.get_input_embeddings():  # the vocabulary is divided below, in any plan
             continue
         if style in _STYLES and isinstance(part, nn.Linear):
             parallelize_module(part, axis, _STYLES[style]())

@@ -165,8 +165,12 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def plain_implementation(model: Any) -> str:
-    """The implementation for padded lines and for generation: the fastest that the model's family serves exactly."""
-    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    """The implementation for padded lines and for generation: the fastest that the model's family serves exactly.
+
+    Some releases of transformers offer one that leaves out the soft cap of attention scores.
+    """
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
 
 
 @contextmanager

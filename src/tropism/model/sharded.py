@@ -55,8 +55,9 @@ def load_sharded(source: Source, precision: Precision, world: World, how: Spread
     files = None if quantised else world.together(lambda: _files(source))
     apart = files is not None and names.keys() <= files.keys() | _tied(names)
     shard(module, layers_of(module), how)
-    read = _from_files(files, names) if files is not None and apart else _from_main(source, precision, world, names,
-                                                                                    trust_remote_code)
+    module._weight_conversions = []  # what was renamed on the way in, which transformers undoes on the way out
+    read = _from_files(files, names) if files is not None and apart else _from_main(source, precision, world, module,
+                                                                                    names, trust_remote_code)
     place = torch.device("cpu") if how.offload else world.device
 
     def fill_all() -> None:
@@ -168,11 +169,12 @@ def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:
     return read
 
 
-def _from_main(source: Source, precision: Precision, world: World, names: dict[str, set[str]],
+def _from_main(source: Source, precision: Precision, world: World, module: Any, names: dict[str, set[str]],
                trust_remote_code: bool) -> Read:
     """Let the main process read the whole model, and hand out one weight after the other."""
     def load() -> dict[str, Tensor]:
         whole = load_model(source, precision, torch.device("cpu"), trust_remote_code=trust_remote_code)
+        module._weight_conversions = getattr(whole, "_weight_conversions", [])
         if missing := names.keys() - whole.state_dict().keys():
             raise ModelError(f"{source.name}: the weight {min(missing)} is not in its files")
         return dict(whole.state_dict())
