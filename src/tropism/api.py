@@ -341,9 +341,9 @@ class Run:
                 own_trees(self.data.train, self.schedule) + held_out, probes, self.numerics, self.store, world,
                 self.voice, self.halt)
         if method.needs_reference:
-            reference = self.start.live(model) if self.live and self.start.fresh else models.build_reference(
-                model, self.start.whole, self.reference, self.live, trees + held_out, probes, self.numerics, self.store,
-                world, self.voice, self.halt, self.start.as_reference)
+            reference = self.start.live(model, probes, self.numerics, options.seed) if self.live else (
+                models.build_reference(model, self.reference, trees + held_out, probes, self.numerics, self.store,
+                                       world, self.voice, self.halt, self.start.as_reference))
         updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
                                             self.objects.scheduler)
         engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,

@@ -262,6 +262,20 @@ def switched_off(module: Any) -> Iterator[None]:
             layer._disable_adapters = value
 
 
+@contextmanager
+def uncast(module: Any) -> Iterator[None]:
+    """Let adapters take activations as they come. peft gives them the dtype of the adapter's weights, which rounds
+    where those have travelled in fewer bits and are widened for the product."""
+    layers = [layer for layer in module.modules() if getattr(layer, "cast_input_dtype_enabled", False)]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.cast_input_dtype_enabled = True
+
+
 def state_as_computed(module: Any) -> dict[str, Tensor]:
     """Every tensor that decides what a module computes now: without the adapter where it is switched off, and then by
     the names that they have without one."""

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from tropism.data.collate import Batch, Layout
 from tropism.dist.shard import part_of, prepare_backward, travels_in, within
 from tropism.errors import ModelError
+from tropism.model.adapters import uncast
 from tropism.model.attention import NAME, TreePass, plain_implementation
 from tropism.model.divergence import Comparison, Targets
 from tropism.model.head import head_of
@@ -32,7 +33,7 @@ def computing(module: Any, precision: Precision, device: torch.device) -> Iterat
         with torch.autocast(device.type, torch.bfloat16):
             yield
     elif travels_in(module) is not None:
-        with _Widened():
+        with _Widened(), uncast(module):
             yield
     else:
         yield

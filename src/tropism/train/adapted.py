@@ -1,14 +1,15 @@
 """How the policy of a run gets its adapter, and what its reference is then."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tropism.data.tree import PromptTree
 from tropism.dist.shard import is_sharded
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
@@ -86,13 +87,6 @@ class Start:
         return self.lora.rank is not None or self.directory is not None or self.held
 
     @property
-    def whole(self) -> Named:
-        """The policy as it is before step 1, with its adapter in its weights."""
-        if self.directory is None or not isinstance(self.named, load.Source):
-            return self.named
-        return replace(self.named, adapter=str(self.directory))
-
-    @property
     def fresh(self) -> bool:
         """Whether the adapter changes nothing yet, so that the policy before step 1 is the base."""
         return self.adapts and self.directory is None and not self.held
@@ -168,10 +162,26 @@ class Start:
         with adapters.switched_off(module):
             yield
 
-    @staticmethod
-    def live(model: LanguageModel) -> references.Reference:
-        """The policy of a fresh adapter as it is before step 1, kept in memory: the base that it holds."""
-        return references.OffReference(model)
+    def live(self, policy: LanguageModel, probes: Sequence[PromptTree], numerics: Numerics,
+             seed: int) -> references.Reference:
+        """The policy as it is before step 1, kept in memory. All ranks call this together.
+
+        Of a fresh adapter it is the base that the policy holds. Else it is a frozen copy: of what learns, or of the
+        whole, made as the policy was, where that is spread over processes.
+
+        Raises:
+            ModelError: as `Numerics.settled` says.
+        """
+        if self.fresh:
+            return references.OffReference(policy)
+        own = isinstance(self.named, load.Source)
+        if is_sharded(policy.module):
+            return references.LiveReference(numerics.settled(self.module(numerics, seed), own, probes, policy.layout,
+                                                             "reference"))
+        copied = references.freeze(policy)
+        if own and policy.precision == "bf16":
+            narrow.narrow(copied.module)
+        return references.LiveReference(copied)
 
     def fingerprint(self, model: LanguageModel) -> str:
         """Of the policy before step 1."""

@@ -74,8 +74,20 @@ class Numerics:
         Raises:
             ModelError: beginning with `name`, if there is none.
         """
-        module = self.module(named).requires_grad_(False)
-        narrows = self.precision == "bf16" and isinstance(named, load.Source)
+        return self.settled(self.module(named), isinstance(named, load.Source), probes, layout, name)
+
+    def settled(self, module: Any, own: bool, probes: Sequence[PromptTree], layout: Layout | Literal["auto"],
+                name: str) -> LanguageModel:
+        """A module that does not learn any more, in a layout that is exact for it.
+
+        Args:
+            own: nobody else holds it, so that its weights may be held in fewer bytes.
+
+        Raises:
+            ModelError: beginning with `name`, if there is none.
+        """
+        module.requires_grad_(False)
+        narrows = own and self.precision == "bf16"
         if narrows and is_sharded(module):
             narrow(module)
         try:
@@ -173,25 +185,19 @@ def check_teacher(named: Named | None, config: Any, tokenizer: Any, top_k: int |
                          "divergence")
 
 
-def build_reference(policy: LanguageModel, own: Named, named: Named | None, live: bool, trees: list[PromptTree],
+def build_reference(policy: LanguageModel, named: Named | None, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
                     voice: Voice, halt: Halt,
                     as_reference: Callable[[Any], AbstractContextManager[None]]) -> references.Reference:
-    """Stored scores by default, of the policy as it is now or of another model; or a copy in memory.
+    """Stored scores of the policy as it is now, or of another model.
 
     Args:
-        own: where the policy comes from.
         named: another model.
-        live: keep it, or a copy of the policy, in memory.
         trees: every (prompt, completion) that will be asked for.
         probes: as `choose_layout` takes them.
         halt: may stop the pass.
         as_reference: inside of it a module is what the policy's reference is.
     """
-    if live:
-        copied = (references.freeze(policy) if numerics.spreading is None
-                  else numerics.frozen(own, probes, policy.layout, "reference"))
-        return references.LiveReference(copied)
     frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with voice.bar("reference") as report, as_reference(policy.module):
         built = references.build(frozen, trees, numerics.budget, store, world, halt.watching(report))
