@@ -1,6 +1,7 @@
 """Adapters on a model that is spread over processes: what one process gives."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,19 @@ def test_resume_on_one_process(common: dict[str, Any], data_of: dict[str, Path],
     run(METHODS["kto"](**settings, output=str(output), resume=str(output / "checkpoints" / "step-00000002")))
     ours, theirs = adapter(output), adapter(tmp_path / "straight")
     assert distance(ours, theirs) / sum(float(tensor.pow(2).sum()) for tensor in theirs.values()) ** 0.5 < 1e-8
+
+
+def test_a_live_reference_in_bfloat16(common: dict[str, Any], data_of: dict[str, Path], tmp_path: Path) -> None:
+    """R1, R2, C2: of an adapter that has learnt much, the reference is what the policy computes, not the merged sum; the
+    start-up comparison keeps the tree layout, and one process takes the run up."""
+    run(METHODS["kto"](**{**common, "learning_rate": 0.3, "max_steps": 8}, data=str(data_of["kto"]), lora={"rank": 4},
+                       output=str(tmp_path / "first")))
+    settings = {**common, "model": str(tmp_path / "first" / "model"), "data": str(data_of["dpo"]), "reference": "live",
+                "precision": "bf16", "strict": True, "save_every": 2, "output": str(tmp_path / "two")}
+    assert run_ranks(2, one_rank, [("dpo", settings)]) == [0, 0]
+    first = records(Left(tmp_path / "two"))[0]
+    assert (first["step"], first["loss"]) == (0, pytest.approx(math.log(2), rel=1e-9))
+    facts = json.loads((tmp_path / "two" / "manifest.json").read_text())
+    assert facts["layout"] == "tree"
+    run(METHODS["dpo"](**{**settings, "max_steps": 6}, resume="auto"))
+    assert json.loads((tmp_path / "two" / "manifest.json").read_text())["steps"] == 6

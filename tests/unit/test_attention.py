@@ -309,3 +309,14 @@ def test_a_model_whose_attention_cannot_be_replaced_is_served_padded(precision: 
     assert model.layout == "padded"
     assert model.precision == precision
     assert probe.reason
+
+
+def test_rounding_is_measured_in_the_padded_layout_too() -> None:
+    """R1: there the plain forward is the same computation; in packs of other shapes bfloat16 rounds otherwise, and two
+    such scores of a completion are no different models."""
+    model, probe = choose_layout(build("llama", torch.float32), "bf16", torch.device("cpu"), trees(), "padded")
+    forest = trees()
+    together = model.logps(collate(forest, "padded"))
+    apart = torch.cat([model.logps(collate([tree], "padded")) for tree in forest])
+    lengths = collate(forest, "padded").lengths
+    assert 0 < ((together - apart).abs() / lengths.sqrt()).max() <= 2 * probe.per_root_token
