@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -71,3 +73,24 @@ def test_the_verbs_on_two_ranks(tmp_path: Path) -> None:
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found == {"sum": [3.0] * 3, "mine": [rank + 1.0] * 3, "gather": [0, 2], "broadcast": "from 0",
                          "main": rank == 0, "gradients": [[10.0] * 4, [11.0] * 5], "frozen": True}
+
+
+def _slow(rank: int, size: int, port: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from torch import distributed as dist
+
+    from tropism.dist import connect
+
+    with connect() as world:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)
+        world.on_main(lambda: time.sleep(1.5))
+        with world.main_first():
+            time.sleep(0 if rank else 1.5)
+        found = world.broadcast(world.gather(rank))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+def test_others_wait_for_what_the_main_process_does_alone(tmp_path: Path) -> None:
+    """X1: hashing a checkpoint or writing a model may take longer than an exchange of tensors ever should."""
+    assert run_ranks(2, _slow, str(tmp_path)) == [0, 0]
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[0, 1], [0, 1]]

@@ -72,8 +72,8 @@ def test_resume_on_one_process(common: dict[str, Any], data_of: dict[str, Path],
 
 
 def test_a_live_reference_in_bfloat16(common: dict[str, Any], data_of: dict[str, Path], tmp_path: Path) -> None:
-    """R1, R2, C2: of an adapter that has learnt much, the reference is what the policy computes, not the merged sum; the
-    start-up comparison keeps the tree layout, and one process takes the run up."""
+    """R1, R2, C2: of an adapter that has learnt much, the reference is what the policy computes, not the merged sum;
+    the start-up comparison keeps the tree layout, and one process takes the run up."""
     run(METHODS["kto"](**{**common, "learning_rate": 0.3, "max_steps": 8}, data=str(data_of["kto"]), lora={"rank": 4},
                        output=str(tmp_path / "first")))
     settings = {**common, "model": str(tmp_path / "first" / "model"), "data": str(data_of["dpo"]), "reference": "live",

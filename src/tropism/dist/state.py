@@ -200,7 +200,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, world: World | None = 
     together = world is not None and world.size > 1
     try:
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, sync_files=False), no_dist=not together,
-                 process_group=world.group if world else None)
+                 process_group=world.control if world else None)
         if world is None or world.is_main:
             _check_seen(path)
     except CheckpointException as error:

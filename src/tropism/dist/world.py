@@ -33,14 +33,15 @@ class World:
         rank, size: this process among all of them.
         device: where tensors live.
         mesh: how a model is spread over them; None where each has a whole copy.
-        group: the process group in which they speak; None for the usual one.
+        control: the process group for what they say beside the steps, which waits for whoever reads, hashes or writes
+            for hours; None for the usual one.
     """
 
     rank: int
     size: int
     device: torch.device
     mesh: Mesh | None = None
-    group: Any = None
+    control: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -80,7 +81,7 @@ class World:
     def apart(self) -> "World":
         """The same processes with a group of their own, for what a thread does beside the steps. All ranks call this
         together."""
-        return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo"))
+        return self if self.size == 1 else replace(self, control=_patient_group())
 
     def sum(self, values: Tensor) -> Tensor:
         """Elementwise sum over the parts of a step, on every rank; `values` itself is not changed."""
@@ -99,7 +100,7 @@ class World:
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
+        dist.all_gather_object(gathered, value, group=self.control)
         return gathered
 
     def broadcast(self, value: T) -> T:
@@ -107,7 +108,7 @@ class World:
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, device=None, group=self.group)
+        dist.broadcast_object_list(box, src=0, device=None, group=self.control)
         return box[0]
 
     def max(self, values: Sequence[int]) -> list[int]:
@@ -115,14 +116,14 @@ class World:
         if self.size == 1:
             return list(values)
         highest = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.control)
         return [int(value) for value in highest.tolist()]
 
     def broadcast_into(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors with those of the main rank. All ranks name equal ones in equal order."""
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, src=0, group=self.group)
+                dist.broadcast(tensor, src=0)
 
     def on_main(self, action: Callable[[], T]) -> T | None:
         """What the main rank alone does; an error of it is raised on every rank, as `together` says."""
@@ -161,15 +162,13 @@ class World:
         if self.size == 1:
             yield
             return
-        patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # it may render millions of rows
         if not self.is_main:
-            dist.barrier(group=patient)
+            dist.barrier(group=self.control)
         try:
             yield
         finally:
             if self.is_main:
-                dist.barrier(group=patient)
-            dist.destroy_process_group(patient)
+                dist.barrier(group=self.control)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace each gradient by its sum over ranks. A missing gradient counts as zero, on any number of ranks:
@@ -231,11 +230,23 @@ def connect(stay: bool = False) -> Iterator[World]:
                                 world_size=size)
         if stay:
             atexit.register(_leave)
+    if _control.get("of") is not dist.group.WORLD:
+        _control.update(of=dist.group.WORLD, group=_patient_group())
     try:
-        yield World(rank, size, device)
+        yield World(rank, size, device, control=_control["group"])
     finally:
         if joined_here and not stay:
             _leave()
+
+
+_control: dict[str, Any] = {}
+"""The group for what processes say beside the steps, of the process group that there is."""
+
+
+def _patient_group() -> Any:
+    """All processes, for those that wait while one reads data, hashes a checkpoint, or writes a model. The usual group
+    gives up after half an hour."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 def _leave() -> None:
