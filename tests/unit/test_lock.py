@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tropism.errors import OutputError, OutputLockedError
+from tropism.observe import lock
 from tropism.observe.lock import Owner, lend, owned
 
 HOLD = ("import sys, time; from pathlib import Path; from tropism.observe.lock import owned\n"
@@ -143,6 +144,12 @@ def test_a_writer_that_outlives_the_block_keeps_the_lock(tmp_path: Path) -> None
         assert not writer.is_alive()
         assert (tmp_path / "lock").is_file()
     assert not (tmp_path / "lock").exists()
+
+
+def test_a_writer_in_the_directory_of_another_process_is_not_kept(tmp_path: Path) -> None:
+    """X1: ranks other than the main one write their parts of a checkpoint, and own nothing."""
+    lend(tmp_path, threading.Thread())
+    assert tmp_path.resolve() not in lock._writers
 
 
 def test_one_of_many_takes_a_lock_over(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from tropism.errors import OutputError, OutputLockedError
 _PATIENCE_S = 1.0  # a lock without content has just been made; its owner writes it at once
 _BEAT_S = 60.0
 _SILENT_S = 600.0
-_writers: dict[Path, threading.Thread] = {}
-"""By directory: what writes there, and may outlive its owner's block."""
+_writers: dict[Path, threading.Thread | None] = {}
+"""By directory that this process owns: what writes there, and may outlive its owner's block."""
 _releases: dict[Path, threading.Thread] = {}
 """By directory: what gives up the lock after such a writer."""
 
@@ -99,6 +99,7 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
         _releases[place].join()
     mine = Owner.here()
     _acquire(path, mine, say)
+    _writers[place] = None
     ended = threading.Event()
     threading.Thread(target=_beat, args=(path, mine, ended), name="lock", daemon=True).start()
 
@@ -126,9 +127,12 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
 def lend(directory: Path, writer: threading.Thread) -> None:
     """Let a thread write in a directory that this process owns: until it ends, nobody else owns it.
 
-    Whoever is interrupted does not wait for it; the next run in this process does, and others are refused.
+    Whoever is interrupted does not wait for it; the next run in this process does, and others are refused. Of a
+    directory that another process owns, the main one of a run, nothing is noted.
     """
-    _writers[directory.resolve()] = writer
+    place = directory.resolve()
+    if place in _writers:
+        _writers[place] = writer
 
 
 class Ownership(ExitStack):
