@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +14,7 @@ from tropism.data.load import check_embedding
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.dist import World, connect
-from tropism.dist.world import lost_another
-from tropism.errors import ModelError, OutputError, ReferenceMismatchError, StoppedEarly, TropismError, UsageError
+from tropism.errors import ModelError, ReferenceMismatchError, UsageError
 from tropism.methods import Method
 from tropism.methods.build import build_method, effective
 from tropism.model import load, router
@@ -27,11 +25,12 @@ from tropism.observe.lock import Ownership
 from tropism.observe.manifest import Manifest, libraries, text_fingerprints
 from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import check as check_trackers
-from tropism.train import checkpoint, models, resume
+from tropism.train import models, resume
 from tropism.train import reference as references
 from tropism.train import teacher as teachers
 from tropism.train.adapted import Start
 from tropism.train.balance import build_balance
+from tropism.train.ending import give_up
 from tropism.train.evaluate import Evaluator, evenly
 from tropism.train.halt import Halt
 from tropism.train.keep import Notes, check_metric
@@ -203,7 +202,7 @@ class Run:
                 self.trained = True
                 return session.train()
         except BaseException as error:
-            self._give_up(directory, manifest, error)
+            give_up(directory, manifest, error, self.world, self.numerics.budget, self.objects == Objects())
             raise
         finally:
             self.halt = Halt(self.world)  # what was asked of this sitting concerns no other
@@ -241,31 +240,6 @@ class Run:
         return Session(options, self._written(), engine, self.planner, self.data, self.tokenizer,
                        self.evaluator if self.data.evaluation else None, directory, manifest, self.voice, self.halt,
                        notes, options.workers or 0, origin, initial)
-
-    def _give_up(self, directory: RunDirectory, manifest: Manifest | None, error: BaseException) -> None:
-        """The manifest's last word, and the error in the words of this run where it needs any.
-
-        Raises:
-            TropismError: in place of an error that says too little.
-        """
-        if isinstance(error, StoppedEarly):
-            kept = self.world.broadcast(bool(checkpoint.listed(directory.checkpoints)) if self.world.is_main else False)
-            self.world.on_main(lambda: manifest.end("stopped", reason=str(error)) if manifest is not None else None)
-            command = f"tropism resume {directory.path}" if self.objects == Objects() else "resume='auto' in Python"
-            raise StoppedEarly(f"stopped: {error}. " + (
-                f"Go on with: {command}" if kept else f"There is no checkpoint yet: {command} begins at step 1, with "
-                                                      "the scores that are in the store")) from error
-        if manifest is not None:
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            with suppress(OutputError):  # a disk that is full or gone; the error itself says more
-                manifest.end(status, error=str(error) or type(error).__name__)
-        if self.world.size > 1 and lost_another(error):
-            raise TropismError("another process of the run has failed; the first error of the log says why "
-                               f"({str(error).splitlines()[0]})") from error
-        if isinstance(error, torch.OutOfMemoryError):
-            raise TropismError(
-                f"the GPU ran out of memory; --microbatch-tokens below {self.numerics.budget} takes less, and "
-                f"changes no result ({str(error).splitlines()[0]})") from error
 
     def _written(self) -> dict[str, Any]:
         """Every option with the value that it had."""
