@@ -26,7 +26,8 @@ from tropism.config import (
     nearest,
     place_of,
 )
-from tropism.errors import TropismError, UsageError
+from tropism.errors import StoppedEarly, TropismError, UsageError
+from tropism.observe.attempt import follows_stop, note_stop, say_once
 
 app = App(name="tropism", help="Align and distil language models offline: exact, fast, kind.",
           result_action="return_value", help_format="plaintext", suppress_keyboard_interrupt=False)
@@ -309,22 +310,34 @@ def store_clean(fingerprint: str | None = None, *, store: Path | None = None) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 when done, 1 when failed, 2 for a usage or data error, 75 when stopped and resumable."""
+    """Run a command. Returns 0 when done, 1 when failed, 2 for a usage or data error, 75 when stopped and resumable.
+
+    An error that several processes share is said once.
+    """
     tokens = list(sys.argv[1:] if argv is None else argv)
     _began.set(time.monotonic())
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
+        if follows_stop():
+            raise StoppedEarly("stopped before, and started again by torchrun, for which a stop is a failure "
+                               "(--max-restarts). Nothing is done: to go on, call torchrun anew")
         result = app(spelt_out(tokens), exit_on_error=False, print_error=False)
         return int(result or 0)
     except CycloptsError as error:
-        errors.print(f"tropism: {_explain(error)}", markup=False)
+        _complain(_explain(error))
         return 2
     except TropismError as error:
-        errors.print(f"tropism: {error}", markup=False)
+        if isinstance(error, StoppedEarly):
+            note_stop()
+        _complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        errors.print("tropism: interrupted; what was written so far is readable", markup=False)
+        _complain("interrupted; what was written so far is readable")
         return 1
+
+
+def _complain(text: str) -> None:
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    say_once(f"tropism: {text}", lambda said: errors.print(said, markup=False))
 
 
 def _explain(error: CycloptsError) -> str:
