@@ -29,8 +29,16 @@ for argument in "$@"; do
 done
 [ -n "$output" ] || { echo "give --output, on a disk that all machines see" >&2; exit 2; }
 
+# Since SLURM 22.05 srun does not take this over from sbatch, and would leave one CPU to each machine's torchrun.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+# After a signal torchrun kills what has not ended; by default after 30 seconds, and a save may take longer. Read by
+# torch 2.13; 2.11 always takes 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
+
+# SIGUSR1, as #SBATCH --signal=USR1@600 sends it, would else kill torchrun and leave its processes behind.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$gpus" --rdzv-id "$SLURM_JOB_ID" \
+  --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
   --rdzv-backend c10d --rdzv-endpoint "$first:29500" \
   -m tropism "$@" --resume auto --max-time "${minutes}min" --parallel.replicate "$SLURM_JOB_NUM_NODES"
 code=$?

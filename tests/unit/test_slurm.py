@@ -17,13 +17,14 @@ def test_it_goes_on_as_long_as_there_is_something_to_do(tmp_path: Path, status: 
     output = tmp_path / "run"
     commands = {
         "scontrol": f"[ $1 = show ] && echo node7 || echo \"$@\" > {tmp_path}/requeued",
-        "srun": f"echo \"$@\" > {tmp_path}/started; mkdir -p {output}; "
+        "srun": f"echo \"$@\" > {tmp_path}/started; env > {tmp_path}/variables; mkdir -p {output}; "
                 f"printf '{{\\n  \"status\": \"{status}\"\\n}}\\n' > {output}/manifest.json; exit {code}"}
     for name, body in commands.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[7-8]",
-                 "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41", "SLURM_GPUS_ON_NODE": "4"}
+                 "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41", "SLURM_GPUS_ON_NODE": "4",
+                 "SLURM_CPUS_PER_TASK": "32"}
     done = subprocess.run(["bash", str(SCRIPT), "dpo", "--config", "c.yaml", f"--output={output}"], env=variables,
                           capture_output=True, text=True, check=False)
     assert done.returncode == (0 if again else code), done.stderr
@@ -31,6 +32,9 @@ def test_it_goes_on_as_long_as_there_is_something_to_do(tmp_path: Path, status: 
     assert "--nnodes 2 --nproc-per-node 4 --rdzv-id 41" in started
     assert "--rdzv-endpoint node7:29500 -m tropism dpo --config c.yaml" in started
     assert started.rstrip().endswith("--resume auto --max-time 225min --parallel.replicate 2")
+    assert "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in started
+    assert {"SRUN_CPUS_PER_TASK=32", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300"} <= set(
+        (tmp_path / "variables").read_text().splitlines())
     assert (tmp_path / "requeued").exists() == again
 
 
