@@ -1,5 +1,6 @@
 """What is typed to what the command line takes: options of files spelt out, a run to go on with, `true` and `false`."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,29 +70,66 @@ def _resumed(tokens: list[str]) -> list[str]:
     values = {name: value for name, value in values.items() if name not in ("output", "resume", "fall_back")}
     if any(token.partition("=")[0] in ("--output", "--resume") for token in rest):
         raise UsageError("tropism resume goes on in the run's own directory; leave --output and --resume out")
+    values = _for_processes(values, rest, run / "config.yaml")
     return [method, *_spelt_out(values, rest), *rest, f"--output={run}", f"--resume={named}"]
+
+
+def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> dict[str, Any]:
+    """Options of a run without those that do not fit the processes that go on with it: the number may have changed."""
+    group, names = "parallel.", _names_of(given)
+    recorded = {name.removeprefix(group): value for name, value in values.items()
+                if name.startswith(group) and value and name.replace("_", "-") not in names}
+    if not recorded:
+        return values
+    from tropism.dist.world import processes
+    from tropism.train.spread import unfit  # both import torch: a run does too
+
+    sizes = {name: value for name in ("shard", "replicate", "tensor") if (value := _value_of(f"{group}{name}", given))}
+    count = processes()
+    left_out = [f"{group}{name}" for name in unfit(recorded, sizes, count)]
+    if left_out:
+        said = " and ".join(f"{name} {_spell(values[name])}" for name in left_out)
+        _note(f"{path} has {said}, which does not fit the number of processes, now {count}; the run goes on without")
+    return {name: value for name, value in values.items() if name not in left_out}
 
 
 def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[str, Any]:
     """Options of a file without those of its loss, where the command line names another loss."""
-    named = [value if joined else given[place + 1] if place + 1 < len(given) else ""
-             for place, (name, joined, value) in enumerate(token.partition("=") for token in given) if name == "--loss"]
-    if "loss" not in values or not named or named[-1].replace(" ", "") == _spell(values["loss"]).replace(" ", ""):
+    named = _value_of("loss", given)
+    if "loss" not in values or named is None or named.replace(" ", "") == _spell(values["loss"]).replace(" ", ""):
         return values
     from tropism.methods.build import OPTIONS  # imports torch: a run does too
 
     left_out = [name for name in (*OPTIONS, "loss_weights") if values.get(name) is not None
                 and not any(token.partition("=")[0].replace("-", "_") == f"__{name}" for token in given)]
     if left_out:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"note: {', '.join(left_out)} of {path} belong to its loss {values['loss']} and are not used", markup=False)
+        _note(f"{', '.join(left_out)} of {path} belong to its loss {values['loss']} and are not used")
     return {name: value for name, value in values.items() if name not in left_out}
+
+
+def _note(text: str) -> None:
+    """One sentence, of the main process among those that torchrun has started."""
+    if os.environ.get("RANK", "0") == "0":
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"note: {text}", markup=False)
+
+
+def _value_of(option: str, given: Sequence[str]) -> str | None:
+    """What the command line gives for an option, the last time that it does."""
+    named = [value if joined else given[place + 1] if place + 1 < len(given) else ""
+             for place, (name, joined, value) in enumerate(token.partition("=") for token in given)
+             if name == f"--{option}"]
+    return named[-1] if named else None
+
+
+def _names_of(given: Sequence[str]) -> set[str]:
+    """Options that the command line gives itself, `--no-shuffle` as `shuffle`."""
+    flags = [token.partition("=")[0] for token in given if token.startswith("--")]
+    return {re.sub(r"(^|\.)no-", r"\1", flag.removeprefix("--").replace("_", "-")) for flag in flags}
 
 
 def _spelt_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:
     """Options of a file as the command line writes them, without those that the command line gives itself."""
-    flags = [token.partition("=")[0] for token in given if token.startswith("--")]
-    names = {re.sub(r"(^|\.)no-", r"\1", flag.removeprefix("--").replace("_", "-")) for flag in flags}
+    names = _names_of(given)
     options = {name.replace("_", "-"): value for name, value in values.items() if value is not None}
     return [f"--{name}={_spell(value)}" for name, value in options.items() if name not in names]
 

@@ -28,6 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from integration.conftest import assert_same_metrics, distance, records, weights
 from integration.test_invariance import BOUNDS, Left, one_rank, run_ranks
 from tropism.api import run
+from tropism.cli import main
 from tropism.config import METHODS
 
 Settings = dict[str, Any]
@@ -240,12 +241,13 @@ def test_resume_on_other_processes(before: int, after: int, tiny_model_dir: Path
     assert [(sitting["step"], sitting["world_size"]) for sitting in sittings] == [(3, after)]
 
 
-def rank_of(pid: str) -> str | None:
+def rank_of(pid: str, run: Path) -> str | None:
+    """Which rank of a run a process is, if it is one."""
     try:
         variables = Path("/proc", pid, "environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    if b"TROPISM_TEST_KILL=1" not in variables:
+    if f"TROPISM_TEST_KILL={run}".encode() not in variables:
         return None
     return next((one[5:].decode() for one in variables if one.startswith(b"RANK=")), None)
 
@@ -267,12 +269,12 @@ def test_torchrun_goes_on_after_a_rank_was_killed(tiny_model_dir: Path, feedback
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "--max-restarts", "1", "-m", "tropism", "kto", *options, "--output", str(tmp_path / "run")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1", "TROPISM_TEST_KILL": "1"})
+                               env={**os.environ, "OMP_NUM_THREADS": "1", "TROPISM_TEST_KILL": str(tmp_path)})
     checkpoints = tmp_path / "run" / "checkpoints"
     try:
         wait_for(lambda: checkpoints.is_dir() and list(checkpoints.glob("step-*/COMPLETE")))
         victim = next(int(entry.name) for entry in Path("/proc").iterdir()
-                      if entry.name.isdigit() and rank_of(entry.name) == "1")
+                      if entry.name.isdigit() and rank_of(entry.name, tmp_path) == "1")
         os.kill(victim, signal.SIGKILL)
         out, err = process.communicate(timeout=150)
     finally:
@@ -285,3 +287,36 @@ def test_torchrun_goes_on_after_a_rank_was_killed(tiny_model_dir: Path, feedback
     steps = [record["step"] for record in records(Left(tmp_path / "run")) if record["split"] == "train"]
     assert steps == list(range(1, manifest["steps"] + 1))
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_one_process_goes_on_with_a_run_of_tensor_parallel(tiny_model_dir: Path, feedback: Path, tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """C2: the recorded sizes that do not fit are left out, and said; given ones err."""
+    output = str(tmp_path / "run")
+    settings = {"model": str(tiny_model_dir), "data": str(feedback), "batch_size": 8, "samples": 0, "max_steps": 1,
+                "save_every": 1, "store": str(tmp_path / "store"), "output": output,
+                "parallel": {"tensor": 2, "replicate": 1}}
+    assert run_ranks(2, one_rank, [("kto", settings)]) == [0, 0]
+    capsys.readouterr()
+    assert main(["resume", output, "--max-steps=2", "--parallel.tensor=2"]) == 2
+    assert "does not make the number of processes, which is 1" in capsys.readouterr().err
+    assert main(["resume", output, "--max-steps=2"]) == 0
+    said = capsys.readouterr()
+    assert "config.yaml has parallel.tensor 2, which does not fit the number of processes, now 1" in said.err
+    assert "changed: parallel.tensor: 2, now 1" in said.out
+
+
+def test_torchrun_does_not_begin_again_what_was_stopped(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
+    """C1, X1: --max-time under --max-restarts is one sitting, and each of its errors is said once by two ranks."""
+    options = ["--model", str(tiny_model_dir), "--data", str(feedback), "--batch-size", "8", "--samples", "0",
+               "--resume", "auto", "--store", str(tmp_path / "store"), "--output", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
+         "-m", "tropism", "kto", *options, "--max-time", "1s"],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=150)
+    assert done.returncode == 1
+    assert done.stdout.count("plan: ") == 1
+    assert done.stderr.count("tropism: stopped: max_time is reached. There is no checkpoint yet: "
+                             "torchrun --nproc-per-node 2 -m tropism resume") == 1, done.stderr
+    assert done.stderr.count("Nothing is done: to go on, call torchrun anew") == 1
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "stopped"

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from tropism.dist.mesh import Mesh
-from tropism.errors import TropismError
+from tropism.errors import TropismError, UsageError
 
 T = TypeVar("T")
 
@@ -210,8 +210,11 @@ def connect(stay: bool = False) -> Iterator[World]:
 
     Args:
         stay: leave it when the process ends: a model that is spread over processes is bound to it.
+
+    Raises:
+        UsageError: as `processes` says.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = processes()
     rank = int(os.environ.get("RANK", "0"))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -247,6 +250,25 @@ def _patient_group() -> Any:
     """All processes, for those that wait while one reads data, hashes a checkpoint, or writes a model. The usual group
     gives up after half an hour."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+def processes() -> int:
+    """How many processes there are, by the environment.
+
+    Raises:
+        UsageError: if it says that there are several, and not which of them this is and where the others are.
+    """
+    named = os.environ.get("WORLD_SIZE", "1")
+    if not named.isdecimal() or named == "0":
+        raise UsageError(f"WORLD_SIZE is {named!r} in the environment, which is no number of processes; torchrun sets "
+                         "it, and for one process it is not needed")
+    lacking = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if int(named) > 1 and lacking and not dist.is_initialized():
+        raise UsageError(f"WORLD_SIZE is {named} in the environment, and {' and '.join(lacking)} "
+                         f"{'are' if len(lacking) > 1 else 'is'} not set: start the processes with torchrun, which "
+                         f"sets them all (torchrun --nproc-per-node {named} -m tropism ...), or unset WORLD_SIZE to "
+                         "run in one")
+    return int(named)
 
 
 def _leave() -> None:

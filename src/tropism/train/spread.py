@@ -1,6 +1,11 @@
 """How a run is spread over processes: decided before anything is loaded, and said once it is done."""
 
+from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
+
+import torch
+from pydantic import ValidationError
 
 from tropism.data.schedule import Steps
 from tropism.dist.shard import describe
@@ -39,6 +44,29 @@ def spread(world: World, options: ParallelOptions, whole: str = "", learns: bool
     if options.reduce_once and not (learns and found.mesh is not None and found.mesh.size("shard") > 1):
         raise UsageError("parallel.reduce_once has no effect where no gradients are summed over parallel.shard")
     return found
+
+
+def unfit(recorded: Mapping[str, Any], given: Mapping[str, Any], count: int) -> list[str]:
+    """Options with which a run was spread that do not fit the processes that go on with it; as few as can be.
+
+    Args:
+        recorded: options that the run had, by their names in the group.
+        given: sizes that are to be used now, whatever comes of it.
+        count: how many processes there are.
+
+    Returns:
+        Names out of `recorded`: without them it fits, if that is possible.
+    """
+    sizes = [name for name in ("replicate", "shard", "tensor") if name in recorded]
+    for leave_out in (names for number in range(len(sizes) + 1) for names in combinations(sizes, number)):
+        kept = {name: recorded[name] for name in sizes if name not in leave_out}
+        try:
+            _, shard, tensor = ParallelOptions(**{**kept, **given}).sizes(count)
+        except (UsageError, ValidationError):
+            continue
+        without_effect = {"offload": shard == tensor == 1 or not torch.cuda.is_available(), "reduce_once": shard == 1}
+        return [*leave_out, *(name for name, value in without_effect.items() if value and recorded.get(name))]
+    return []  # it is what was given that does not fit
 
 
 def describe_spread(world: World) -> str:
