@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from tropism.dist.meeting import meeting_place
 from tropism.dist.mesh import Mesh
 from tropism.errors import TropismError, UsageError
 
@@ -227,10 +227,8 @@ def connect(stay: bool = False) -> Iterator[World]:
     joined_here = not dist.is_initialized()
     if joined_here:
         store, _, _ = next(rendezvous("env://"))
-        # torchrun keeps its store when it starts processes again, with the addresses of those that died in it.
-        attempt = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=attempt, rank=rank,
-                                world_size=size)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                                store=meeting_place(store, rank, size), rank=rank, world_size=size)
         if stay:
             atexit.register(_leave)
     if _control.get("of") is not dist.group.WORLD:
