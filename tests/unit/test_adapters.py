@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tropism.errors import ModelError, UsageError
-from tropism.model import adapter_files, adapters, load
+from tropism.model import adapter_files, adapter_merge, adapters, load
 from tropism.model.adapter_targets import linear_names, new_config
 from tropism.model.narrow import narrow
 from tropism.model.options import LoraOptions
@@ -208,7 +208,7 @@ def test_files_round_trip_and_peft_reads_them(tmp_path: Path, options: dict[str,
     assert torch.equal(logits(again), logits(model))
     plain = PeftModel.from_pretrained(llama(tied), str(tmp_path)).eval()
     assert torch.allclose(logits(plain), logits(model), atol=1e-6)
-    merged = adapter_files.merged(llama(tied), tmp_path).eval()
+    merged = adapter_merge.merged(llama(tied), tmp_path).eval()
     assert torch.allclose(logits(merged), logits(model), atol=1e-5)
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == tied == merged.config.tie_word_embeddings
     assert not [name for name in merged.state_dict() if "lora" in name]
@@ -224,7 +224,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not fit the model"):
         adapter_files.load_adapter(gpt2(), config, tmp_path, torch.float32)
     with pytest.raises(ModelError, match=r"could not be merged|does not fit"):
-        adapter_files.merged(gpt2(), tmp_path)
+        adapter_merge.merged(gpt2(), tmp_path)
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -23,15 +23,13 @@ from tropism.errors import CheckpointError, ModelError, OutputError
 from tropism.export.source import ADAPTER_CONFIG, Chosen, Run
 from tropism.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
 from tropism.export.write import check_tensors
-from tropism.model import adapter_files, load
+from tropism.model import adapter_files, adapter_merge, load
 from tropism.model.adapters import NAME
 from tropism.model.base import base_hash
 from tropism.model.logps import Precision
 
 WEIGHTS = "adapter_model.safetensors"
 _INNER = "base_model.model."
-_TOLERANCE = 1e-3
-"""Of logits, as a share of the largest one: merging in float32 costs 1e-6; a wrong merge is far above."""
 
 
 @dataclass
@@ -237,55 +235,18 @@ def merged(run: Run, adapter: Adapter, precision: Precision, check_space: CheckS
     if known is not None and base_hash(base) != known:
         raise ModelError(f"{adapter.base}: holds other weights than the adapter was trained on, so that merging would "
                          "give another model; put them back, or name where they are: --base DIR")
-    was_tied = _tied(base)
-    if was_tied and _touches_ends(base, adapter) and not getattr(adapter.config, "ensure_weight_tying", False):
-        _untie(base)
     with _quiet():
         model = get_peft_model(base, deepcopy(adapter.config), autocast_adapter_dtype=False).to(base.dtype).eval()
         strange = set_peft_model_state_dict(model, adapter.weights).unexpected_keys
-        if strange:
-            raise ModelError(f"the adapter does not fit {adapter.base}: {strange[0]} is not part of it")
-        before = _logits(model)
-        plain = model.merge_and_unload(safe_merge=True).eval()
-    after = _logits(plain)
-    error = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
-    if not error <= _TOLERANCE:
-        raise ModelError(f"the merged model differs from the adapter's own by {error:.1e} of its largest logit: this "
-                         "adapter cannot be merged; export it alone")
-    if was_tied and not _tied(plain):
-        plain.config.tie_word_embeddings = plain.config.get_text_config().tie_word_embeddings = False
-    return emptied(plain)
-
-
-def _logits(model: Any) -> Tensor:
-    ids = torch.arange(16)[None] % model.config.get_text_config().vocab_size
-    with torch.no_grad():
-        found: Tensor = model(input_ids=ids, use_cache=False).logits
-    return found
-
-
-def _tied(model: Any) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
-
-
-def _untie(model: Any) -> None:
-    """Give the head a weight of its own, so that what is merged into one end does not change the other."""
-    head = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    if strange:
+        raise ModelError(f"the adapter does not fit {adapter.base}: {strange[0]} is not part of it")
+    return emptied(adapter_merge.folded(model, str(run.path), "export it alone"))
 
 
 def _ends_of(model: Any) -> list[str]:
     """Names of the embedding and the head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name for name, module in model.named_modules() if any(module is end for end in ends)]
-
-
-def _touches_ends(model: Any, adapter: Adapter) -> bool:
-    """Whether the adapter changes the embedding or the head."""
-    names = _ends_of(model)
-    return any(key.startswith(f"{_INNER}{name}.") for key in adapter.weights for name in names)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def read_config(path: Path) -> Any:
             warnings.simplefilter("ignore")
             config = LoraConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path / CONFIG}: cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
     check_served(config, str(path))
     config.lora_dropout = 0.0  # dropout is off in all that is trained here
     return config
@@ -128,40 +128,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ModelError: if they cannot be read.
     """
-    file = _weights_file(path)
+    file = weights_file(path)
     try:
         state = (load_file(file) if file.name == WEIGHTS else
                  torch.load(file, map_location="cpu", weights_only=True))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{file}: cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{file}: cannot be read: {first_line(error)}") from error
     return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
-
-
-def merged(module: Any, path: Path) -> Any:
-    """A model with the adapter of a directory, of any kind that peft merges, in its weights.
-
-    Raises:
-        ModelError: if it does not fit.
-    """
-    from peft import PeftModel  # slow to import, and most runs have no adapter
-
-    _weights_file(path)
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            wrapped = PeftModel.from_pretrained(module, str(path))
-            if left := wrapped.load_adapter(str(path), wrapped.active_adapter).unexpected_keys:
-                raise ModelError(f"{path}: does not fit the model: {min(left)} belongs to no module of it")
-            if missing := [str(entry.message) for entry in said if "missing adapter keys" in str(entry.message)]:
-                raise ModelError(f"{path}: does not fit the model: {_first_line(Exception(missing[0]))}")
-            result = wrapped.merge_and_unload(safe_merge=True)
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, SafetensorError) as error:
-        raise ModelError(f"{path}: the adapter could not be merged: {_first_line(error)}") from error
-    head, embedding = result.get_output_embeddings(), result.get_input_embeddings()
-    if head is not None and head.weight is not embedding.weight:
-        result.config.get_text_config().tie_word_embeddings = False  # one of them has learnt apart from the other
-        result.config.tie_word_embeddings = False
-    return result
 
 
 def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -212,7 +185,7 @@ def _by_file_names(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tens
     return found
 
 
-def _weights_file(path: Path) -> Path:
+def weights_file(path: Path) -> Path:
     """The file of an adapter's weights.
 
     Raises:
@@ -228,11 +201,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path / CONFIG}: cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path / CONFIG}: cannot be read: it is no JSON object")
     return values
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first, or is."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tropism.dist.shard import part_of
 from tropism.errors import ModelError, OutputError
-from tropism.model import adapter_files, quantized
+from tropism.model import adapter_files, adapter_merge, quantized
 from tropism.model.adapters import adapter_name, kept_parameters
 from tropism.model.logps import Precision
 from tropism.model.options import is_adapter
@@ -158,7 +158,7 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
     if source.adapter is not None:
         if source.look is not None:
             source.look(model)
-        model = adapter_files.merged(model, Path(source.adapter))
+        model = adapter_merge.merged(model, Path(source.adapter))
     return model.to(device=device, dtype=dtype).eval()
 
 
