@@ -12,6 +12,10 @@ from tropism.model.options import LoraOptions
 
 _KINDS = (torch.nn.Linear, Conv1D)
 
+ON_EMBEDDING = ("which is not trained; name the embedding in modules_to_save, so that it learns whole, or merge the "
+                "adapter into its base first")
+"""What is said of an adapter on an embedding, whose matrices peft keeps apart from all others."""
+
 
 def linear_names(module: Any) -> list[str]:
     """Names of the linear layers of a model, but for its head."""
@@ -42,8 +46,8 @@ def new_config(module: Any, options: LoraOptions, base: str) -> Any:
         base_model_name_or_path=base, ensure_weight_tying=bool(whole) and _tied_names(module, whole))
 
 
-def check_head(module: Any, config: Any, place: str) -> None:
-    """Refuse an adapter on the head, whose weight is used as it is: it would never learn.
+def check_ends(module: Any, config: Any, place: str) -> None:
+    """Refuse an adapter on the head, whose weight is used as it is, so that it would never learn, or on an embedding.
 
     Args:
         config: peft's, of the adapter.
@@ -55,10 +59,13 @@ def check_head(module: Any, config: Any, place: str) -> None:
     from peft.tuners.tuners_utils import check_target_module_exists  # slow to import, as above
 
     head = module.get_output_embeddings()
-    for name in (name for name, layer in module.named_modules() if layer is head):
-        if check_target_module_exists(config, name):
+    for name, layer in module.named_modules():
+        if not (layer is head or isinstance(layer, torch.nn.Embedding)) or not check_target_module_exists(config, name):
+            continue
+        if layer is head:
             raise ModelError(f"{place}: an adapter on the head ({name}), whose weight is used as it is: it would never "
                              "learn; merge the adapter into its base first")
+        raise ModelError(f"{place}: an adapter on an embedding ({name}), {ON_EMBEDDING}")
 
 
 def _targets(module: Any, options: LoraOptions, whole: Sequence[str]) -> list[str]:

@@ -108,7 +108,7 @@ class Start:
         by_name = isinstance(self.named, load.Source)
         model = load.skeleton(config, trust_remote_code=trust_remote_code) if by_name else self.named
         its_config = self._config(model)
-        adapter_targets.check_head(model, its_config, str(self.directory or "lora.targets"))
+        adapter_targets.check_ends(model, its_config, str(self.directory or "lora.targets"))
         if by_name:
             adapters.make_structure(model, its_config)
 
