@@ -57,7 +57,7 @@ def test_what_peft_cannot_merge(tiny_model_dir: Path, tmp_path: Path) -> None:
     source = load.Source.of(str(tiny_model_dir))
     model = learnt(load.load_model(source, "fp32", torch.device("cpu")), lora_bias=True)
     run = run_of(model, tiny_model_dir, tmp_path / "run")
-    with pytest.raises(ModelError, match="could not be merged: .*; export it alone"):
+    with pytest.raises(ModelError, match=r"could not be merged: .*; export it alone"):
         export(run, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ModelError, match="model: the adapter could not be merged: "):

@@ -227,20 +227,6 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         adapter_merge.merged(gpt2(), tmp_path)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"bias": "all"}, "bias 'all'"), ({"init_lora_weights": "pissa"}, "began as 'pissa'"),
-    ({"trainable_token_indices": [1]}, "trainable_token_indices is not served"), ({"peft_type": "IA3"}, "kind IA3")])
-def test_adapters_that_are_not_served(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    """One that would be trained otherwise than it says is refused by the name of the setting."""
-    import json
-
-    adapter_files.save(adapt(llama()), tmp_path, torch.float32)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ModelError, match=message):
-        adapter_files.read_config(tmp_path)
-
-
 def test_sources_that_are_adapters(tmp_path: Path, tiny_model_dir: Path) -> None:
     """A directory with an adapter and no model stands for base and adapter; one whose base is gone says what to do."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()

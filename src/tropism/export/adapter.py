@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tropism.dist.state import read_model
 from tropism.errors import CheckpointError, ModelError, OutputError
@@ -104,10 +103,11 @@ def _with_plain_names(stored: Weights) -> Weights:
 def _config_in(path: Path) -> Any:
     from peft import PeftConfig
 
+    adapter_files.read_values(path)
     try:
         return PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{path}: no adapter config could be read: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{path}: no adapter config could be read: {adapter_files.first_line(error)}") from error
 
 
 def _base(run: Run, chosen: Chosen) -> str:
@@ -165,7 +165,7 @@ def _shell(module: Any, adapter: Adapter) -> Any:
         with _quiet():
             return get_peft_model(module, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ModelError(f"the adapter does not fit {adapter.base}: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"the adapter does not fit {adapter.base}: {adapter_files.first_line(error)}") from error
 
 
 def _check_complete(shell: Any, weights: Weights, path: Path) -> None:

@@ -13,19 +13,11 @@ from torch import Tensor
 
 from tropism.dist.shard import give
 from tropism.errors import ModelError
+from tropism.model.adapter_settings import check_known, check_served, check_values
 from tropism.model.adapters import NAME, adapter_name, learning_names, make_structure, materialise
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-
-# Starts that change the base weights too: what they leave in the file belongs to a base that is nowhere.
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-_SERVED = frozenset((
-    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "bias", "use_rslora",
-    "use_dora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
-    "alpha_pattern", "lora_bias", "ensure_weight_tying", "base_model_name_or_path", "revision", "peft_type",
-    "task_type", "inference_mode", "auto_mapping", "peft_version", "runtime_config", "megatron_core", "eva_config",
-    "loftq_config"))
 
 
 def base_of(path: Path) -> str:
@@ -34,7 +26,7 @@ def base_of(path: Path) -> str:
     Raises:
         ModelError: if it does not say.
     """
-    base = _read(path).get("base_model_name_or_path")
+    base = read_values(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"{path}: an adapter that does not say of which model; {advice(path)}")
     return base
@@ -52,7 +44,7 @@ def read_config(path: Path) -> Any:
     Raises:
         ModelError: naming what it has that is not served.
     """
-    values = _read(path)
+    values = read_values(path)
     kind = str(values.get("peft_type"))
     if kind != "LORA":
         raise ModelError(f"{path}: an adapter of kind {kind}; Tropism trains LORA")
@@ -64,27 +56,10 @@ def read_config(path: Path) -> Any:
             config = LoraConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
+    check_known(values, LoraConfig, path / CONFIG)
     check_served(config, str(path))
     config.lora_dropout = 0.0  # dropout is off in all that is trained here
     return config
-
-
-def check_served(config: Any, place: str) -> None:
-    """Refuse an adapter that would be trained, or kept, otherwise than it says.
-
-    Raises:
-        ModelError: naming the setting.
-    """
-    plain = type(config)()
-    for name, value in vars(config).items():
-        if name not in _SERVED and value and value != getattr(plain, name, None):
-            raise ModelError(f"{place}: its {name} is not served; merge the adapter into its base first")
-    if config.bias != "none":
-        raise ModelError(f"{place}: bias {config.bias!r} lets biases of the base learn, which is not served; merge the "
-                         "adapter into its base first")
-    if config.init_lora_weights not in _PLAIN_STARTS:
-        raise ModelError(f"{place}: began as {config.init_lora_weights!r}, which changed the base weights too; merge "
-                         "the adapter into that base first")
 
 
 def load_adapter(module: Any, config: Any, path: Path, dtype: torch.dtype) -> None:
@@ -167,7 +142,7 @@ def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tens
 def write_config(config: Any, path: Path) -> None:
     """Write peft's configuration of an adapter, as the same file whenever it is the same: peft's sets have no order."""
     config.save_pretrained(str(path))
-    written = _read(path)
+    written = read_values(path)
     for name in ("target_modules", "exclude_modules", "modules_to_save"):
         if isinstance(getattr(config, name, None), set):
             written[name] = sorted(written[name])
@@ -197,16 +172,23 @@ def weights_file(path: Path) -> Path:
     raise ModelError(f"{path / WEIGHTS}: is not there: the directory holds an adapter's config without its weights")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, Any]:
+    """Content of an adapter's config, of any kind.
+
+    Raises:
+        ModelError: if it cannot be read, or a setting of it means nothing.
+    """
     try:
         values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path / CONFIG}: cannot be read: it is no JSON object")
+    check_values(values, path / CONFIG)
     return values
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or is."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What an error says first; of one that begins with a heading what stands below it too."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[:2 if lines[0].rstrip().endswith(":") else 1])

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tropism.errors import ModelError
-from tropism.model.adapter_files import first_line, weights_file
+from tropism.model.adapter_files import CONFIG, first_line, read_values, weights_file
+from tropism.model.adapter_settings import check_known
 
 TOLERANCE = 1e-3
 """Of logits, as a share of the largest one: merging in float32 costs 1e-6; a wrong merge is far above."""
@@ -28,6 +29,7 @@ def merged(module: Any, path: Path) -> Any:
     """
     from peft import PeftModel
 
+    values = read_values(path)
     weights_file(path)
     try:
         with warnings.catch_warnings(record=True) as said:
@@ -37,6 +39,7 @@ def merged(module: Any, path: Path) -> Any:
                 raise ModelError(f"{path}: does not fit the model: {min(left)} belongs to no module of it")
     except _FAILURES as error:
         raise ModelError(f"{path}: the adapter could not be merged: {first_line(error)}") from error
+    check_known(values, type(wrapped.active_peft_config), path / CONFIG)
     if missing := [str(entry.message) for entry in said if "missing adapter keys" in str(entry.message)]:
         raise ModelError(f"{path}: does not fit the model: {first_line(Exception(missing[0]))}")
     return folded(wrapped.eval(), str(path), "it cannot stand for a model by its name")

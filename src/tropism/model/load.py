@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from tropism.dist.shard import part_of
 from tropism.errors import ModelError, OutputError
 from tropism.model import adapter_files, adapter_merge, quantized
+from tropism.model.adapter_files import first_line
 from tropism.model.adapters import adapter_name, kept_parameters
 from tropism.model.logps import Precision
 from tropism.model.options import is_adapter
@@ -98,7 +99,7 @@ def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(f"{source.name}: no tokenizer could be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{source.name}: no tokenizer could be loaded: {first_line(error)}") from error
 
 
 def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
@@ -113,7 +114,7 @@ def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         hint = (f"; it is what {source.adapter} says that it belongs to: if it is elsewhere, "
                 f"{adapter_files.advice(Path(source.adapter))}" if source.adapter else "")
-        raise ModelError(f"{source.name}: no model config could be loaded: {_first_line(error)}{hint}") from error
+        raise ModelError(f"{source.name}: no model config could be loaded: {first_line(error)}{hint}") from error
     check_architecture(config)
     return config
 
@@ -144,7 +145,7 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
         model, report = AutoModelForCausalLM.from_pretrained(
             source.name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **extra)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{source.name}: the model could not be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{source.name}: the model could not be loaded: {first_line(error)}") from error
     missing = sorted(report.get("missing_keys") or [])
     if missing:
         raise ModelError(f"{source.name}: {len(missing)} weights are missing and would be random: {missing[0]}, ...")
@@ -179,7 +180,7 @@ def skeleton(config: Any, *, dtype: torch.dtype | None = None, trust_remote_code
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **chosen)
         model.tie_weights()
     except (OSError, ValueError, ImportError, KeyError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"{config.name_or_path}: no model can be made of its config: {_first_line(error)}") from error
+        raise ModelError(f"{config.name_or_path}: no model can be made of its config: {first_line(error)}") from error
     return model
 
 
@@ -194,10 +195,6 @@ def _need_gguf(source: Source) -> None:
             import gguf  # noqa: F401
         except ImportError:
             raise ModelError("reading a GGUF file needs the package gguf: pip install 'tropism[gguf]'") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_architecture(config: Any) -> None:

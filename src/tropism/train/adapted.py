@@ -13,7 +13,17 @@ from tropism.data.tree import PromptTree
 from tropism.dist.shard import is_sharded
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
-from tropism.model import adapter_files, adapter_targets, adapters, base, given, load, narrow, quantized
+from tropism.model import (
+    adapter_files,
+    adapter_settings,
+    adapter_targets,
+    adapters,
+    base,
+    given,
+    load,
+    narrow,
+    quantized,
+)
 from tropism.model.logps import LanguageModel, Precision
 from tropism.model.options import LoraOptions
 from tropism.observe.console import Voice
@@ -68,7 +78,7 @@ class Start:
             if lora.wanted:
                 raise UsageError(f"{_GIVEN} has an adapter already, which is trained as it is; leave lora.rank and "
                                  "lora.adapter out, or merge it first")
-            adapter_files.check_served(inner.peft_config[name], _GIVEN)
+            adapter_settings.check_served(inner.peft_config[name], _GIVEN)
             given.check_trainable(inner, _GIVEN)
             return cls(inner, lora, held=True)
         if lora.wanted and optimizer is not None:
