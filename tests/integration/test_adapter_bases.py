@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import records
 from tropism.cli import main
@@ -82,6 +82,29 @@ def test_a_module_that_has_learnt_names_no_base(tiny_model_dir: Path, feedback: 
                      base=tmp_path / "mine").path
         assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(out)), logits(module), atol=1e-5)
     assert records(result)
+
+
+def test_a_module_from_nowhere_names_no_base(tiny_model_dir: Path, feedback: Path, tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """S1: a module that was made of a config has no name, and the current directory is none; a PeftModel around it
+    keeps the base that its own config names."""
+    from peft import LoraConfig, get_peft_model
+
+    monkeypatch.chdir(tiny_model_dir)
+    for number, own in enumerate((None, "owner/name", ".")):
+        module = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+        module.config._name_or_path = module.name_or_path = ""
+        if own is not None:
+            module = get_peft_model(module, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+            module.peft_config["default"].base_model_name_or_path = own
+        result = KTOTrainer(module, train_dataset=str(feedback), store=str(tmp_path / "store"), max_steps=1, samples=0,
+                            output=str(tmp_path / f"run{number}"), lora_rank=2 if own is None else None, voice=Voice(),
+                            tokenizer=AutoTokenizer.from_pretrained(tiny_model_dir)).fit()
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("says of no directory or hub id that it came from there" in said) == (own is None)
+        config = json.loads((result.model / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == (str(tiny_model_dir) if own == "." else own)
 
 
 def test_checkpoints_of_a_peft_model(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:

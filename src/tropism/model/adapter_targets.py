@@ -23,11 +23,11 @@ def linear_names(module: Any) -> list[str]:
     return [name for name, layer in module.named_modules() if isinstance(layer, _KINDS) and layer is not head]
 
 
-def new_config(module: Any, options: LoraOptions, base: str) -> Any:
+def new_config(module: Any, options: LoraOptions, base: str | None) -> Any:
     """peft's configuration of a fresh adapter for a model, whose weights are not looked at.
 
     Args:
-        base: what its file will say that it belongs to.
+        base: what its file will say that it belongs to; None for nothing.
 
     Raises:
         UsageError: for a name that no module has, or one that cannot have what is asked for.

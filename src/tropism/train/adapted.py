@@ -138,7 +138,7 @@ class Start:
         if self.held:
             _check_learning(module)
             config = module.peft_config[adapters.adapter_name(module)]
-            config.base_model_name_or_path = self._base or config.base_model_name_or_path
+            config.base_model_name_or_path = self._base or _found_again(config.base_model_name_or_path)
             return module
         if self.directory is not None:
             if is_sharded(module):
@@ -234,29 +234,41 @@ class Start:
         return module, {"adapter": asdict(facts)} | ({} if known is None else {"base_weights": known})
 
     def _check_origin(self, module: Any, voice: Voice) -> None:
-        """A module that was given may have learnt since it was loaded: its adapter's file then names no base."""
-        if isinstance(self.named, load.Source) or not Path(self._base).is_dir():
+        """A module that was given may come from nowhere, or have learnt since it was loaded: its adapter's file then
+        names no base."""
+        if isinstance(self.named, load.Source):
             return
-        if name := base.differing(module, Path(self._base)):
-            module.peft_config[adapters.adapter_name(module)].base_model_name_or_path = None
-            voice.warn(f"the model that was given is not what {self._base} holds ({name} differs): the adapter's file "
-                       "will name no base. Save the model without the adapter, and name it where the adapter is used: "
-                       "tropism export RUN --base DIR")
+        config = module.peft_config[adapters.adapter_name(module)]
+        origin = config.base_model_name_or_path
+        if not origin:
+            why = "says of no directory or hub id that it came from there"
+        elif Path(origin).is_dir() and (name := base.differing(module, Path(origin))):
+            why = f"is not what {origin} holds ({name} differs)"
+        else:
+            return
+        config.base_model_name_or_path = None
+        voice.warn(f"the model that was given {why}: the adapter's file will name no base. Save the model without the "
+                   "adapter, and name it where the adapter is used: tropism export RUN --base DIR")
 
     def _config(self, module: Any) -> Any:
         if self.directory is None:
             return adapter_targets.new_config(module, self.lora, self._base)
         config = adapter_files.read_config(self.directory)
-        config.base_model_name_or_path = self._base or config.base_model_name_or_path
+        config.base_model_name_or_path = self._base or _found_again(config.base_model_name_or_path)
         return config
 
     @property
-    def _base(self) -> str:
-        """What the adapter's file says that it belongs to."""
+    def _base(self) -> str | None:
+        """What the adapter's file says that it belongs to; None for a module that says nothing of where it is from."""
         if isinstance(self.named, load.Source):
             return self.named.absolute
-        origin = str(getattr(self.named.config, "name_or_path", "") or "")
-        return os.path.abspath(origin) if Path(origin).is_dir() else origin
+        return _found_again(getattr(self.named.config, "name_or_path", None))
+
+
+def _found_again(origin: Any) -> str | None:
+    """The name of a model as another process finds it; None for no name."""
+    name = str(origin or "")
+    return os.path.abspath(name) if name and Path(name).is_dir() else name or None
 
 
 def _checked(path: Path) -> Path:
