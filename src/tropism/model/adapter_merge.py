@@ -4,6 +4,7 @@ peft is imported when it is needed: it takes seconds, and most runs have no adap
 """
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from tropism.errors import ModelError
 from tropism.model.adapter_files import CONFIG, first_line, read_values, weights_file
 from tropism.model.adapter_settings import check_known
+from tropism.model.adapters import adapter_name
+from tropism.model.given import check_trainable, inner
 
 TOLERANCE = 1e-3
 """Of logits, as a share of the largest one: merging in float32 costs 1e-6; a wrong merge is far above."""
@@ -58,21 +61,74 @@ def folded(model: Any, place: str, instead: str) -> Any:
     Raises:
         ModelError: if peft cannot merge it, or the result does not say the same.
     """
-    inner = model.get_base_model()
-    was_tied = _tied(inner)
+    return _compared(model, place, instead, lambda: model.merge_and_unload(safe_merge=True))
+
+
+def unwrap(module: Any, merge: bool = True) -> Any:
+    """The plain causal model in a module that was trained with an adapter: it saves and loads as it did before.
+
+    It is the same object, changed in place, with all its weights learning again; of a PeftModel the model in it. One
+    without an adapter is given back as it is.
+
+    Args:
+        module: after training.
+        merge: the adapter into the weights; else it is taken away, and with it what modules learnt whole.
+
+    Raises:
+        ModelError: for an adapter that is not served, is switched off or was merged already, or cannot be merged.
+    """
+    place = "the module"
+    model = inner(module, place)
+    if adapter_name(model) is None:
+        return model
+    if getattr(model, "is_quantized", False):
+        raise ModelError(f"{place} holds quantised weights, which cannot be merged into; load its base in full "
+                         "precision, and the adapter on it")
+    check_trainable(model, place)
+
+    def off() -> Any:
+        _unload(model, merge)
+        return model
+
+    plain = _compared(model, place, "save it alone", off) if merge else off()
+    return plain.requires_grad_(True)
+
+
+def _unload(model: Any, merge: bool) -> None:
+    """Put the modules of the base back into a model, with what the adapter says in their weights or without."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for key, layer in list(model.named_modules()):
+        if not isinstance(layer, BaseTunerLayer) and not hasattr(layer, "modules_to_save"):
+            continue
+        place, _, name = key.rpartition(".")
+        if hasattr(layer, "modules_to_save"):
+            plain = next(iter(layer.modules_to_save.values())) if merge else layer.original_module
+        else:
+            if merge:
+                layer.merge(safe_merge=True)
+            plain = layer.get_base_layer()
+        setattr(model.get_submodule(place), name, plain)
+    del model.peft_config
+
+
+def _compared(model: Any, place: str, instead: str, merge: Callable[[], Any]) -> Any:
+    """What a model with an adapter becomes by merging, if it says the same."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    was_tied = _tied(base)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tied ends, which are looked after here
             before = _logits(model)
-            if was_tied and _touches_an_end(inner):
-                _untie(inner)
-            plain = model.merge_and_unload(safe_merge=True).eval()
+            if was_tied and _touches_an_end(base):
+                _untie(base)
+            plain = merge().eval()
             after = _logits(plain)
     except _FAILURES as error:
         raise ModelError(f"{place}: the adapter could not be merged: {first_line(error)}; {instead}") from error
-    error = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
-    if not error <= TOLERANCE:
-        raise ModelError(f"{place}: the merged model differs from the adapter's own by {error:.1e} of its largest "
+    apart = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
+    if not apart <= TOLERANCE:
+        raise ModelError(f"{place}: the merged model differs from the adapter's own by {apart:.1e} of its largest "
                          f"logit: this adapter cannot be merged; {instead}")
     if was_tied:
         _settle(plain)
