@@ -127,7 +127,7 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
 
     Args:
         quantize: hold the weights of linear layers in 4 or 8 bits.
-        plain: names of modules that are not quantised, beside the head.
+        plain: full names of modules that are not quantised.
 
     Raises:
         ModelError: where loading fails, or leaves a weight out.

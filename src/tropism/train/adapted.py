@@ -127,9 +127,9 @@ class Start:
         if not self.adapts:
             return numerics.module(self.named)
         if self.lora.quantize is not None:
-            whole = self.lora.modules_to_save.split(",") if self.lora.modules_to_save else ()
             module = load.load_model(self.named, numerics.precision, numerics.device, quantize=self.lora.quantize,
-                                     trust_remote_code=numerics.trust_remote_code, plain=whole)
+                                     trust_remote_code=numerics.trust_remote_code,
+                                     plain=self._plain_names(numerics.trust_remote_code))
         elif self.held:
             module = numerics.module(self.named)
         else:
@@ -249,6 +249,15 @@ class Start:
         config.base_model_name_or_path = None
         voice.warn(f"the model that was given {why}: the adapter's file will name no base. Save the model without the "
                    "adapter, and name it where the adapter is used: tropism export RUN --base DIR")
+
+    def _plain_names(self, trust_remote_code: bool) -> list[str]:
+        """Full names of the modules that are not quantised: those that learn whole, as peft finds them, and the head,
+        whatever a model calls it."""
+        config = load.load_config(self.named, trust_remote_code=trust_remote_code)
+        model = load.skeleton(config, trust_remote_code=trust_remote_code)
+        head = [name for name, layer in model.named_modules() if layer is model.get_output_embeddings()]
+        adapters.make_structure(model, self._config(model))
+        return head + [name for name, layer in model.named_modules() if hasattr(layer, "modules_to_save")]
 
     def _config(self, module: Any) -> Any:
         if self.directory is None:
