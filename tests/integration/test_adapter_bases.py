@@ -120,3 +120,39 @@ def test_checkpoints_of_a_peft_model(tiny_model_dir: Path, feedback: Path, tmp_p
             "*model.safetensors"))) for name in (None, "last"))
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_checkpoints_of_a_run_that_was_stopped(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
+    """S1: of a PeftModel, and from an adapter that is gone: the manifest has the adapter's config; a base that has moved
+    is named, and asked for before the tokenizer."""
+    from peft import LoraConfig, get_peft_model
+
+    base = tmp_path / "base"
+    shutil.copytree(tiny_model_dir, base)
+    common = {"train_dataset": str(feedback), "store": str(tmp_path / "store"), "max_steps": 1, "samples": 0,
+              "save_every": 1, "quiet": True, "learning_rate": 1e-2}
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 3}, lora_alpha=5, use_rslora=True,
+        task_type="CAUSAL_LM"))
+    runs = [KTOTrainer(model, output=str(tmp_path / "one"), **common).fit().directory]
+    shutil.copytree(runs[0] / "model", tmp_path / "adapter")
+    for number, named in enumerate(({"model": str(tmp_path / "adapter")},
+                                    {"model": str(base), "lora": {"adapter": str(tmp_path / "adapter")}})):
+        runs.append(KTOTrainer(output=str(tmp_path / f"run{number}"), **common, **named).fit().directory)
+    wanted = [logits(AutoModelForCausalLM.from_pretrained(export(run, tmp_path / f"{run.name}-whole", merge=True).path))
+              for run in runs]
+    for run in (*runs, tmp_path / "adapter"):
+        shutil.rmtree(run / "model" if run in runs else run)
+    for run, found in zip(runs, wanted, strict=True):
+        out = export(run, tmp_path / f"{run.name}-out", merge=True, checkpoint="last").path
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), found)
+        config = json.loads((export(run, tmp_path / f"{run.name}-alone", checkpoint="last").path
+                             / "adapter_config.json").read_text())
+        assert (config["rank_pattern"], config["lora_alpha"], config["use_rslora"]) == ({"v_proj": 3}, 5, True)
+        assert config["base_model_name_or_path"] == str(base)
+    shutil.move(base, tmp_path / "moved")
+    for merge in (True, False):
+        with pytest.raises(ModelError, match=r"/base: no such directory.*said by --base DIR"):
+            export(runs[0], tmp_path / "out", merge=merge, checkpoint="last")
+        out = export(runs[0], tmp_path / f"moved-{merge}", merge=merge, checkpoint="last", base=tmp_path / "moved").path
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "moved")

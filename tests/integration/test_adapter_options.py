@@ -78,6 +78,10 @@ def test_a_base_that_is_gone_under_evaluate(run: Path, answers: Path, tmp_path: 
     (place / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/nowhere/at/all"}))
     assert main(["evaluate", str(place), "--data", str(answers)]) == 2
     assert f"write where it is as base_model_name_or_path into {place}/adapter_config.json" in capsys.readouterr().err
+    shutil.copytree(run, tmp_path / "other")
+    shutil.copy(place / "adapter_config.json", tmp_path / "other" / "model")
+    assert main(["evaluate", str(tmp_path / "other"), "--data", str(answers)]) == 2  # a run's files stay as they are
+    assert f"tropism export {tmp_path}/other --to DIR --base BASE" in capsys.readouterr().err
     (place / "adapter_config.json").write_text(json.dumps(config))
     (place / "adapter_model.safetensors").unlink()
     assert main(["evaluate", str(place), "--data", str(answers)]) == 2

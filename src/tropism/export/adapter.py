@@ -29,6 +29,7 @@ from tropism.model.logps import Precision
 
 WEIGHTS = "adapter_model.safetensors"
 _INNER = "base_model.model."
+_MOVED = "; where it lies now is said by --base DIR"
 
 
 @dataclass
@@ -66,7 +67,7 @@ def _of_result(run: Run, chosen: Chosen) -> Adapter:
         raise ModelError(f"{chosen.path}: the adapter cannot be read: {error}") from error
     base = _base(run, chosen)
     adapter = Adapter(config, weights, base, written)
-    module = skeleton(base_config(run, base), run.trust_remote_code)
+    module = skeleton(base_config(run, base, _MOVED), run.trust_remote_code)
     _check_complete(_shell(module, adapter), weights, chosen.path)
     return adapter
 
@@ -77,7 +78,7 @@ def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
 
     stored = _with_plain_names(read_model(chosen.path / "state"))
     base = _base(run, chosen)
-    module = skeleton(base_config(run, base), run.trust_remote_code)
+    module = skeleton(base_config(run, base, _MOVED), run.trust_remote_code)
     adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
     ends = [f"{name}.modules_to_save.default.weight" for name in _ends_of(module)]
     shell = _shell(module, adapter)
@@ -119,18 +120,39 @@ def _base(run: Run, chosen: Chosen) -> str:
     """
     if run.other_base is not None:
         return run.other_base
-    for place in (chosen.path / "model", chosen.path, run.directory.model, Path(run.base).expanduser()):
-        if (place / ADAPTER_CONFIG).is_file() and (base := _config_in(place).base_model_name_or_path):
-            return str(base)
+    for config in _configs(run, chosen, run.base):
+        if config.base_model_name_or_path:
+            return str(config.base_model_name_or_path)
     if run.given:
         raise ModelError(f"{chosen.path}: an adapter of {run.base}, and nothing says where its base lies; save the "
                          "module as it was, without the adapter, and name it: --base DIR")
     return run.base
 
 
+def _configs(run: Run, chosen: Chosen, begun: str) -> Iterator[Any]:
+    """The adapter's config from beside the checkpoint, from the result, from the manifest, and of runs whose manifest has
+    none from what they began with.
+
+    Args:
+        begun: the adapter that the run began with, if that is one.
+    """
+    from peft import PeftConfig
+
+    for place in (chosen.path / "model", run.directory.model):
+        if (place / ADAPTER_CONFIG).is_file():
+            yield _config_in(place)
+    if values := run.manifest.get("adapter_config"):
+        try:
+            yield PeftConfig.from_peft_type(**values)
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"{run.path / 'manifest.json'}: the adapter's config there does not suit this peft: "
+                             f"{adapter_files.first_line(error)}; export with the peft that the run had") from error
+    if (Path(begun).expanduser() / ADAPTER_CONFIG).is_file():
+        yield _config_in(Path(begun).expanduser())
+
+
 def _config_of_checkpoint(run: Run, chosen: Chosen, stored: Weights, module: Any) -> Any:
-    """From beside the checkpoint, from the result, from the adapter that the run began with, or from what the run was
-    told and the names in the checkpoint.
+    """The first of those that there are; else it follows from what the run was told and the names in the checkpoint.
 
     Args:
         module: the base, without memory.
@@ -138,12 +160,12 @@ def _config_of_checkpoint(run: Run, chosen: Chosen, stored: Weights, module: Any
     from peft import LoraConfig
 
     lora = run.lora
-    for place in (chosen.path / "model", run.directory.model, Path(lora.get("adapter") or run.base).expanduser()):
-        if (place / ADAPTER_CONFIG).is_file():
-            return _config_in(place)
+    begun = str(lora.get("adapter") or run.base)
+    if (found := next(_configs(run, chosen, begun), None)) is not None:
+        return found
     if lora.get("rank") is None:
-        raise CheckpointError(f"{chosen.path}: the adapter that the run began with ({lora.get('adapter') or run.base}) "
-                              "is gone, and with it the adapter's config")
+        raise CheckpointError(f"{chosen.path}: the adapter that the run began with ({begun}) is gone, and "
+                              "with it its config, which runs of this version keep in their manifest")
     targets = sorted({name.partition(".lora_")[0] for name in stored if ".lora_" in name})
     whole = sorted({name.partition(".modules_to_save.")[0] for name in stored if ".modules_to_save." in name})
     kinds = {type(module.get_submodule(name)).__name__ for name in targets}
@@ -228,7 +250,7 @@ def merged(run: Run, adapter: Adapter, precision: Precision, check_space: CheckS
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
-    check_space(number_of(skeleton(base_config(run, adapter.base), run.trust_remote_code)))
+    check_space(number_of(skeleton(base_config(run, adapter.base, _MOVED), run.trust_remote_code)))
     base = load.load_model(load.Source.of(adapter.base), precision, torch.device("cpu"),
                            trust_remote_code=run.trust_remote_code)
     known = run.manifest.get("base_weights")

@@ -59,8 +59,11 @@ def config_of(run: Run, chosen: Chosen) -> Any:
     return base_config(run, run.base)
 
 
-def base_config(run: Run, name: str) -> Any:
+def base_config(run: Run, name: str, moved: str = "") -> Any:
     """The config of the model that a run began with.
+
+    Args:
+        moved: what to do where it lies elsewhere, in an error.
 
     Raises:
         ModelError: if it is not to be had.
@@ -69,7 +72,7 @@ def base_config(run: Run, name: str) -> Any:
         return load.load_config(load.Source.of(name), trust_remote_code=run.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"{error}. The run began with this model, and its config says how the weights of a "
-                         "checkpoint or an adapter belong together") from error
+                         f"checkpoint or an adapter belong together{moved}") from error
 
 
 def of_result(run: Run, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:

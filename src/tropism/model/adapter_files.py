@@ -1,6 +1,7 @@
 """Adapters on the disk, as peft writes and reads them."""
 
 import json
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +34,10 @@ def base_of(path: Path) -> str:
 
 
 def advice(path: Path) -> str:
-    """What to do where the base of an adapter is not where its file says."""
+    """What to do where the base of an adapter is not where its file says. What a run wrote stays as it is."""
+    if path.name == "model" and (path.parent / "manifest.json").is_file():
+        return (f"tropism export {path.parent} --to DIR --base BASE writes an adapter that says where it is now, or to "
+                f"train on it give --model BASE --lora.adapter {path}")
     return (f"write where it is as base_model_name_or_path into {path / CONFIG}, or to train on it give --model BASE "
             f"--lora.adapter {path}")
 
@@ -141,12 +145,18 @@ def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tens
 
 def write_config(config: Any, path: Path) -> None:
     """Write peft's configuration of an adapter, as the same file whenever it is the same: peft's sets have no order."""
-    config.save_pretrained(str(path))
-    written = read_values(path)
+    (path / CONFIG).write_text(json.dumps(values_of(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """peft's configuration of an adapter as its file has it, with its sets in order."""
+    with tempfile.TemporaryDirectory() as place:
+        config.save_pretrained(place)
+        written = read_values(Path(place))
     for name in ("target_modules", "exclude_modules", "modules_to_save"):
         if isinstance(getattr(config, name, None), set):
             written[name] = sorted(written[name])
-    (path / CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return written
 
 
 def _by_file_names(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -231,7 +231,9 @@ class Start:
                                                       "step 1" if is_reference else ""))
         known = base.base_hash(module)
         self.narrow(module, numerics.precision, sharded=True)
-        return module, {"adapter": asdict(facts)} | ({} if known is None else {"base_weights": known})
+        config = module.peft_config[adapters.adapter_name(module)]
+        return module, {"adapter": asdict(facts), "adapter_config": adapter_files.values_of(config)} | (
+            {} if known is None else {"base_weights": known})
 
     def _check_origin(self, module: Any, voice: Voice) -> None:
         """A module that was given may come from nowhere, or have learnt since it was loaded: its adapter's file then
