@@ -123,8 +123,8 @@ def test_checkpoints_of_a_peft_model(tiny_model_dir: Path, feedback: Path, tmp_p
 
 
 def test_checkpoints_of_a_run_that_was_stopped(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
-    """S1: of a PeftModel, and from an adapter that is gone: the manifest has the adapter's config; a base that has moved
-    is named, and asked for before the tokenizer."""
+    """S1: of a PeftModel, and from an adapter that is gone: the manifest has the adapter's config; a base that has
+    moved is named, and asked for before the tokenizer."""
     from peft import LoraConfig, get_peft_model
 
     base = tmp_path / "base"
@@ -156,3 +156,33 @@ def test_checkpoints_of_a_run_that_was_stopped(tiny_model_dir: Path, feedback: P
             export(runs[0], tmp_path / "out", merge=merge, checkpoint="last")
         out = export(runs[0], tmp_path / f"moved-{merge}", merge=merge, checkpoint="last", base=tmp_path / "moved").path
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "moved")
+
+
+def test_training_on_from_an_adapter_over_another_base(tiny_model_dir: Path, feedback: Path, tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """S1: weights that the adapter was not trained on are said, as evaluating does; a base that has only moved is none,
+    and of an adapter without a run the names are compared."""
+    base, moved = tmp_path / "base", tmp_path / "moved"
+    shutil.copytree(tiny_model_dir, base)
+    shutil.copytree(tiny_model_dir, moved)
+    number = 0
+
+    def said(model: Path, adapter: Path | None = None) -> str:
+        nonlocal number
+        number += 1
+        KTOTrainer(str(model), train_dataset=str(feedback), store=str(tmp_path / "store"), max_steps=1, samples=0,
+                   save_every=1, checkpoint_model=True, output=str(tmp_path / f"run{number}"), voice=Voice(),
+                   lora={"rank": 2} if number == 1 else {} if adapter is None else {"adapter": str(adapter)}).fit()
+        return " ".join(capsys.readouterr().out.split())
+
+    said(base)
+    result = tmp_path / "run1" / "model"
+    kept = tmp_path / "run1" / "checkpoints" / "step-00000001" / "model"
+    shutil.copytree(result, tmp_path / "alone")
+    for text in (said(result), said(moved, result), said(base, tmp_path / "alone")):
+        assert "other weights" not in text
+        assert "cannot be told" not in text
+    assert f"names {base} as its base, and goes on on {moved}" in said(moved, tmp_path / "alone")
+    changed(base)
+    for text in (said(result), said(base, result), said(base, kept)):
+        assert f"was trained on other weights than {base} has now" in text

@@ -130,8 +130,8 @@ def _base(run: Run, chosen: Chosen) -> str:
 
 
 def _configs(run: Run, chosen: Chosen, begun: str) -> Iterator[Any]:
-    """The adapter's config from beside the checkpoint, from the result, from the manifest, and of runs whose manifest has
-    none from what they began with.
+    """The adapter's config from beside the checkpoint, from the result, from the manifest, and of runs whose manifest
+    has none from what they began with.
 
     Args:
         begun: the adapter that the run began with, if that is one.

@@ -3,11 +3,14 @@
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,6 +23,7 @@ from tropism.model.adapter_files import first_line
 from tropism.model.adapters import adapter_name, kept_parameters
 from tropism.model.logps import Precision
 from tropism.model.options import is_adapter
+from tropism.observe.console import Voice
 
 SHARD_SIZE = "50GB"
 """Largest file of weights, as transformers has it."""
@@ -54,12 +58,17 @@ class Source:
             if is_adapter(path):
                 return cls._of_adapter(path.resolve())
             if not (path / "config.json").is_file():
+                if (path / "manifest.json").is_file():
+                    raise ModelError(f"{name}: is a run; " + (f"name its result: {path / 'model'}" if (
+                        path / "model").is_dir() else "it has no result yet"))
                 ggufs = sorted(file.name for file in path.glob("*.gguf"))
                 hint = f"; name the file: {path / ggufs[0]}" if ggufs else ""
                 raise ModelError(f"{name}: no config.json in this directory{hint}")
             return cls(str(path.resolve()))
         if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name:
             raise ModelError(f"{name}: no such directory, and not a hub id (owner/name)")
+        if path.parent.is_dir():
+            _say_missing(name)
         return cls(name)
 
     @classmethod
@@ -85,6 +94,15 @@ class Source:
     def absolute(self) -> str:
         """The name under which another process finds it."""
         return self.adapter or (str(Path(self.name) / self.gguf_file) if self.gguf_file else self.name)
+
+
+@cache
+def _say_missing(name: str) -> None:
+    """Say of what may be a mistyped path, or a hub id, that it is no directory before the hub is asked for it."""
+    with suppress(ValueError):  # no hub id either, which loading says
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+    Voice().warn(f"{name}: no such directory, though {Path(name).parent} is one; looked for as a hub id (owner/name)")
 
 
 def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any:
@@ -114,7 +132,8 @@ def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         hint = (f"; it is what {source.adapter} says that it belongs to: if it is elsewhere, "
                 f"{adapter_files.advice(Path(source.adapter))}" if source.adapter else "")
-        raise ModelError(f"{source.name}: no model config could be loaded: {first_line(error)}{hint}") from error
+        which = "" if Path(source.name).is_dir() else "no such directory, and as a hub id "
+        raise ModelError(f"{source.name}: {which}no model config could be loaded: {first_line(error)}{hint}") from error
     check_architecture(config)
     return config
 

@@ -25,7 +25,7 @@ from tropism.model import (
     quantized,
 )
 from tropism.model.logps import LanguageModel, Precision
-from tropism.model.options import LoraOptions
+from tropism.model.options import LoraOptions, is_adapter
 from tropism.observe.console import Voice
 from tropism.train import models
 from tropism.train import reference as references
@@ -87,8 +87,11 @@ class Start:
         if lora.adapter is None:
             return cls(named, lora)
         path = Path(lora.adapter).expanduser()
+        if not path.is_dir():
+            raise UsageError(f"lora.adapter {lora.adapter}: no such directory")
         if not (path / adapter_files.CONFIG).is_file():
-            raise UsageError(f"lora.adapter {lora.adapter}: no {adapter_files.CONFIG} in this directory")
+            hint = (f"; it is a run, whose adapter is {path / 'model'}" if is_adapter(path / "model") else "")
+            raise UsageError(f"lora.adapter {lora.adapter}: no {adapter_files.CONFIG} in this directory{hint}")
         return cls(named, lora, _checked(path.resolve()))
 
     @property
@@ -230,10 +233,29 @@ class Start:
             voice.say(f"  it starts from {origin}" + ("; the reference is the model with that adapter, as it is before "
                                                       "step 1" if is_reference else ""))
         known = base.base_hash(module)
+        self._check_base(known, voice)
         self.narrow(module, numerics.precision, sharded=True)
         config = module.peft_config[adapters.adapter_name(module)]
         return module, {"adapter": asdict(facts), "adapter_config": adapter_files.values_of(config)} | (
             {} if known is None else {"base_weights": known})
+
+    def _check_base(self, found: str | None, voice: Voice) -> None:
+        """An adapter to start from may have been trained on other weights than it stands on now.
+
+        Args:
+            found: hash of the weights without the adapter; None where they are held in fewer bits.
+        """
+        if self.directory is None:
+            return
+        known, origin = base.known_hash(self.directory), self._base or "the model that was given"
+        named = _found_again(adapter_files.read_values(self.directory).get("base_model_name_or_path"))
+        if found is not None and known is not None:
+            if found != known:
+                voice.warn(f"{self.directory}: was trained on other weights than {origin} has now; it goes on from "
+                           "another model than the one that it was trained as")
+        elif named is not None and self._base is not None and named != self._base:
+            voice.warn(f"{self.directory}: names {named} as its base, and goes on on {origin}; whether these are the "
+                       "same weights cannot be told")
 
     def _check_origin(self, module: Any, voice: Voice) -> None:
         """A module that was given may come from nowhere, or have learnt since it was loaded: its adapter's file then
