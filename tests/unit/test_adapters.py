@@ -173,11 +173,21 @@ def test_figures() -> None:
     assert str(big) == "rank 16 on 28 modules (7 kinds) and 1 whole modules: 1.23M of 135M weights learn"
 
 
+def test_ranks_beyond_a_weight() -> None:
+    """k_proj is 8 x 16: rank 8 is all that it can change, and 9 is said."""
+    assert adapters.too_large(adapt(llama(), rank=8)) is None
+    assert adapters.too_large(adapt(llama(), rank=9)) == (
+        "rank 9 is above the smaller side of the weights of 4 modules (model.layers.0.self_attn.k_proj is 8 x 16); "
+        "beyond that side a rank changes nothing but memory and time")
+
+
 @pytest.mark.parametrize(("options", "message"), [
+    ({"modules_to_save": "self_attn,mlp"}, r"lora.modules_to_save self_attn,mlp: names every linear layer"),
     ({"targets": "qproj"}, r"lora.targets qproj: no module .* nearest are q_proj"),
     ({"targets": "q_proj,xyzzy"}, r"lora.targets xyzzy: no module .* there are down_proj, gate_proj"),
     ({"targets": "lm_head"}, r"lora.targets lm_head: is the head.*--lora.modules-to-save lm_head"),
     ({"targets": "embed_tokens"}, r"model.embed_tokens is of kind Embedding"),
+    ({"targets": "q_proj", "modules_to_save": "self_attn"}, r"both name model.layers.0.self_attn.q_proj"),
     ({"targets": "q_proj", "modules_to_save": "q_proj"}, r"lora.targets q_proj and lora.modules_to_save both name"),
     ({"modules_to_save": "lmhead"}, r"lora.modules_to_save lmhead: no module .* nearest are lm_head"),
     ({"modules_to_save": "layers"}, r"lora.modules_to_save layers: no module"),

@@ -161,8 +161,13 @@ class Rounding:
         if self.exact == self.weights:
             return f"{name}: all {self.weights:,} weights keep their exact value"
         text = (f"{name}: {self.exact:,} of {self.weights:,} weights ({self.exact / self.weights:.1%}) keep their "
-                f"exact value; the others change by at most {self.largest:.2%}")
+                f"exact value; the others change by at most {_percent(self.largest)}")
         return text + (f", and {self.zeroed:,} become 0" if self.zeroed else "")
+
+
+def _percent(share: float) -> str:
+    """A share that is not 0, however small it is."""
+    return f"{share:.2%}" if share >= 1e-3 else f"{100 * share:.2g}%"
 
 
 def rounded(weights: Weights, dtype: torch.dtype) -> tuple[Weights, Rounding]:

@@ -71,7 +71,11 @@ def check_ends(module: Any, config: Any, place: str) -> None:
 def _targets(module: Any, options: LoraOptions, whole: Sequence[str]) -> list[str]:
     linear = linear_names(module)
     if options.targets is None:
-        linear = [name for name in linear if not _ends(name, whole)]
+        linear = [name for name in linear if not _within(name, whole)]
+        if not linear:
+            raise UsageError(f"lora.modules_to_save {options.modules_to_save}: names every linear layer, so that none "
+                             "is left for an adapter; leave some out" if whole else
+                             "lora.rank: the model has no linear layers beside its head for an adapter to stand on")
         found = sorted({name.rpartition(".")[2] for name in linear})
         chosen = set(linear)
         exact = all(name in chosen for name, _ in module.named_modules() if _ends(name, found))
@@ -91,7 +95,7 @@ def _targets(module: Any, options: LoraOptions, whole: Sequence[str]) -> list[st
                 raise UsageError(f"lora.targets {wanted}: {name} is of kind {type(layer).__name__}, and adapters "
                                  f"stand on linear layers{_near(wanted, linear)}; --lora.modules-to-save lets it learn "
                                  "whole")
-        if both := [name for name in matched if _ends(name, whole)]:
+        if both := [name for name in matched if _within(name, whole)]:
             raise UsageError(f"lora.targets {wanted} and lora.modules_to_save both name {both[0]}; it has an adapter "
                              "or learns whole")
     return names
@@ -132,6 +136,12 @@ def _split(text: str | None) -> list[str]:
 
 def _ends(name: str, endings: Sequence[str]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
+
+
+def _within(name: str, endings: Sequence[str]) -> bool:
+    """Whether a module, or one that it is a part of, has one of the names."""
+    parts = name.split(".")
+    return any(_ends(".".join(parts[:count]), endings) for count in range(1, len(parts) + 1))
 
 
 def _near(wanted: str, names: Sequence[str]) -> str:

@@ -228,6 +228,8 @@ class Start:
         facts = adapters.facts_of(module)
         self._check_origin(module, voice)
         voice.say(f"adapter: {facts}" + (f"; weights held in {self.lora.quantize}" if self.lora.quantize else ""))
+        if note := adapters.too_large(module):
+            voice.warn(note)
         if not self.fresh:
             origin = self.directory or "the adapter of the model that was given"
             voice.say(f"  it starts from {origin}" + ("; the reference is the model with that adapter, as it is before "
