@@ -145,7 +145,7 @@ def test_linear_layers_that_learn_whole_are_not_quantised(tiny_model_dir: Path, 
 def test_a_rank_beyond_the_weights_is_said(tiny_model_dir: Path, answers: Path, tmp_path: Path,  # noqa: F811
                                            capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (32, 33):
-        SFTTrainer(str(tiny_model_dir), train_dataset=str(answers), max_steps=1, samples=0, lora_rank=rank,
-                   lora_targets="q_proj", output=str(tmp_path / f"run{rank}")).fit()
+        SFTTrainer(str(tiny_model_dir), train_dataset=str(answers), max_steps=1, samples=0,
+                   lora={"rank": rank, "targets": "q_proj"}, output=str(tmp_path / f"run{rank}")).fit()
         said = " ".join(capsys.readouterr().out.split())
         assert ("rank 33 is above the smaller side of the weights of 2 modules" in said) is (rank == 33)
