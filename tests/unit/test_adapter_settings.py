@@ -53,9 +53,12 @@ def test_values_that_mean_nothing(tmp_path: Path, change: dict[str, Any], messag
 def test_settings_that_peft_does_not_know(tmp_path: Path) -> None:
     """S1: peft leaves them out with a warning, and computes another model; those that say nothing do no harm."""
     place = changed(tmp_path, {"use_hydra": True, "use_other": False, "more": None})
-    for use in (adapter_files.read_config, lambda path: adapter_merge.merged(llama(), path)):
+    for use in (adapter_files.read_config, lambda path: load.Source.of(str(path)),
+                lambda path: adapter_merge.merged(llama(), path)):
         with pytest.raises(ModelError, match=r"use_hydra is a setting that peft .* does not know"):
             use(place)
+    with pytest.raises(ModelError, match="peft_type is 'NOPE', a kind of adapter that peft"):
+        load.Source.of(str(changed(tmp_path, {"peft_type": "NOPE"})))
     changed(tmp_path, {"use_other": False, "more": None})
     assert adapter_files.read_config(place).r == 3
     assert adapter_merge.merged(llama(), place)

@@ -25,9 +25,11 @@ def base_of(path: Path) -> str:
     """What the adapter in a directory says that it belongs to.
 
     Raises:
-        ModelError: if it does not say.
+        ModelError: if it does not say, or is none that this peft knows in full.
     """
-    base = read_values(path).get("base_model_name_or_path")
+    values = read_values(path)
+    check_known(values, path / CONFIG)
+    base = values.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"{path}: an adapter that does not say of which model; {advice(path)}")
     return base
@@ -60,7 +62,7 @@ def read_config(path: Path) -> Any:
             config = LoraConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
-    check_known(values, LoraConfig, path / CONFIG)
+    check_known(values, path / CONFIG)
     check_served(config, str(path))
     config.lora_dropout = 0.0  # dropout is off in all that is trained here
     return config

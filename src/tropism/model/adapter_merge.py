@@ -32,7 +32,7 @@ def merged(module: Any, path: Path) -> Any:
     """
     from peft import PeftModel
 
-    values = read_values(path)
+    check_known(read_values(path), path / CONFIG)
     weights_file(path)
     try:
         with warnings.catch_warnings(record=True) as said:
@@ -42,7 +42,6 @@ def merged(module: Any, path: Path) -> Any:
                 raise ModelError(f"{path}: does not fit the model: {min(left)} belongs to no module of it")
     except _FAILURES as error:
         raise ModelError(f"{path}: the adapter could not be merged: {first_line(error)}") from error
-    check_known(values, type(wrapped.active_peft_config), path / CONFIG)
     if missing := [str(entry.message) for entry in said if "missing adapter keys" in str(entry.message)]:
         raise ModelError(f"{path}: does not fit the model: {first_line(Exception(missing[0]))}")
     return folded(wrapped.eval(), str(path), "it cannot stand for a model by its name")

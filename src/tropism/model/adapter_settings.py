@@ -83,18 +83,22 @@ def check_values(values: Mapping[str, Any], file: Path) -> None:
         raise ModelError(f"{file}: {name} is {values[name]!r}, and has to be {form}")
 
 
-def check_known(values: Mapping[str, Any], kind: Any, file: Path) -> None:
+def check_known(values: Mapping[str, Any], file: Path) -> None:
     """Refuse settings that this peft does not know: it would leave them out, and compute another model.
 
     Args:
         values: content of the file.
-        kind: peft's class of its settings.
 
     Raises:
         ModelError: naming file and setting.
     """
     import peft  # slow to import, and most runs have no adapter
 
+    try:
+        kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(values.get("peft_type"))]
+    except (ValueError, KeyError):
+        raise ModelError(f"{file}: peft_type is {values.get('peft_type')!r}, a kind of adapter that peft "
+                         f"{peft.__version__} does not know") from None
     known = {field.name for field in fields(kind)}
     if strange := sorted(name for name, value in values.items() if value and name not in known):
         raise ModelError(f"{file}: {strange[0]} is a setting that peft {peft.__version__} does not know, and without "
