@@ -6,10 +6,10 @@ from typing import Any
 __version__ = version("tropism")
 
 __all__ = ["Completion", "DPOOptions", "DPOTrainer", "EvalResult", "KDOptions", "KDTrainer", "KTOOptions", "KTOTrainer",
-           "PromptTree", "RunResult", "SFTOptions", "SFTTrainer", "run", "token_ids"]
+           "PromptTree", "RunResult", "SFTOptions", "SFTTrainer", "run", "token_ids", "unwrap"]
 
 _HOMES = {"run": "api", "RunResult": "api", "PromptTree": "data.tree", "Completion": "data.tree",
-          "token_ids": "data.tree"}
+          "token_ids": "data.tree", "unwrap": "model.adapter_merge"}
 
 
 def __getattr__(name: str) -> Any:

@@ -260,8 +260,13 @@ def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None 
     """
     from tropism import export as exporting  # imports torch: not for --help
 
-    exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size,
-                     base=base)
+    try:
+        exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size,
+                         base=base)
+    except KeyboardInterrupt:
+        whole = (to / "export.json").is_file()
+        raise TropismError(f"interrupted; {to} " + ("is whole" if whole else "is as it was, nothing was written"),
+                           ) from None
     return 0
 
 

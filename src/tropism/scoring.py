@@ -25,7 +25,7 @@ from tropism.dist import World, connect
 from tropism.errors import OutputError, UsageError
 from tropism.losses.divergence import reverse_kl
 from tropism.model import load
-from tropism.model.base import base_hash
+from tropism.model.base import base_hash, known_hash
 from tropism.model.divergence import Comparison
 from tropism.model.logps import LanguageModel, summed
 from tropism.observe.console import Voice
@@ -312,9 +312,7 @@ def _source(name: str, voice: Voice) -> load.Source:
     if not ((path / "manifest.json").is_file() and (path / "model").is_dir()):
         return load.Source.of(name)
     source = load.Source.of(str(path / "model"))
-    known = None
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads((path / "manifest.json").read_text(encoding="utf-8")).get("base_weights")
+    known = known_hash(path / "model")
 
     def look(base: Any) -> None:
         if known is not None and base_hash(base) != known:

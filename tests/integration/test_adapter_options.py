@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from integration.resuming import answers  # noqa: F401
 from tropism.cli import main
@@ -77,6 +78,10 @@ def test_a_base_that_is_gone_under_evaluate(run: Path, answers: Path, tmp_path: 
     (place / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/nowhere/at/all"}))
     assert main(["evaluate", str(place), "--data", str(answers)]) == 2
     assert f"write where it is as base_model_name_or_path into {place}/adapter_config.json" in capsys.readouterr().err
+    shutil.copytree(run, tmp_path / "other")
+    shutil.copy(place / "adapter_config.json", tmp_path / "other" / "model")
+    assert main(["evaluate", str(tmp_path / "other"), "--data", str(answers)]) == 2  # a run's files stay as they are
+    assert f"tropism export {tmp_path}/other --to DIR --base BASE" in capsys.readouterr().err
     (place / "adapter_config.json").write_text(json.dumps(config))
     (place / "adapter_model.safetensors").unlink()
     assert main(["evaluate", str(place), "--data", str(answers)]) == 2
@@ -117,3 +122,30 @@ def test_an_adapter_as_the_model_of_a_quantised_run(run: Path, answers: Path, tm
         assert "base_weights" not in json.loads((result.directory / "manifest.json").read_text())
         found.append(load_file(result.model / "adapter_model.safetensors"))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_linear_layers_that_learn_whole_are_not_quantised(tiny_model_dir: Path, answers: Path, tmp_path: Path,  # noqa: F811
+                                                          ) -> None:
+    """QLoRA: named with spaces between, by the ends of their names, or by an adapter to start from."""
+    pytest.importorskip("bitsandbytes")
+    place = tmp_path / "run" / "model"
+    for number, lora in enumerate(({"rank": 2, "targets": "q_proj", "modules_to_save": "embed_tokens, mlp.down_proj"},
+                                   {"adapter": str(place)})):
+        result = SFTTrainer(str(tiny_model_dir), train_dataset=str(answers), max_steps=1, samples=0, quiet=True,
+                            output=str(tmp_path / ("run", "other")[number]), lora={"quantize": "nf4", **lora}).fit()
+        whole = {name.removeprefix("base_model.model."): weight for name, weight in load_file(
+            result.model / "adapter_model.safetensors").items() if "lora" not in name}
+        assert len(whole) == 4  # of tied ends both
+        before = AutoModelForCausalLM.from_pretrained(tiny_model_dir).state_dict()
+        for name, weight in whole.items():
+            assert torch.allclose(weight, before[name], atol=1e-2)
+            assert not torch.equal(weight, before[name])
+
+
+def test_a_rank_beyond_the_weights_is_said(tiny_model_dir: Path, answers: Path, tmp_path: Path,  # noqa: F811
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (32, 33):
+        SFTTrainer(str(tiny_model_dir), train_dataset=str(answers), max_steps=1, samples=0,
+                   lora={"rank": rank, "targets": "q_proj"}, output=str(tmp_path / f"run{rank}")).fit()
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("rank 33 is above the smaller side of the weights of 2 modules" in said) is (rank == 33)

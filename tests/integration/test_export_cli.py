@@ -251,3 +251,17 @@ def test_the_best_one_and_exit_codes(made: dict[bool, Made], tmp_path: Path,
     (tmp_path / "file").write_text("in the way")
     assert main(["export", str(run), "--to", str(tmp_path / "file" / "out")]) == 1
     assert "the model could not be written: Not a directory" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_nothing(made: dict[bool, Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                               capsys: pytest.CaptureFixture[str]) -> None:
+    """X1: of half a model nothing stays, and the sentence says so."""
+    from tropism.export import run as exporting
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exporting, "read_back", interrupted)
+    assert main(["export", str(made[True].path), "--to", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == f"tropism: interrupted; {tmp_path}/out is as it was, nothing was written\n"
+    assert list(tmp_path.iterdir()) == []

@@ -113,6 +113,22 @@ def test_a_file_with_an_adapter_on_the_head(wrapped: Callable[..., Any], tiny_mo
                    output=str(tmp_path / "run"), lora={"adapter": str(tmp_path / "adapter")}).fit()
 
 
+def test_an_adapter_on_an_embedding(wrapped: Callable[..., Any], tiny_model_dir: Path, answers: Path,  # noqa: F811
+                                    tmp_path: Path) -> None:
+    """S1: peft keeps it under names of its own, which would be missing in the result; refused before anything is spent,
+    and frozen it serves."""
+    model = wrapped(**learnt(target_modules=["embed_tokens", "q_proj"]), inference_mode=True)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "adapter")
+    options = {"train_dataset": str(answers), "output": str(tmp_path / "run"), "quiet": True}
+    for named, more in ((model, {}), (str(tmp_path / "adapter"), {}),
+                        (str(tiny_model_dir), {"lora": {"adapter": str(tmp_path / "adapter")}})):
+        with pytest.raises(ModelError, match=r"adapter on an embedding \(model.embed_tokens\).*modules_to_save"):
+            SFTTrainer(named, **options, **more).fit()
+    assert not (tmp_path / "run").exists()
+    assert KDTrainer(str(tiny_model_dir), teacher_model=model, max_steps=1, samples=0, **options).fit().model.is_dir()
+
+
 def test_what_is_said_of_the_start(wrapped: Callable[..., Any], tiny_model_dir: Path, pairs: Path,
                                    answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     """The reference is the adapter as it begins only where a method has one, and none was named; an optimizer that was

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tropism.errors import ModelError, UsageError
-from tropism.model import adapter_files, adapters, load
+from tropism.model import adapter_files, adapter_merge, adapters, load
 from tropism.model.adapter_targets import linear_names, new_config
 from tropism.model.narrow import narrow
 from tropism.model.options import LoraOptions
@@ -173,11 +173,21 @@ def test_figures() -> None:
     assert str(big) == "rank 16 on 28 modules (7 kinds) and 1 whole modules: 1.23M of 135M weights learn"
 
 
+def test_ranks_beyond_a_weight() -> None:
+    """k_proj is 8 x 16: rank 8 is all that it can change, and 9 is said."""
+    assert adapters.too_large(adapt(llama(), rank=8)) is None
+    assert adapters.too_large(adapt(llama(), rank=9)) == (
+        "rank 9 is above the smaller side of the weights of 4 modules (model.layers.0.self_attn.k_proj is 8 x 16); "
+        "beyond that side a rank changes nothing but memory and time")
+
+
 @pytest.mark.parametrize(("options", "message"), [
+    ({"modules_to_save": "self_attn,mlp"}, r"lora.modules_to_save self_attn,mlp: names every linear layer"),
     ({"targets": "qproj"}, r"lora.targets qproj: no module .* nearest are q_proj"),
     ({"targets": "q_proj,xyzzy"}, r"lora.targets xyzzy: no module .* there are down_proj, gate_proj"),
     ({"targets": "lm_head"}, r"lora.targets lm_head: is the head.*--lora.modules-to-save lm_head"),
     ({"targets": "embed_tokens"}, r"model.embed_tokens is of kind Embedding"),
+    ({"targets": "q_proj", "modules_to_save": "self_attn"}, r"both name model.layers.0.self_attn.q_proj"),
     ({"targets": "q_proj", "modules_to_save": "q_proj"}, r"lora.targets q_proj and lora.modules_to_save both name"),
     ({"modules_to_save": "lmhead"}, r"lora.modules_to_save lmhead: no module .* nearest are lm_head"),
     ({"modules_to_save": "layers"}, r"lora.modules_to_save layers: no module"),
@@ -208,7 +218,7 @@ def test_files_round_trip_and_peft_reads_them(tmp_path: Path, options: dict[str,
     assert torch.equal(logits(again), logits(model))
     plain = PeftModel.from_pretrained(llama(tied), str(tmp_path)).eval()
     assert torch.allclose(logits(plain), logits(model), atol=1e-6)
-    merged = adapter_files.merged(llama(tied), tmp_path).eval()
+    merged = adapter_merge.merged(llama(tied), tmp_path).eval()
     assert torch.allclose(logits(merged), logits(model), atol=1e-5)
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == tied == merged.config.tie_word_embeddings
     assert not [name for name in merged.state_dict() if "lora" in name]
@@ -224,21 +234,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not fit the model"):
         adapter_files.load_adapter(gpt2(), config, tmp_path, torch.float32)
     with pytest.raises(ModelError, match=r"could not be merged|does not fit"):
-        adapter_files.merged(gpt2(), tmp_path)
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    ({"bias": "all"}, "bias 'all'"), ({"init_lora_weights": "pissa"}, "began as 'pissa'"),
-    ({"trainable_token_indices": [1]}, "trainable_token_indices is not served"), ({"peft_type": "IA3"}, "kind IA3")])
-def test_adapters_that_are_not_served(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    """One that would be trained otherwise than it says is refused by the name of the setting."""
-    import json
-
-    adapter_files.save(adapt(llama()), tmp_path, torch.float32)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ModelError, match=message):
-        adapter_files.read_config(tmp_path)
+        adapter_merge.merged(gpt2(), tmp_path)
 
 
 def test_sources_that_are_adapters(tmp_path: Path, tiny_model_dir: Path) -> None:

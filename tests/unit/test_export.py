@@ -56,6 +56,8 @@ def test_rounding_is_counted_and_leaves_ties() -> None:
     assert rounding.largest == pytest.approx(2**-8 / (1 + 2**-8))
     assert "2 of 4 weights (50.0%) keep their exact value; the others change by at most 0.39%, and 1 become 0" in str(
         rounding)
+    small = rounded({"a": torch.tensor([1.0, 1 + 2**-30], dtype=torch.float64)}, torch.float32)[1]
+    assert "change by at most 9.3e-08%" in str(small)
     assert "all 1 weights keep" in str(rounded({"a": torch.ones(1)}, torch.float64)[1])
 
 

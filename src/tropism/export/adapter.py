@@ -16,22 +16,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tropism.dist.state import read_model
 from tropism.errors import CheckpointError, ModelError, OutputError
 from tropism.export.source import ADAPTER_CONFIG, Chosen, Run
 from tropism.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
 from tropism.export.write import check_tensors
-from tropism.model import adapter_files, load
+from tropism.model import adapter_files, adapter_merge, load
 from tropism.model.adapters import NAME
 from tropism.model.base import base_hash
 from tropism.model.logps import Precision
 
 WEIGHTS = "adapter_model.safetensors"
 _INNER = "base_model.model."
-_TOLERANCE = 1e-3
-"""Of logits, as a share of the largest one: merging in float32 costs 1e-6; a wrong merge is far above."""
+_MOVED = "; where it lies now is said by --base DIR"
 
 
 @dataclass
@@ -69,7 +67,7 @@ def _of_result(run: Run, chosen: Chosen) -> Adapter:
         raise ModelError(f"{chosen.path}: the adapter cannot be read: {error}") from error
     base = _base(run, chosen)
     adapter = Adapter(config, weights, base, written)
-    module = skeleton(base_config(run, base), run.trust_remote_code)
+    module = skeleton(base_config(run, base, _MOVED), run.trust_remote_code)
     _check_complete(_shell(module, adapter), weights, chosen.path)
     return adapter
 
@@ -80,7 +78,7 @@ def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
 
     stored = _with_plain_names(read_model(chosen.path / "state"))
     base = _base(run, chosen)
-    module = skeleton(base_config(run, base), run.trust_remote_code)
+    module = skeleton(base_config(run, base, _MOVED), run.trust_remote_code)
     adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
     ends = [f"{name}.modules_to_save.default.weight" for name in _ends_of(module)]
     shell = _shell(module, adapter)
@@ -106,10 +104,11 @@ def _with_plain_names(stored: Weights) -> Weights:
 def _config_in(path: Path) -> Any:
     from peft import PeftConfig
 
+    adapter_files.read_values(path)
     try:
         return PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{path}: no adapter config could be read: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{path}: no adapter config could be read: {adapter_files.first_line(error)}") from error
 
 
 def _base(run: Run, chosen: Chosen) -> str:
@@ -121,18 +120,39 @@ def _base(run: Run, chosen: Chosen) -> str:
     """
     if run.other_base is not None:
         return run.other_base
-    for place in (chosen.path / "model", chosen.path, run.directory.model, Path(run.base).expanduser()):
-        if (place / ADAPTER_CONFIG).is_file() and (base := _config_in(place).base_model_name_or_path):
-            return str(base)
+    for config in _configs(run, chosen, run.base):
+        if config.base_model_name_or_path:
+            return str(config.base_model_name_or_path)
     if run.given:
         raise ModelError(f"{chosen.path}: an adapter of {run.base}, and nothing says where its base lies; save the "
                          "module as it was, without the adapter, and name it: --base DIR")
     return run.base
 
 
+def _configs(run: Run, chosen: Chosen, begun: str) -> Iterator[Any]:
+    """The adapter's config from beside the checkpoint, from the result, from the manifest, and of runs whose manifest
+    has none from what they began with.
+
+    Args:
+        begun: the adapter that the run began with, if that is one.
+    """
+    from peft import PeftConfig
+
+    for place in (chosen.path / "model", run.directory.model):
+        if (place / ADAPTER_CONFIG).is_file():
+            yield _config_in(place)
+    if values := run.manifest.get("adapter_config"):
+        try:
+            yield PeftConfig.from_peft_type(**values)
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"{run.path / 'manifest.json'}: the adapter's config there does not suit this peft: "
+                             f"{adapter_files.first_line(error)}; export with the peft that the run had") from error
+    if (Path(begun).expanduser() / ADAPTER_CONFIG).is_file():
+        yield _config_in(Path(begun).expanduser())
+
+
 def _config_of_checkpoint(run: Run, chosen: Chosen, stored: Weights, module: Any) -> Any:
-    """From beside the checkpoint, from the result, from the adapter that the run began with, or from what the run was
-    told and the names in the checkpoint.
+    """The first of those that there are; else it follows from what the run was told and the names in the checkpoint.
 
     Args:
         module: the base, without memory.
@@ -140,12 +160,12 @@ def _config_of_checkpoint(run: Run, chosen: Chosen, stored: Weights, module: Any
     from peft import LoraConfig
 
     lora = run.lora
-    for place in (chosen.path / "model", run.directory.model, Path(lora.get("adapter") or run.base).expanduser()):
-        if (place / ADAPTER_CONFIG).is_file():
-            return _config_in(place)
+    begun = str(lora.get("adapter") or run.base)
+    if (found := next(_configs(run, chosen, begun), None)) is not None:
+        return found
     if lora.get("rank") is None:
-        raise CheckpointError(f"{chosen.path}: the adapter that the run began with ({lora.get('adapter') or run.base}) "
-                              "is gone, and with it the adapter's config")
+        raise CheckpointError(f"{chosen.path}: the adapter that the run began with ({begun}) is gone, and "
+                              "with it its config, which runs of this version keep in their manifest")
     targets = sorted({name.partition(".lora_")[0] for name in stored if ".lora_" in name})
     whole = sorted({name.partition(".modules_to_save.")[0] for name in stored if ".modules_to_save." in name})
     kinds = {type(module.get_submodule(name)).__name__ for name in targets}
@@ -167,7 +187,7 @@ def _shell(module: Any, adapter: Adapter) -> Any:
         with _quiet():
             return get_peft_model(module, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ModelError(f"the adapter does not fit {adapter.base}: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"the adapter does not fit {adapter.base}: {adapter_files.first_line(error)}") from error
 
 
 def _check_complete(shell: Any, weights: Weights, path: Path) -> None:
@@ -230,62 +250,25 @@ def merged(run: Run, adapter: Adapter, precision: Precision, check_space: CheckS
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
-    check_space(number_of(skeleton(base_config(run, adapter.base), run.trust_remote_code)))
+    check_space(number_of(skeleton(base_config(run, adapter.base, _MOVED), run.trust_remote_code)))
     base = load.load_model(load.Source.of(adapter.base), precision, torch.device("cpu"),
                            trust_remote_code=run.trust_remote_code)
     known = run.manifest.get("base_weights")
     if known is not None and base_hash(base) != known:
         raise ModelError(f"{adapter.base}: holds other weights than the adapter was trained on, so that merging would "
                          "give another model; put them back, or name where they are: --base DIR")
-    was_tied = _tied(base)
-    if was_tied and _touches_ends(base, adapter) and not getattr(adapter.config, "ensure_weight_tying", False):
-        _untie(base)
     with _quiet():
         model = get_peft_model(base, deepcopy(adapter.config), autocast_adapter_dtype=False).to(base.dtype).eval()
         strange = set_peft_model_state_dict(model, adapter.weights).unexpected_keys
-        if strange:
-            raise ModelError(f"the adapter does not fit {adapter.base}: {strange[0]} is not part of it")
-        before = _logits(model)
-        plain = model.merge_and_unload(safe_merge=True).eval()
-    after = _logits(plain)
-    error = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
-    if not error <= _TOLERANCE:
-        raise ModelError(f"the merged model differs from the adapter's own by {error:.1e} of its largest logit: this "
-                         "adapter cannot be merged; export it alone")
-    if was_tied and not _tied(plain):
-        plain.config.tie_word_embeddings = plain.config.get_text_config().tie_word_embeddings = False
-    return emptied(plain)
-
-
-def _logits(model: Any) -> Tensor:
-    ids = torch.arange(16)[None] % model.config.get_text_config().vocab_size
-    with torch.no_grad():
-        found: Tensor = model(input_ids=ids, use_cache=False).logits
-    return found
-
-
-def _tied(model: Any) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
-
-
-def _untie(model: Any) -> None:
-    """Give the head a weight of its own, so that what is merged into one end does not change the other."""
-    head = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    if strange:
+        raise ModelError(f"the adapter does not fit {adapter.base}: {strange[0]} is not part of it")
+    return emptied(adapter_merge.folded(model, str(run.path), "export it alone"))
 
 
 def _ends_of(model: Any) -> list[str]:
     """Names of the embedding and the head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name for name, module in model.named_modules() if any(module is end for end in ends)]
-
-
-def _touches_ends(model: Any, adapter: Adapter) -> bool:
-    """Whether the adapter changes the embedding or the head."""
-    names = _ends_of(model)
-    return any(key.startswith(f"{_INNER}{name}.") for key in adapter.weights for name in names)
 
 
 @contextmanager

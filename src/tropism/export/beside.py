@@ -14,8 +14,11 @@ from tropism.model import load
 from tropism.observe.manifest import text_fingerprints
 
 
-def tokenizer_of(run: Run, chosen: Chosen) -> Any:
+def tokenizer_of(run: Run, chosen: Chosen, base: str | None = None) -> Any:
     """The tokenizer that was trained with, and its chat template.
+
+    Args:
+        base: of an adapter, which may have one too.
 
     Raises:
         CheckpointError: if none that can be had is the one that a checkpoint was trained with.
@@ -25,7 +28,7 @@ def tokenizer_of(run: Run, chosen: Chosen) -> Any:
         return _tokenizer_in(run, chosen.path)
     known = chosen.trainer.get("fingerprints") or {}
     reasons: list[str] = []
-    for name, tokenizer in _candidates(run, chosen, reasons):
+    for name, tokenizer in _candidates(run, chosen, base, reasons):
         prints = text_fingerprints(tokenizer)
         wrong = [what for what, found in prints.items() if known.get(what, found) != found]
         if not wrong:
@@ -35,7 +38,7 @@ def tokenizer_of(run: Run, chosen: Chosen) -> Any:
                           f"{'; '.join(reasons)}")
 
 
-def _candidates(run: Run, chosen: Chosen, reasons: list[str]) -> Iterator[tuple[str, Any]]:
+def _candidates(run: Run, chosen: Chosen, base: str | None, reasons: list[str]) -> Iterator[tuple[str, Any]]:
     """Tokenizers by where they come from; why others cannot be had goes to `reasons`."""
     for place in (chosen.path / "model", run.directory.model):
         if (place / "tokenizer_config.json").is_file():
@@ -43,7 +46,7 @@ def _candidates(run: Run, chosen: Chosen, reasons: list[str]) -> Iterator[tuple[
                 yield str(place), _tokenizer_in(run, place)
             except ModelError as error:
                 reasons.append(str(error))
-    for named in filter(None, (run.base, run.other_base)):
+    for named in dict.fromkeys(filter(None, (None if run.given and base else run.base, base))):
         try:
             tokenizer = load.load_tokenizer(load.Source.of(named), trust_remote_code=run.trust_remote_code)
             if template := run.options.get("chat_template"):

@@ -124,8 +124,10 @@ class _Work:
             needed = count * dtype.itemsize
             check_space(self.path, needed)
 
-        tokenizer = beside.tokenizer_of(run, chosen)
-        module, weights, base = self._weights(dtype, room)
+        adapter = adapters.read(run, chosen) if self.merge else None  # says what its base is, or that it is gone
+        tokenizer = beside.tokenizer_of(run, chosen, adapter.base if adapter is not None else None)
+        module, weights = self._weights(adapter, dtype, room)
+        base = run.base if adapter is None else adapter.base
         weights, rounding = self._rounded(weights, dtype)
         module = module.to(dtype)
         generation, notes = beside.generation_of(run, chosen, base, tokenizer, module.config)
@@ -138,15 +140,14 @@ class _Work:
             files = checksums(partial)
         return self._done(dtype, rounding, files, is_adapter=False)
 
-    def _weights(self, dtype: torch.dtype, room: CheckSpace) -> tuple[Any, Weights, str]:
+    def _weights(self, adapter: adapters.Adapter | None, dtype: torch.dtype, room: CheckSpace) -> tuple[Any, Weights]:
         run, chosen = self.run, self.chosen
-        if not self.merge:
+        if adapter is None:
             of = of_result if chosen.trainer is None else of_checkpoint
-            return *of(run, chosen, room), run.base
-        adapter = adapters.read(run, chosen)
+            return of(run, chosen, room)
         self.adapter_config = adapter.config
         wide = torch.float64 in (dtype, *(weight.dtype for weight in adapter.weights.values()))
-        return *adapters.merged(run, adapter, "fp64" if wide else "fp32", room), adapter.base
+        return adapters.merged(run, adapter, "fp64" if wide else "fp32", room)
 
     def adapter(self) -> Exported:
         """An adapter alone."""
@@ -156,7 +157,7 @@ class _Work:
         dtype = self.wanted or (self._usual() if chosen.trainer is not None else _common(adapter.weights))
         needed = sum(weight.numel() for weight in adapter.weights.values()) * dtype.itemsize
         check_space(self.path, needed)
-        tokenizer = beside.tokenizer_of(run, chosen)
+        tokenizer = beside.tokenizer_of(run, chosen, adapter.base)
         generation, notes = beside.generation_of(run, chosen, adapter.base, tokenizer, _config(run, adapter.base))
         self._tell(notes)
         weights, rounding = self._rounded(adapter.weights, dtype)

@@ -59,8 +59,11 @@ def config_of(run: Run, chosen: Chosen) -> Any:
     return base_config(run, run.base)
 
 
-def base_config(run: Run, name: str) -> Any:
+def base_config(run: Run, name: str, moved: str = "") -> Any:
     """The config of the model that a run began with.
+
+    Args:
+        moved: what to do where it lies elsewhere, in an error.
 
     Raises:
         ModelError: if it is not to be had.
@@ -69,7 +72,7 @@ def base_config(run: Run, name: str) -> Any:
         return load.load_config(load.Source.of(name), trust_remote_code=run.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"{error}. The run began with this model, and its config says how the weights of a "
-                         "checkpoint or an adapter belong together") from error
+                         f"checkpoint or an adapter belong together{moved}") from error
 
 
 def of_result(run: Run, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:
@@ -158,8 +161,13 @@ class Rounding:
         if self.exact == self.weights:
             return f"{name}: all {self.weights:,} weights keep their exact value"
         text = (f"{name}: {self.exact:,} of {self.weights:,} weights ({self.exact / self.weights:.1%}) keep their "
-                f"exact value; the others change by at most {self.largest:.2%}")
+                f"exact value; the others change by at most {_percent(self.largest)}")
         return text + (f", and {self.zeroed:,} become 0" if self.zeroed else "")
+
+
+def _percent(share: float) -> str:
+    """A share that is not 0, however small it is."""
+    return f"{share:.2%}" if share >= 1e-3 else f"{100 * share:.2g}%"
 
 
 def rounded(weights: Weights, dtype: torch.dtype) -> tuple[Weights, Rounding]:

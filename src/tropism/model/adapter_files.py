@@ -1,6 +1,7 @@
 """Adapters on the disk, as peft writes and reads them."""
 
 import json
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,35 +14,32 @@ from torch import Tensor
 
 from tropism.dist.shard import give
 from tropism.errors import ModelError
+from tropism.model.adapter_settings import check_known, check_served, check_values
 from tropism.model.adapters import NAME, adapter_name, learning_names, make_structure, materialise
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-
-# Starts that change the base weights too: what they leave in the file belongs to a base that is nowhere.
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-_SERVED = frozenset((
-    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "bias", "use_rslora",
-    "use_dora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
-    "alpha_pattern", "lora_bias", "ensure_weight_tying", "base_model_name_or_path", "revision", "peft_type",
-    "task_type", "inference_mode", "auto_mapping", "peft_version", "runtime_config", "megatron_core", "eva_config",
-    "loftq_config"))
 
 
 def base_of(path: Path) -> str:
     """What the adapter in a directory says that it belongs to.
 
     Raises:
-        ModelError: if it does not say.
+        ModelError: if it does not say, or is none that this peft knows in full.
     """
-    base = _read(path).get("base_model_name_or_path")
+    values = read_values(path)
+    check_known(values, path / CONFIG)
+    base = values.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"{path}: an adapter that does not say of which model; {advice(path)}")
     return base
 
 
 def advice(path: Path) -> str:
-    """What to do where the base of an adapter is not where its file says."""
+    """What to do where the base of an adapter is not where its file says. What a run wrote stays as it is."""
+    if path.name == "model" and (path.parent / "manifest.json").is_file():
+        return (f"tropism export {path.parent} --to DIR --base BASE writes an adapter that says where it is now, or to "
+                f"train on it give --model BASE --lora.adapter {path}")
     return (f"write where it is as base_model_name_or_path into {path / CONFIG}, or to train on it give --model BASE "
             f"--lora.adapter {path}")
 
@@ -52,7 +50,7 @@ def read_config(path: Path) -> Any:
     Raises:
         ModelError: naming what it has that is not served.
     """
-    values = _read(path)
+    values = read_values(path)
     kind = str(values.get("peft_type"))
     if kind != "LORA":
         raise ModelError(f"{path}: an adapter of kind {kind}; Tropism trains LORA")
@@ -63,28 +61,11 @@ def read_config(path: Path) -> Any:
             warnings.simplefilter("ignore")
             config = LoraConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path / CONFIG}: cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
+    check_known(values, path / CONFIG)
     check_served(config, str(path))
     config.lora_dropout = 0.0  # dropout is off in all that is trained here
     return config
-
-
-def check_served(config: Any, place: str) -> None:
-    """Refuse an adapter that would be trained, or kept, otherwise than it says.
-
-    Raises:
-        ModelError: naming the setting.
-    """
-    plain = type(config)()
-    for name, value in vars(config).items():
-        if name not in _SERVED and value and value != getattr(plain, name, None):
-            raise ModelError(f"{place}: its {name} is not served; merge the adapter into its base first")
-    if config.bias != "none":
-        raise ModelError(f"{place}: bias {config.bias!r} lets biases of the base learn, which is not served; merge the "
-                         "adapter into its base first")
-    if config.init_lora_weights not in _PLAIN_STARTS:
-        raise ModelError(f"{place}: began as {config.init_lora_weights!r}, which changed the base weights too; merge "
-                         "the adapter into that base first")
 
 
 def load_adapter(module: Any, config: Any, path: Path, dtype: torch.dtype) -> None:
@@ -128,40 +109,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ModelError: if they cannot be read.
     """
-    file = _weights_file(path)
+    file = weights_file(path)
     try:
         state = (load_file(file) if file.name == WEIGHTS else
                  torch.load(file, map_location="cpu", weights_only=True))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{file}: cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{file}: cannot be read: {first_line(error)}") from error
     return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
-
-
-def merged(module: Any, path: Path) -> Any:
-    """A model with the adapter of a directory, of any kind that peft merges, in its weights.
-
-    Raises:
-        ModelError: if it does not fit.
-    """
-    from peft import PeftModel  # slow to import, and most runs have no adapter
-
-    _weights_file(path)
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            wrapped = PeftModel.from_pretrained(module, str(path))
-            if left := wrapped.load_adapter(str(path), wrapped.active_adapter).unexpected_keys:
-                raise ModelError(f"{path}: does not fit the model: {min(left)} belongs to no module of it")
-            if missing := [str(entry.message) for entry in said if "missing adapter keys" in str(entry.message)]:
-                raise ModelError(f"{path}: does not fit the model: {_first_line(Exception(missing[0]))}")
-            result = wrapped.merge_and_unload(safe_merge=True)
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, SafetensorError) as error:
-        raise ModelError(f"{path}: the adapter could not be merged: {_first_line(error)}") from error
-    head, embedding = result.get_output_embeddings(), result.get_input_embeddings()
-    if head is not None and head.weight is not embedding.weight:
-        result.config.get_text_config().tie_word_embeddings = False  # one of them has learnt apart from the other
-        result.config.tie_word_embeddings = False
-    return result
 
 
 def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -193,12 +147,18 @@ def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tens
 
 def write_config(config: Any, path: Path) -> None:
     """Write peft's configuration of an adapter, as the same file whenever it is the same: peft's sets have no order."""
-    config.save_pretrained(str(path))
-    written = _read(path)
+    (path / CONFIG).write_text(json.dumps(values_of(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """peft's configuration of an adapter as its file has it, with its sets in order."""
+    with tempfile.TemporaryDirectory() as place:
+        config.save_pretrained(place)
+        written = read_values(Path(place))
     for name in ("target_modules", "exclude_modules", "modules_to_save"):
         if isinstance(getattr(config, name, None), set):
             written[name] = sorted(written[name])
-    (path / CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return written
 
 
 def _by_file_names(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -212,7 +172,7 @@ def _by_file_names(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tens
     return found
 
 
-def _weights_file(path: Path) -> Path:
+def weights_file(path: Path) -> Path:
     """The file of an adapter's weights.
 
     Raises:
@@ -224,15 +184,23 @@ def _weights_file(path: Path) -> Path:
     raise ModelError(f"{path / WEIGHTS}: is not there: the directory holds an adapter's config without its weights")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, Any]:
+    """Content of an adapter's config, of any kind.
+
+    Raises:
+        ModelError: if it cannot be read, or a setting of it means nothing.
+    """
     try:
         values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path / CONFIG}: cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path / CONFIG}: cannot be read: it is no JSON object")
+    check_values(values, path / CONFIG)
     return values
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def first_line(error: BaseException) -> str:
+    """What an error says first; of one that begins with a heading what stands below it too."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[:2 if lines[0].rstrip().endswith(":") else 1])

@@ -12,6 +12,10 @@ from tropism.model.options import LoraOptions
 
 _KINDS = (torch.nn.Linear, Conv1D)
 
+ON_EMBEDDING = ("which is not trained; name the embedding in modules_to_save, so that it learns whole, or merge the "
+                "adapter into its base first")
+"""What is said of an adapter on an embedding, whose matrices peft keeps apart from all others."""
+
 
 def linear_names(module: Any) -> list[str]:
     """Names of the linear layers of a model, but for its head."""
@@ -19,11 +23,11 @@ def linear_names(module: Any) -> list[str]:
     return [name for name, layer in module.named_modules() if isinstance(layer, _KINDS) and layer is not head]
 
 
-def new_config(module: Any, options: LoraOptions, base: str) -> Any:
+def new_config(module: Any, options: LoraOptions, base: str | None) -> Any:
     """peft's configuration of a fresh adapter for a model, whose weights are not looked at.
 
     Args:
-        base: what its file will say that it belongs to.
+        base: what its file will say that it belongs to; None for nothing.
 
     Raises:
         UsageError: for a name that no module has, or one that cannot have what is asked for.
@@ -42,8 +46,8 @@ def new_config(module: Any, options: LoraOptions, base: str) -> Any:
         base_model_name_or_path=base, ensure_weight_tying=bool(whole) and _tied_names(module, whole))
 
 
-def check_head(module: Any, config: Any, place: str) -> None:
-    """Refuse an adapter on the head, whose weight is used as it is: it would never learn.
+def check_ends(module: Any, config: Any, place: str) -> None:
+    """Refuse an adapter on the head, whose weight is used as it is, so that it would never learn, or on an embedding.
 
     Args:
         config: peft's, of the adapter.
@@ -55,16 +59,23 @@ def check_head(module: Any, config: Any, place: str) -> None:
     from peft.tuners.tuners_utils import check_target_module_exists  # slow to import, as above
 
     head = module.get_output_embeddings()
-    for name in (name for name, layer in module.named_modules() if layer is head):
-        if check_target_module_exists(config, name):
+    for name, layer in module.named_modules():
+        if not (layer is head or isinstance(layer, torch.nn.Embedding)) or not check_target_module_exists(config, name):
+            continue
+        if layer is head:
             raise ModelError(f"{place}: an adapter on the head ({name}), whose weight is used as it is: it would never "
                              "learn; merge the adapter into its base first")
+        raise ModelError(f"{place}: an adapter on an embedding ({name}), {ON_EMBEDDING}")
 
 
 def _targets(module: Any, options: LoraOptions, whole: Sequence[str]) -> list[str]:
     linear = linear_names(module)
     if options.targets is None:
-        linear = [name for name in linear if not _ends(name, whole)]
+        linear = [name for name in linear if not _within(name, whole)]
+        if not linear:
+            raise UsageError(f"lora.modules_to_save {options.modules_to_save}: names every linear layer, so that none "
+                             "is left for an adapter; leave some out" if whole else
+                             "lora.rank: the model has no linear layers beside its head for an adapter to stand on")
         found = sorted({name.rpartition(".")[2] for name in linear})
         chosen = set(linear)
         exact = all(name in chosen for name, _ in module.named_modules() if _ends(name, found))
@@ -84,7 +95,7 @@ def _targets(module: Any, options: LoraOptions, whole: Sequence[str]) -> list[st
                 raise UsageError(f"lora.targets {wanted}: {name} is of kind {type(layer).__name__}, and adapters "
                                  f"stand on linear layers{_near(wanted, linear)}; --lora.modules-to-save lets it learn "
                                  "whole")
-        if both := [name for name in matched if _ends(name, whole)]:
+        if both := [name for name in matched if _within(name, whole)]:
             raise UsageError(f"lora.targets {wanted} and lora.modules_to_save both name {both[0]}; it has an adapter "
                              "or learns whole")
     return names
@@ -125,6 +136,12 @@ def _split(text: str | None) -> list[str]:
 
 def _ends(name: str, endings: Sequence[str]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
+
+
+def _within(name: str, endings: Sequence[str]) -> bool:
+    """Whether a module, or one that it is a part of, has one of the names."""
+    parts = name.split(".")
+    return any(_ends(".".join(parts[:count]), endings) for count in range(1, len(parts) + 1))
 
 
 def _near(wanted: str, names: Sequence[str]) -> str:

@@ -98,6 +98,19 @@ def facts_of(module: Any) -> Facts:
                  learning, total)
 
 
+def too_large(module: Any) -> str | None:
+    """What is to be said of ranks beyond the smaller side of a weight, where more changes nothing; None if none is."""
+    name = adapter_name(module)
+    beyond = [(key, layer) for key, layer in module.named_modules()
+              if hasattr(layer, "lora_A") and name in layer.lora_A
+              and layer.r[name] > min(layer.in_features, layer.out_features)]
+    if not beyond:
+        return None
+    key, layer = beyond[0]
+    return (f"rank {layer.r[name]} is above the smaller side of the weights of {len(beyond)} modules ({key} is "
+            f"{layer.out_features} x {layer.in_features}); beyond that side a rank changes nothing but memory and time")
+
+
 def _size(weight: Tensor) -> int:
     """How many weights a parameter stands for: of a packed one, as many as it was made from."""
     state = getattr(weight, "quant_state", None)

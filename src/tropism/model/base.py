@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,20 @@ def base_hash(module: Any) -> str | None:
     with switched_off(module):
         lines = each_whole(state_as_computed(module), one)
     return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
+
+
+def known_hash(directory: Path) -> str | None:
+    """Hash of the weights that the adapter of a run was trained on, as the run's manifest has it.
+
+    Args:
+        directory: of the adapter: RUN/model, or that of a checkpoint.
+    """
+    above = directory.resolve().parents
+    for run in (above[0], *(above[2:3] if len(above) > 1 and above[1].name == "checkpoints" else ())):
+        with suppress(OSError, ValueError, AttributeError):
+            if found := json.loads((run / "manifest.json").read_text(encoding="utf-8")).get("base_weights"):
+                return str(found)
+    return None
 
 
 def differing(module: Any, directory: Path) -> str | None:

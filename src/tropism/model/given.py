@@ -3,6 +3,7 @@
 from typing import Any
 
 from tropism.errors import ModelError
+from tropism.model.adapter_targets import ON_EMBEDDING
 from tropism.model.adapters import adapter_name
 
 
@@ -31,12 +32,14 @@ def inner(module: Any, place: str) -> Any:
 
 
 def check_trainable(module: Any, place: str) -> None:
-    """The adapter of a module is one that computes, and is not in the weights already.
+    """The adapter of a module is one that computes, is not in the weights already, and stands on no embedding.
 
     Raises:
         ModelError: saying how to make it so.
     """
-    for layer in module.modules():
+    for name, layer in module.named_modules():
+        if len(getattr(layer, "lora_embedding_A", ())):
+            raise ModelError(f"{place} has its adapter on an embedding ({name}), {ON_EMBEDDING}")
         if getattr(layer, "_disable_adapters", False):
             raise ModelError(f"the adapter of {place} is switched off; enable_adapter_layers() first")
         if getattr(layer, "merged_adapters", None):

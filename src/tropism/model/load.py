@@ -3,11 +3,14 @@
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -15,10 +18,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from tropism.dist.shard import part_of
 from tropism.errors import ModelError, OutputError
-from tropism.model import adapter_files, quantized
+from tropism.model import adapter_files, adapter_merge, quantized
+from tropism.model.adapter_files import first_line
 from tropism.model.adapters import adapter_name, kept_parameters
 from tropism.model.logps import Precision
 from tropism.model.options import is_adapter
+from tropism.observe.console import Voice
 
 SHARD_SIZE = "50GB"
 """Largest file of weights, as transformers has it."""
@@ -53,12 +58,17 @@ class Source:
             if is_adapter(path):
                 return cls._of_adapter(path.resolve())
             if not (path / "config.json").is_file():
+                if (path / "manifest.json").is_file():
+                    raise ModelError(f"{name}: is a run; " + (f"name its result: {path / 'model'}" if (
+                        path / "model").is_dir() else "it has no result yet"))
                 ggufs = sorted(file.name for file in path.glob("*.gguf"))
                 hint = f"; name the file: {path / ggufs[0]}" if ggufs else ""
                 raise ModelError(f"{name}: no config.json in this directory{hint}")
             return cls(str(path.resolve()))
         if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name:
             raise ModelError(f"{name}: no such directory, and not a hub id (owner/name)")
+        if path.parent.is_dir():
+            _say_missing(name)
         return cls(name)
 
     @classmethod
@@ -86,6 +96,15 @@ class Source:
         return self.adapter or (str(Path(self.name) / self.gguf_file) if self.gguf_file else self.name)
 
 
+@cache
+def _say_missing(name: str) -> None:
+    """Say of what may be a mistyped path, or a hub id, that it is no directory before the hub is asked for it."""
+    with suppress(ValueError):  # no hub id either, which loading says
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+    Voice().warn(f"{name}: no such directory, though {Path(name).parent} is one; looked for as a hub id (owner/name)")
+
+
 def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model; the one beside an adapter where there is one.
 
@@ -98,7 +117,7 @@ def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(f"{source.name}: no tokenizer could be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{source.name}: no tokenizer could be loaded: {first_line(error)}") from error
 
 
 def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
@@ -113,7 +132,8 @@ def load_config(source: Source, *, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         hint = (f"; it is what {source.adapter} says that it belongs to: if it is elsewhere, "
                 f"{adapter_files.advice(Path(source.adapter))}" if source.adapter else "")
-        raise ModelError(f"{source.name}: no model config could be loaded: {_first_line(error)}{hint}") from error
+        which = "" if Path(source.name).is_dir() else "no such directory, and as a hub id "
+        raise ModelError(f"{source.name}: {which}no model config could be loaded: {first_line(error)}{hint}") from error
     check_architecture(config)
     return config
 
@@ -126,7 +146,7 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
 
     Args:
         quantize: hold the weights of linear layers in 4 or 8 bits.
-        plain: names of modules that are not quantised, beside the head.
+        plain: full names of modules that are not quantised.
 
     Raises:
         ModelError: where loading fails, or leaves a weight out.
@@ -144,7 +164,7 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
         model, report = AutoModelForCausalLM.from_pretrained(
             source.name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **extra)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{source.name}: the model could not be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{source.name}: the model could not be loaded: {first_line(error)}") from error
     missing = sorted(report.get("missing_keys") or [])
     if missing:
         raise ModelError(f"{source.name}: {len(missing)} weights are missing and would be random: {missing[0]}, ...")
@@ -158,7 +178,7 @@ def load_model(source: Source, precision: Precision, device: torch.device, *,
     if source.adapter is not None:
         if source.look is not None:
             source.look(model)
-        model = adapter_files.merged(model, Path(source.adapter))
+        model = adapter_merge.merged(model, Path(source.adapter))
     return model.to(device=device, dtype=dtype).eval()
 
 
@@ -179,7 +199,7 @@ def skeleton(config: Any, *, dtype: torch.dtype | None = None, trust_remote_code
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **chosen)
         model.tie_weights()
     except (OSError, ValueError, ImportError, KeyError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"{config.name_or_path}: no model can be made of its config: {_first_line(error)}") from error
+        raise ModelError(f"{config.name_or_path}: no model can be made of its config: {first_line(error)}") from error
     return model
 
 
@@ -194,10 +214,6 @@ def _need_gguf(source: Source) -> None:
             import gguf  # noqa: F401
         except ImportError:
             raise ModelError("reading a GGUF file needs the package gguf: pip install 'tropism[gguf]'") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_architecture(config: Any) -> None:

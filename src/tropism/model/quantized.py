@@ -5,6 +5,7 @@ run: bitsandbytes' own product of 8 bits rounds the inputs too, so that a result
 """
 
 import importlib.util
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -31,12 +32,12 @@ def loading(kind: Kind, device: torch.device, plain: Iterable[str]) -> dict[str,
     """Arguments for transformers' loader.
 
     Args:
-        plain: names of modules that stay as they are, beside the head.
+        plain: full names of modules that stay as they are.
     """
     check_installed()
     from transformers import BitsAndBytesConfig  # of an optional package
 
-    skip = ["lm_head", *plain]
+    skip = [re.escape(name) for name in plain]  # taken for expressions
     config = (BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                  bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=skip)
               if kind == "nf4" else BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip))

@@ -13,9 +13,19 @@ from tropism.data.tree import PromptTree
 from tropism.dist.shard import is_sharded
 from tropism.dist.world import World
 from tropism.errors import ModelError, UsageError
-from tropism.model import adapter_files, adapter_targets, adapters, base, given, load, narrow, quantized
+from tropism.model import (
+    adapter_files,
+    adapter_settings,
+    adapter_targets,
+    adapters,
+    base,
+    given,
+    load,
+    narrow,
+    quantized,
+)
 from tropism.model.logps import LanguageModel, Precision
-from tropism.model.options import LoraOptions
+from tropism.model.options import LoraOptions, is_adapter
 from tropism.observe.console import Voice
 from tropism.train import models
 from tropism.train import reference as references
@@ -68,7 +78,7 @@ class Start:
             if lora.wanted:
                 raise UsageError(f"{_GIVEN} has an adapter already, which is trained as it is; leave lora.rank and "
                                  "lora.adapter out, or merge it first")
-            adapter_files.check_served(inner.peft_config[name], _GIVEN)
+            adapter_settings.check_served(inner.peft_config[name], _GIVEN)
             given.check_trainable(inner, _GIVEN)
             return cls(inner, lora, held=True)
         if lora.wanted and optimizer is not None:
@@ -77,8 +87,11 @@ class Start:
         if lora.adapter is None:
             return cls(named, lora)
         path = Path(lora.adapter).expanduser()
+        if not path.is_dir():
+            raise UsageError(f"lora.adapter {lora.adapter}: no such directory")
         if not (path / adapter_files.CONFIG).is_file():
-            raise UsageError(f"lora.adapter {lora.adapter}: no {adapter_files.CONFIG} in this directory")
+            hint = (f"; it is a run, whose adapter is {path / 'model'}" if is_adapter(path / "model") else "")
+            raise UsageError(f"lora.adapter {lora.adapter}: no {adapter_files.CONFIG} in this directory{hint}")
         return cls(named, lora, _checked(path.resolve()))
 
     @property
@@ -108,7 +121,7 @@ class Start:
         by_name = isinstance(self.named, load.Source)
         model = load.skeleton(config, trust_remote_code=trust_remote_code) if by_name else self.named
         its_config = self._config(model)
-        adapter_targets.check_head(model, its_config, str(self.directory or "lora.targets"))
+        adapter_targets.check_ends(model, its_config, str(self.directory or "lora.targets"))
         if by_name:
             adapters.make_structure(model, its_config)
 
@@ -117,9 +130,9 @@ class Start:
         if not self.adapts:
             return numerics.module(self.named)
         if self.lora.quantize is not None:
-            whole = self.lora.modules_to_save.split(",") if self.lora.modules_to_save else ()
             module = load.load_model(self.named, numerics.precision, numerics.device, quantize=self.lora.quantize,
-                                     trust_remote_code=numerics.trust_remote_code, plain=whole)
+                                     trust_remote_code=numerics.trust_remote_code,
+                                     plain=self._plain_names(numerics.trust_remote_code))
         elif self.held:
             module = numerics.module(self.named)
         else:
@@ -128,7 +141,7 @@ class Start:
         if self.held:
             _check_learning(module)
             config = module.peft_config[adapters.adapter_name(module)]
-            config.base_model_name_or_path = self._base or config.base_model_name_or_path
+            config.base_model_name_or_path = self._base or _found_again(config.base_model_name_or_path)
             return module
         if self.directory is not None:
             if is_sharded(module):
@@ -215,38 +228,82 @@ class Start:
         facts = adapters.facts_of(module)
         self._check_origin(module, voice)
         voice.say(f"adapter: {facts}" + (f"; weights held in {self.lora.quantize}" if self.lora.quantize else ""))
+        if note := adapters.too_large(module):
+            voice.warn(note)
         if not self.fresh:
             origin = self.directory or "the adapter of the model that was given"
             voice.say(f"  it starts from {origin}" + ("; the reference is the model with that adapter, as it is before "
                                                       "step 1" if is_reference else ""))
         known = base.base_hash(module)
+        self._check_base(known, voice)
         self.narrow(module, numerics.precision, sharded=True)
-        return module, {"adapter": asdict(facts)} | ({} if known is None else {"base_weights": known})
+        config = module.peft_config[adapters.adapter_name(module)]
+        return module, {"adapter": asdict(facts), "adapter_config": adapter_files.values_of(config)} | (
+            {} if known is None else {"base_weights": known})
+
+    def _check_base(self, found: str | None, voice: Voice) -> None:
+        """An adapter to start from may have been trained on other weights than it stands on now.
+
+        Args:
+            found: hash of the weights without the adapter; None where they are held in fewer bits.
+        """
+        if self.directory is None:
+            return
+        known, origin = base.known_hash(self.directory), self._base or "the model that was given"
+        named = _found_again(adapter_files.read_values(self.directory).get("base_model_name_or_path"))
+        if found is not None and known is not None:
+            if found != known:
+                voice.warn(f"{self.directory}: was trained on other weights than {origin} has now; it goes on from "
+                           "another model than the one that it was trained as")
+        elif named is not None and self._base is not None and named != self._base:
+            voice.warn(f"{self.directory}: names {named} as its base, and goes on on {origin}; whether these are the "
+                       "same weights cannot be told")
 
     def _check_origin(self, module: Any, voice: Voice) -> None:
-        """A module that was given may have learnt since it was loaded: its adapter's file then names no base."""
-        if isinstance(self.named, load.Source) or not Path(self._base).is_dir():
+        """A module that was given may come from nowhere, or have learnt since it was loaded: its adapter's file then
+        names no base."""
+        if isinstance(self.named, load.Source):
             return
-        if name := base.differing(module, Path(self._base)):
-            module.peft_config[adapters.adapter_name(module)].base_model_name_or_path = None
-            voice.warn(f"the model that was given is not what {self._base} holds ({name} differs): the adapter's file "
-                       "will name no base. Save the model without the adapter, and name it where the adapter is used: "
-                       "tropism export RUN --base DIR")
+        config = module.peft_config[adapters.adapter_name(module)]
+        origin = config.base_model_name_or_path
+        if not origin:
+            why = "says of no directory or hub id that it came from there"
+        elif Path(origin).is_dir() and (name := base.differing(module, Path(origin))):
+            why = f"is not what {origin} holds ({name} differs)"
+        else:
+            return
+        config.base_model_name_or_path = None
+        voice.warn(f"the model that was given {why}: the adapter's file will name no base. Save the model without the "
+                   "adapter, and name it where the adapter is used: tropism export RUN --base DIR")
+
+    def _plain_names(self, trust_remote_code: bool) -> list[str]:
+        """Full names of the modules that are not quantised: those that learn whole, as peft finds them, and the head,
+        whatever a model calls it."""
+        config = load.load_config(self.named, trust_remote_code=trust_remote_code)
+        model = load.skeleton(config, trust_remote_code=trust_remote_code)
+        head = [name for name, layer in model.named_modules() if layer is model.get_output_embeddings()]
+        adapters.make_structure(model, self._config(model))
+        return head + [name for name, layer in model.named_modules() if hasattr(layer, "modules_to_save")]
 
     def _config(self, module: Any) -> Any:
         if self.directory is None:
             return adapter_targets.new_config(module, self.lora, self._base)
         config = adapter_files.read_config(self.directory)
-        config.base_model_name_or_path = self._base or config.base_model_name_or_path
+        config.base_model_name_or_path = self._base or _found_again(config.base_model_name_or_path)
         return config
 
     @property
-    def _base(self) -> str:
-        """What the adapter's file says that it belongs to."""
+    def _base(self) -> str | None:
+        """What the adapter's file says that it belongs to; None for a module that says nothing of where it is from."""
         if isinstance(self.named, load.Source):
             return self.named.absolute
-        origin = str(getattr(self.named.config, "name_or_path", "") or "")
-        return os.path.abspath(origin) if Path(origin).is_dir() else origin
+        return _found_again(getattr(self.named.config, "name_or_path", None))
+
+
+def _found_again(origin: Any) -> str | None:
+    """The name of a model as another process finds it; None for no name."""
+    name = str(origin or "")
+    return os.path.abspath(name) if name and Path(name).is_dir() else name or None
 
 
 def _checked(path: Path) -> Path:

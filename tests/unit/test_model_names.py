@@ -1,0 +1,59 @@
+"""What stands where a model is named and none is: said with where to look."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tropism.dist import World
+from tropism.errors import ModelError, TropismError, UsageError
+from tropism.model import load
+from tropism.model.options import LoraOptions
+from tropism.train.adapted import Start
+
+
+def test_a_run_is_no_model(tmp_path: Path) -> None:
+    """X1: its result is one, and has a name."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "manifest.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"run: is a run; it has no result yet"):
+        load.Source.of(str(run))
+    (run / "model").mkdir()
+    with pytest.raises(ModelError, match=f"run: is a run; name its result: {run / 'model'}"):
+        load.Source.of(str(run))
+
+
+def test_where_an_adapter_should_be(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """X1: a directory that is not there, one without an adapter, and a run, which has one."""
+    def refused(match: str, path: Path) -> None:
+        with pytest.raises(UsageError, match=match):
+            Start.of(load.Source.of(str(tiny_model_dir)), LoraOptions(adapter=str(path)), None,
+                     World(0, 1, torch.device("cpu")))
+
+    refused(f"adapter {tmp_path}/nowhere: no such directory$", tmp_path / "nowhere")
+    refused("no adapter_config.json in this directory$", tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    refused(f"it is a run, whose adapter is {tmp_path}/model$", tmp_path)
+
+
+def test_a_mistyped_path_is_said_before_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """X1: `runs/nothing` beside `runs` may be a hub id, and is taken for one; `owner/name` says nothing."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    load._say_missing.cache_clear()
+    for _ in range(2):
+        assert load.Source.of("owner/name").name == "owner/name"
+        source = load.Source.of("runs/nothing")
+    assert capsys.readouterr().out == (
+        "note: runs/nothing: no such directory, though runs is one; looked for as a hub id (owner/name)\n")
+
+    def gone(*args: object, **options: object) -> None:
+        raise OSError("cannot connect")
+
+    monkeypatch.setattr(load.AutoConfig, "from_pretrained", gone)
+    with pytest.raises(TropismError, match="runs/nothing: no such directory, and as a hub id no model config could be"):
+        load.load_config(source)
