@@ -1,5 +1,6 @@
 """A run directory has one owner; a killed one leaves a lock that is taken over."""
 
+import errno
 import json
 import os
 import signal
@@ -11,11 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tropism.errors import OutputError, OutputLockedError
 from tropism.observe.lock import Owner, lend, owned
+from tropism.observe.rundir import RunDirectory
 
 HOLD = ("import sys, time; from pathlib import Path; from tropism.observe.lock import owned\n"
         "with owned(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)")
@@ -143,6 +146,58 @@ def test_a_writer_that_outlives_the_block_keeps_the_lock(tmp_path: Path) -> None
         assert not writer.is_alive()
         assert (tmp_path / "lock").is_file()
     assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.parametrize(("call", "done"), [("open", True), ("fsync", True), ("link", False), ("link", True)])
+def test_a_process_killed_while_it_makes_the_lock_keeps_nobody_out(tmp_path: Path, call: str, done: bool) -> None:
+    """C1: at no moment is there a lock that does not say whose it is; what else is left is tidied up by a run."""
+    code = ("import os, signal, sys; from pathlib import Path; from tropism.observe.lock import owned\n"
+            "call, done = sys.argv[2:]; real = getattr(os, call)\n"
+            "def killed(*args):\n    done and real(*args); os.kill(os.getpid(), signal.SIGKILL)\n"
+            "setattr(os, call, killed); owned(Path(sys.argv[1])).__enter__()")
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path), call, "done" * done], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir())
+    RunDirectory(tmp_path).refuse_if_used()
+    with owned(tmp_path):
+        RunDirectory(tmp_path).create()
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_disk_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is made all the same, by one process only."""
+    def link(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    with owned(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(OutputLockedError, match="is in use by"), owned(tmp_path):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_others_between_a_look_and_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tidies up what is not linked yet, the next is faster; of our own link the first answer was lost."""
+    real, calls = os.link, []
+
+    def link(temporary: Path, path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            temporary.unlink()
+        elif len(calls) == 2:
+            write(tmp_path, replace(Owner.here(), started="1"))
+        else:
+            real(temporary, path)
+        real(temporary, path)
+
+    monkeypatch.setattr(os, "link", link)
+    said: list[str] = []
+    with owned(tmp_path, said.append):
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert (len(calls), len(said)) == (3, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_of_many_takes_a_lock_over(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """A run directory has one owner at a time: `RUN/lock` says who.
 
-The file is made by an operation that only one process can win. A process that was killed leaves it behind; the next
-one sees that its owner is gone, and takes over. Of a process on another machine nobody can see that: an owner touches
+The file is written under another name and gets its own by an operation that only one process can win, so it always says
+whose it is. A process that was killed leaves it behind; the next one sees that its owner is gone, and takes over. Of a process on another machine nobody can see that: an owner touches
 its lock every minute, and one that has not done so for long counts as gone.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -21,8 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tropism.errors import OutputError, OutputLockedError
+from tropism.observe.files import temporary_of
 
-_PATIENCE_S = 1.0  # a lock without content has just been made; its owner writes it at once
+_PATIENCE_S = 1.0  # a lock without content has just been made where there are no links; its owner writes it at once
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
 _BEAT_S = 60.0
 _SILENT_S = 600.0
 _writers: dict[Path, threading.Thread] = {}
@@ -163,20 +166,12 @@ class Ownership(ExitStack):
 
 
 def _acquire(path: Path, mine: Owner, say: Callable[[str], None]) -> None:
-    content = json.dumps(asdict(mine), indent=2, ensure_ascii=False) + "\n"
+    content = (json.dumps(asdict(mine), indent=2, ensure_ascii=False) + "\n").encode()
     while True:
         try:
-            with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w", encoding="utf-8") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            return
-        except FileExistsError:
-            pass
+            if not path.exists() and _make(path, content):
+                return
         except OSError as error:
-            with suppress(OSError):  # made, and not written: it would keep everybody out
-                if path.stat().st_size < len(content.encode()):
-                    path.unlink()
             raise OutputError.because(path, error, len(content)) from error
         owner = _settled(path)
         if owner is None:
@@ -187,6 +182,52 @@ def _acquire(path: Path, mine: Owner, say: Callable[[str], None]) -> None:
         if _clear(path, owner):
             how = f"and has given no sign of life for {silent_s / 60:.0f} minutes" if silent_s else "which is gone"
             say(f"{path.parent}: was left by {owner}, {how}; this run takes over")
+
+
+def _make(path: Path, content: bytes) -> bool:
+    """Make the lock with its content, unless somebody else does. A kill at any moment leaves it whole or absent.
+
+    Raises:
+        OSError: if the disk refuses; nothing is left then.
+    """
+    temporary = temporary_of(path)
+    try:
+        temporary.unlink(missing_ok=True)  # of a process that was killed and had our numbers
+        _write_new(temporary, content)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return temporary.stat().st_nlink == 2  # our own: a server's first answer may be lost on its way
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _write_new(path, content)
+        return True
+    except FileExistsError:
+        return False
+    except FileNotFoundError:
+        if not path.parent.exists():
+            raise
+        return False  # whoever owns the directory has tidied up
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet, whole or not at all.
+
+    Raises:
+        OSError: if it is there, or the disk refuses.
+    """
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "wb") as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink()  # a lock that does not say whose it is would keep everybody out
+            raise
 
 
 def _beat(path: Path, mine: Owner, ended: threading.Event) -> None:

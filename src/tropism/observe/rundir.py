@@ -53,7 +53,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             for entry in self.path.iterdir():
                 if _is_temporary(entry.name):
-                    entry.unlink()
+                    entry.unlink(missing_ok=True)  # a lock's is gone at once
             probe = self.path / ".writable"
             probe.touch()
             probe.unlink()
