@@ -134,8 +134,8 @@ def test_a_writer_that_outlives_the_block_keeps_the_lock(tmp_path: Path) -> None
     held = threading.Event()
     writer = threading.Thread(target=held.wait, daemon=True)
     with suppress(KeyboardInterrupt), owned(tmp_path):
-        writer.start()
         lend(tmp_path, writer)
+        writer.start()
         raise KeyboardInterrupt
     code = ("import sys; from pathlib import Path; from tropism.observe.lock import owned\n"
             "owned(Path(sys.argv[1])).__enter__()")
@@ -197,6 +197,13 @@ def test_others_between_a_look_and_the_link(tmp_path: Path, monkeypatch: pytest.
     with owned(tmp_path, said.append):
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     assert (len(calls), len(said)) == (3, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_that_never_began_holds_nothing(tmp_path: Path) -> None:
+    with suppress(KeyboardInterrupt), owned(tmp_path):
+        lend(tmp_path, threading.Thread(target=lambda: None, daemon=True))
+        raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
 

@@ -127,7 +127,8 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
 
 
 def lend(directory: Path, writer: threading.Thread) -> None:
-    """Let a thread write in a directory that this process owns: until it ends, nobody else owns it.
+    """Let a thread write in a directory that this process owns: until it ends, nobody else owns it. Call it before the
+    thread starts; one that never does holds nothing.
 
     Whoever is interrupted does not wait for it; the next run in this process does, and others are refused.
     """
