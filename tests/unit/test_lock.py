@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tropism.errors import OutputError, OutputLockedError
+from tropism.observe import lock
 from tropism.observe.lock import Owner, lend, owned
 from tropism.observe.rundir import RunDirectory
 
@@ -66,7 +67,7 @@ def test_a_killed_process_leaves_a_lock_that_is_taken_over(
     if collected:
         process.wait()
     else:
-        time.sleep(0.5)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     said: list[str] = []
     with owned(tmp_path, said.append):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
@@ -117,7 +118,7 @@ def test_another_host_is_refused_with_the_file_to_remove(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": 1}'])
 def test_a_lock_of_nobody_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    monkeypatch.setattr("tropism.observe.lock._PATIENCE_S", 0.05)
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.05)
     (tmp_path / "lock").write_text(content)
     with pytest.raises(OutputLockedError, match="does not say whose"), owned(tmp_path):
         pass
@@ -265,14 +266,34 @@ def test_silence_is_no_end_where_it_can_be_seen_that_the_owner_lives(
 
 
 def test_an_owner_touches_its_lock_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tropism.observe.lock._BEAT_S", 0.02)
+    """Neither where it is taken over between a look and the touch, because we stood still."""
+    path, real, looks, take_over = tmp_path / "lock", lock._owner_in, threading.Semaphore(0), threading.Event()
+
+    def look(content: bytes) -> Owner | None:
+        found = real(content)
+        if threading.current_thread().name == "lock":
+            if take_over.is_set():
+                take_over.clear()
+                path.unlink()
+                write(tmp_path, replace(Owner.here(), host="elsewhere"))
+                os.utime(path, (0, 0))
+            looks.release()
+        return found
+
+    def wait_for_looks(count: int) -> None:
+        while looks.acquire(blocking=False):
+            pass
+        for _ in range(count):
+            assert looks.acquire(timeout=30)
+
+    monkeypatch.setattr(lock, "_BEAT_S", 0.01)
+    monkeypatch.setattr(lock, "_owner_in", look)
     with owned(tmp_path):
-        os.utime(tmp_path / "lock", (0, 0))
-        deadline = time.monotonic() + 5
-        while (tmp_path / "lock").stat().st_mtime < 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert time.time() - (tmp_path / "lock").stat().st_mtime < 60
-        write(tmp_path, replace(Owner.here(), host="elsewhere"))  # taken over while we stood still
-        os.utime(tmp_path / "lock", (0, 0))
-        time.sleep(0.1)
-        assert (tmp_path / "lock").stat().st_mtime == 0
+        os.utime(path, (0, 0))
+        wait_for_looks(2)
+        assert time.time() - path.stat().st_mtime < 60
+        take_over.set()
+        wait_for_looks(4)  # one before it, that of the take-over, and two later ones
+        assert real(path.read_bytes()).host == "elsewhere"  # type: ignore[union-attr]
+        assert path.stat().st_mtime == 0
+    assert path.exists()

@@ -1,8 +1,9 @@
 """A run directory has one owner at a time: `RUN/lock` says who.
 
 The file is written under another name and gets its own by an operation that only one process can win, so it always says
-whose it is. A process that was killed leaves it behind; the next one sees that its owner is gone, and takes over. Of a process on another machine nobody can see that: an owner touches
-its lock every minute, and one that has not done so for long counts as gone.
+whose it is. A process that was killed leaves it behind; the next one sees that its owner is gone, and takes over. Of a
+process on another machine nobody can see that: an owner touches its lock every minute, and one that has not done so for
+long counts as gone.
 """
 
 import errno
@@ -234,9 +235,9 @@ def _write_new(path: Path, content: bytes) -> None:
 def _beat(path: Path, mine: Owner, ended: threading.Event) -> None:
     """Touch the lock until the run ends. A thread does it: no step, pass or save is too long for it."""
     while not ended.wait(_BEAT_S):
-        with suppress(OSError):
-            if _read(path) == mine:
-                os.utime(path)
+        with suppress(OSError), path.open("rb") as held:  # of that name there may be another file at any moment
+            if _owner_in(held.read()) == mine:
+                os.utime(held.fileno())
 
 
 def _silence_s(path: Path) -> float:
