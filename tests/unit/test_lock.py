@@ -104,6 +104,49 @@ def test_another_boot_is_no_owner(tmp_path: Path) -> None:
         pass
 
 
+def test_another_namespace_of_this_machine_is_no_owner_only_when_it_is_silent(tmp_path: Path) -> None:
+    """A container that shares the network has this machine's name and boot, and a process of that number is another."""
+    write(tmp_path, replace(Owner.here(), pid=2**22 + 1, started="1", namespace="pid:[1]"))
+    with pytest.raises(OutputLockedError, match="From here nobody can see whether that process still runs"), \
+            owned(tmp_path):
+        pass
+    os.utime(tmp_path / "lock", (time.time() - 700, time.time() - 700))
+    said: list[str] = []
+    with owned(tmp_path, said.append):
+        pass
+    assert "has given no sign of life for 12 minutes" in said[0]
+    write(tmp_path, replace(Owner.here(), boot="before the reboot", namespace="pid:[1]"))
+    with owned(tmp_path):
+        pass
+
+
+def test_a_live_run_of_another_namespace_keeps_its_lock(tmp_path: Path,
+                                                        holder: Callable[[], subprocess.Popen[str]]) -> None:
+    """Its number is nobody's there."""
+    holder()
+    code = ("import sys; from pathlib import Path; from tropism.observe.lock import owned\n"
+            "owned(Path(sys.argv[1])).__enter__()")
+    other = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code, str(tmp_path)],
+                           capture_output=True, text=True)
+    if "unshare failed" in other.stderr:
+        pytest.skip("no right to make a namespace")
+    assert "OutputLockedError" in other.stderr
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_lock_of_an_earlier_release_is_read(tmp_path: Path, alive: bool) -> None:
+    """It names no namespace; what it says of its process counts."""
+    content = asdict(Owner.here() if alive else replace(Owner.here(), started="1"))
+    del content["namespace"]
+    (tmp_path / "lock").write_text(json.dumps(content))
+    if alive:
+        with pytest.raises(OutputLockedError, match=f"is in use by process {os.getpid()}"), owned(tmp_path):
+            pass
+    else:
+        with owned(tmp_path):
+            pass
+
+
 def test_another_host_is_refused_with_the_file_to_remove(tmp_path: Path) -> None:
     """Also if a process of that number does not exist here."""
     write(tmp_path, replace(Owner.here(), host="elsewhere", pid=2**22 + 1, boot="theirs"))

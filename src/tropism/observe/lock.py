@@ -2,8 +2,8 @@
 
 The file is written under another name and gets its own by an operation that only one process can win, so it always says
 whose it is. A process that was killed leaves it behind; the next one sees that its owner is gone, and takes over. Of a
-process on another machine nobody can see that: an owner touches its lock every minute, and one that has not done so for
-long counts as gone.
+process on another machine, or in another container, nobody can see that: an owner touches its lock every minute, and
+one that has not done so for long counts as gone.
 """
 
 import errno
@@ -47,6 +47,8 @@ class Owner:
             number that another process has got since does not have it.
         since: UTC time of the lock.
         command: what it runs.
+        namespace: in which its number counts; empty where there is none, or an earlier release wrote the lock.
+            Containers on one machine may have its name and its boot, and none sees another's processes.
     """
 
     host: str
@@ -55,17 +57,20 @@ class Owner:
     started: str
     since: str
     command: str
+    namespace: str = ""
 
     @classmethod
     def here(cls) -> "Owner":
         """This process."""
         return cls(socket.gethostname(), _boot(), os.getpid(), _started(os.getpid()),
-                   datetime.now(UTC).isoformat(timespec="seconds"), shlex.join(sys.argv))
+                   datetime.now(UTC).isoformat(timespec="seconds"), shlex.join(sys.argv), _namespace())
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it runs on another machine, where nobody can look from here."""
-        return self.host != socket.gethostname()
+        """Whether it runs on another machine, or in another container of this one: nobody can look from here."""
+        if self.host != socket.gethostname():
+            return True
+        return self.boot == _boot() and self.namespace not in ("", _namespace())
 
     @property
     def gone(self) -> bool:
@@ -92,7 +97,7 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
 
     Args:
         directory: that exists.
-        say: takes the note that a lock of a process that is gone, or silent on another machine, was taken over.
+        say: takes the note that a lock of a process that is gone, or silent elsewhere, was taken over.
 
     Raises:
         OutputLockedError: if another process owns it, or may own it.
@@ -306,6 +311,12 @@ def _clear(path: Path, owner: Owner) -> bool:
 def _boot() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _namespace() -> str:
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
     return ""
 
 
