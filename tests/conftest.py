@@ -8,6 +8,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Before anybody imports rich, which obeys what a terminal or a CI says of colours and widths: tests read its output
+# as plain text, here and from the processes that they start.
+for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+    os.environ.pop(name, None)
+
 # Before tropism.losses is imported by anyone: from here on a wrong shape or dtype is an error, not a broadcast.
 jaxtyping.install_import_hook("tropism.losses", "beartype.beartype")
 

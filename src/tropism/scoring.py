@@ -29,7 +29,7 @@ from tropism.model.base import base_hash, known_hash
 from tropism.model.divergence import Comparison
 from tropism.model.logps import LanguageModel, summed
 from tropism.observe.console import Voice
-from tropism.observe.files import write_whole
+from tropism.observe.files import temporary_of, write_whole
 from tropism.train.evaluate import ranking
 from tropism.train.models import Numerics, config_of, numerics_of, tokenizer_of
 from tropism.train.prepare import limits, probe_trees
@@ -242,7 +242,7 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
         OutputError: if the disk refuses.
     """
     check_target(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = temporary_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".parquet":

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -228,17 +230,23 @@ def test_a_damaged_checkpoint_of_a_run_that_is_done_matters_only_to_go_on(train:
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_a_lock_alone_is_an_empty_directory(resume: str, train: Callable[..., Any], tmp_path: Path) -> None:
-    """What a kill between lock and config.yaml leaves; the plain command begins, and so does `auto`."""
+    """C1: what a kill leaves while config.yaml is written; the plain command begins, and so does `auto`."""
     output = tmp_path / "run"
     output.mkdir()
     gone = {"host": os.uname().nodename, "boot": "before the reboot", "pid": 1, "started": "1", "since": "then",
             "command": "tropism"}
     (output / "lock").write_text(json.dumps(gone))
-    (output / ".config.yaml.17").write_text("met")
+    code = ("import os, signal, sys; from pathlib import Path; from tropism.observe.files import write_whole\n"
+            "Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "write_whole(Path(sys.argv[1]), b'method: dpo')")
+    killed = subprocess.run([sys.executable, "-c", code, str(output / "config.yaml")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    left, = (path for path in output.iterdir() if path.name != "lock")
+    assert left.read_text() == "method: dpo"
     with pytest.raises(UsageError, match="there is no run to go on with"):
         train("dpo", output=str(output), max_steps=2, resume=str(output))
     assert train("dpo", output=str(output), max_steps=2, resume=resume).steps == 2
-    assert not (output / ".config.yaml.17").exists()
+    assert not left.exists()
 
 
 # --- options that would do nothing -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from helpers import CASES, case_yaml, expected
 from integration.conftest import assert_same_metrics
-from integration.test_invariance import one_rank, run_ranks
+from integration.test_invariance import one_rank, run_ranks, start_fork_server
 from tropism.api import run as train
 from tropism.cli import main
 from tropism.config import METHODS, read_yaml
@@ -98,6 +98,7 @@ def test_06_on_two_ranks(tiny_model_dir: Path, tmp_path: Path) -> None:
     settings = {"model": str(tiny_model_dir), "data": jsonl(tmp_path / "rows.jsonl", case["rows"]), "samples": 0,
                 "epochs": case["run"]["epochs"], "seed": case["run"]["seed"], "learning_rate": 1e-3,
                 "precision": "fp64"}
+    start_fork_server()
     for ranks, batch_size in ((2, case["run"]["world_size"] * case["run"]["per_device_batch"]), (3, 2)):
         own = {**settings, "batch_size": batch_size, "store": str(tmp_path / f"store {ranks}")}
         train(METHODS["kto"](**own, output=str(tmp_path / f"one {ranks}")))

@@ -3,8 +3,11 @@
 import json
 import multiprocessing
 import os
+import signal
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,10 +192,14 @@ def test_evaluation_of_the_training_rows_agrees_with_the_step(bench: Bench, name
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
+@contextmanager
+def free_port() -> Iterator[int]:
+    """A port that nobody else is given while the block runs. Whoever listens there shares it with us, as TCP allows:
+    both say that the address may be used again, and we do not listen."""
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        yield int(probe.getsockname()[1])
 
 
 def one_rank(rank: int, size: int, port: int, jobs: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -209,17 +216,56 @@ def one_rank(rank: int, size: int, port: int, jobs: Sequence[tuple[str, dict[str
             run(METHODS[method](**settings))
 
 
-def run_ranks(size: int, target: Callable[..., None], *args: Any) -> list[int]:
-    """Run `target(rank, size, port, *args)` in processes of a fork server; exit codes."""
+def run_ranks(size: int, target: Callable[..., None], *args: Any, limit_s: float = 240) -> list[int]:
+    """Run `target(rank, size, port, *args)` in processes of a fork server; exit codes, -1 of one that ran longer than
+    the limit and was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "tropism.api"])
-    port = free_port()
-    ranks = [context.Process(target=target, args=(rank, size, port, *args)) for rank in range(size)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(240)
-    return [int(rank.exitcode if rank.exitcode is not None else -1) for rank in ranks]
+    with free_port() as port:
+        ranks = [context.Process(target=target, args=(rank, size, port, *args)) for rank in range(size)]
+        try:
+            for rank in ranks:
+                rank.start()
+            deadline = time.monotonic() + limit_s
+            for rank in ranks:
+                rank.join(max(0.0, deadline - time.monotonic()))
+            return [int(rank.exitcode if rank.exitcode is not None else -1) for rank in ranks]
+        finally:
+            for rank in ranks:
+                if rank.pid is not None:
+                    rank.kill()
+                    rank.join()
+
+
+def start_fork_server() -> None:
+    """Let it import what all ranks need, so that nobody measures that."""
+    assert run_ranks(1, _nothing) == [0]
+
+
+def _nothing(rank: int, size: int, port: int) -> None:
+    pass
+
+
+def _waiting(rank: int, size: int, port: int) -> None:
+    signal.pause()
+
+
+def test_ranks_that_outlive_the_limit_are_ended() -> None:
+    """They would keep the test's own process from its end."""
+    start_fork_server()
+    before = set(multiprocessing.active_children())
+    assert run_ranks(2, _waiting, limit_s=0.5) == [-1, -1]
+    assert not set(multiprocessing.active_children()) - before
+
+
+def test_the_port_of_ranks_is_theirs_alone() -> None:
+    """Only who listens as a rank does gets it, from its choice to the end of the last rank."""
+    with free_port() as port, socket.socket() as rank, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        rank.bind(("127.0.0.1", port))
+        rank.listen()
 
 
 @dataclass(frozen=True)

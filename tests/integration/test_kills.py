@@ -175,20 +175,36 @@ def test_signals(number: int, settings: Callable[..., dict[str, Any]], tmp_path:
 
 
 def test_the_command_line_stops_in_time_and_goes_on(settings: Callable[..., dict[str, Any]], tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    """C1: --max-time ends with an exit code of 75; `tropism resume` takes over."""
+    """C1: --max-time ends with an exit code of 75; `tropism resume` takes over. By a clock that jumps by an hour per
+    step."""
+    import tropism.train.loop as loop
     from tropism.cli import main
 
-    output = tmp_path / "run"
-    given = settings(output, max_steps=2000, save_every="1h", microbatch_tokens=128)
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    began = time.monotonic()
-    assert main(["kto", *options, "--max-time", "12s"]) == 75
-    assert time.monotonic() - began < 12
-    assert "max_time is reached. Go on with: tropism resume" in capsys.readouterr().err
-    step = checkpoint.listed(output / "checkpoints")[-1].step
-    assert main(["resume", str(output), "--max-steps", str(step + 3), "--max-time", "1h"]) == 0
-    assert lines(output)[-1]["step"] == step + 3
+    def options(output: Path) -> list[str]:
+        given = settings(output, max_steps=6, save_every=6, microbatch_tokens=512)
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+
+    straight, output, real, hours, clock = tmp_path / "straight", tmp_path / "run", loop.train_step, 0, time.monotonic
+    assert main(["kto", *options(straight)]) == 0
+
+    def slow(engine: Any, work: Any) -> Any:
+        nonlocal hours
+        hours += 1
+        return real(engine, work)
+
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: clock() + 3600 * hours)
+        patch.setattr(loop, "train_step", slow)
+        began = time.monotonic()
+        assert main(["kto", *options(output), "--max-time", "4h"]) == 75
+        assert time.monotonic() - began < 4 * 3600
+    assert f"max_time is reached. Go on with: tropism resume {output}" in capsys.readouterr().err
+    assert [one.step for one in checkpoint.listed(output / "checkpoints")] == [3]  # a fourth hour would be too long
+    assert main(["resume", str(output), "--max-time", "1h"]) == 0
+    same(output, straight)
 
 
 def test_ranks_stop_together(settings: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

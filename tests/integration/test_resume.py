@@ -27,6 +27,7 @@ from integration.resuming import (
 )
 from tropism.cli import main
 from tropism.errors import StoppedEarly
+from tropism.observe.lock import owned
 from tropism.train import checkpoint
 
 __all__ = ["answers", "during", "settings", "start", "stop_after", "straight", "teacher_dir"]
@@ -240,3 +241,34 @@ def test_the_limit_on_time_leaves_room_for_the_end(start: Start, straight: Calla
     assert trainer["offsets"]["metrics.jsonl"] < (tmp_path / "run" / "metrics.jsonl").stat().st_size
     start("kto", tmp_path / "run", resume="auto")
     assert_same_run(tmp_path / "run", straight("kto"))
+
+
+def test_an_interrupt_while_a_save_begins_keeps_the_lock(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         ) -> None:
+    """C1: the thread runs already, and nobody else may write there until it has ended."""
+    real, write, output, held = threading.Thread.start, checkpoint.write, tmp_path / "run", threading.Event()
+    begun: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        real(thread)
+        if thread.name == "checkpoint":
+            begun.append(thread)
+            raise KeyboardInterrupt
+
+    def slow(*arguments: Any) -> int:
+        assert held.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(checkpoint, "write", slow)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start("sft", output, save_every=2)
+        assert begun[0].is_alive()
+        assert (output / "lock").exists()
+    finally:
+        held.set()
+    begun[0].join()
+    with owned(output):  # waits for it
+        assert [one.step for one in checkpoint.listed(output / "checkpoints")] == [2]
+    assert not (output / "lock").exists()

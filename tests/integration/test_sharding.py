@@ -104,7 +104,7 @@ def spread(folder: Path, size: int, ways: dict[str, Settings], runs: Sequence[tu
             store = {} if method == "sft" else {"store": str(folder / f"store of {way}")}
             jobs.append((method, {**options, **store, "output": str(folder / f"{number}-{way}"), "parallel": parallel,
                                   "microbatch_tokens": 2 * options.get("max_length", 100)}))
-    assert run_ranks(size, exact_rank, jobs) == [0] * size
+    assert run_ranks(size, exact_rank, jobs, limit_s=max(240, 60 * len(jobs))) == [0] * size
     for number, (_, options) in enumerate(runs):
         for way in ways:
             compare(Path(options["model"]), folder / f"{number}-base", folder / f"{number}-{way}", options["precision"])

@@ -2,11 +2,26 @@
 
 import errno
 import os
+import re
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 from tropism.errors import OutputError
+
+_TEMPORARY = re.compile(r"\.(.+?)\.\d+(?:\.\d+)?")
+
+
+def temporary_of(path: Path) -> Path:
+    """Where this thread writes a file before it gets its name, in the same directory."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+
+
+def meant_by(name: str) -> str | None:
+    """The name of the file that a temporary one was to become, also by releases that gave the process only; None for
+    the name of anything else."""
+    found = _TEMPORARY.fullmatch(name)
+    return found[1] if found else None
 
 
 def write_whole(path: Path, content: bytes, what: str = "cannot be written") -> None:
@@ -18,7 +33,7 @@ def write_whole(path: Path, content: bytes, what: str = "cannot be written") -> 
     Raises:
         OutputError: saying why; where something did not fit, how much it needs and how much is free.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary = temporary_of(path)
     try:
         temporary.write_bytes(content)
         temporary.replace(path)

@@ -1,10 +1,12 @@
 """A run directory has one owner at a time: `RUN/lock` says who.
 
-The file is made by an operation that only one process can win. A process that was killed leaves it behind; the next
-one sees that its owner is gone, and takes over. Of a process on another machine nobody can see that: an owner touches
-its lock every minute, and one that has not done so for long counts as gone.
+The file is written under another name and gets its own by an operation that only one process can win, so it always says
+whose it is. A process that was killed leaves it behind; the next one sees that its owner is gone, and takes over. Of a
+process on another machine, or in another container, nobody can see that: an owner touches its lock every minute, and
+one that has not done so for long counts as gone.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -21,8 +23,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tropism.errors import OutputError, OutputLockedError
+from tropism.observe.files import temporary_of
 
-_PATIENCE_S = 1.0  # a lock without content has just been made; its owner writes it at once
+_PATIENCE_S = 1.0  # a lock without content has just been made where there are no links; its owner writes it at once
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
 _BEAT_S = 60.0
 _SILENT_S = 600.0
 _writers: dict[Path, threading.Thread | None] = {}
@@ -43,6 +47,8 @@ class Owner:
             number that another process has got since does not have it.
         since: UTC time of the lock.
         command: what it runs.
+        namespace: in which its number counts; empty where there is none, or an earlier release wrote the lock.
+            Containers on one machine may have its name and its boot, and none sees another's processes.
     """
 
     host: str
@@ -51,17 +57,20 @@ class Owner:
     started: str
     since: str
     command: str
+    namespace: str = ""
 
     @classmethod
     def here(cls) -> "Owner":
         """This process."""
         return cls(socket.gethostname(), _boot(), os.getpid(), _started(os.getpid()),
-                   datetime.now(UTC).isoformat(timespec="seconds"), shlex.join(sys.argv))
+                   datetime.now(UTC).isoformat(timespec="seconds"), shlex.join(sys.argv), _namespace())
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it runs on another machine, where nobody can look from here."""
-        return self.host != socket.gethostname()
+        """Whether it runs on another machine, or in another container of this one: nobody can look from here."""
+        if self.host != socket.gethostname():
+            return True
+        return self.boot == _boot() and self.namespace not in ("", _namespace())
 
     @property
     def gone(self) -> bool:
@@ -88,7 +97,7 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
 
     Args:
         directory: that exists.
-        say: takes the note that a lock of a process that is gone, or silent on another machine, was taken over.
+        say: takes the note that a lock of a process that is gone, or silent elsewhere, was taken over.
 
     Raises:
         OutputLockedError: if another process owns it, or may own it.
@@ -125,7 +134,8 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
 
 
 def lend(directory: Path, writer: threading.Thread) -> None:
-    """Let a thread write in a directory that this process owns: until it ends, nobody else owns it.
+    """Let a thread write in a directory that this process owns: until it ends, nobody else owns it. Call it before the
+    thread starts; one that never does holds nothing.
 
     Whoever is interrupted does not wait for it; the next run in this process does, and others are refused. Of a
     directory that another process owns, the main one of a run, nothing is noted.
@@ -167,20 +177,12 @@ class Ownership(ExitStack):
 
 
 def _acquire(path: Path, mine: Owner, say: Callable[[str], None]) -> None:
-    content = json.dumps(asdict(mine), indent=2, ensure_ascii=False) + "\n"
+    content = (json.dumps(asdict(mine), indent=2, ensure_ascii=False) + "\n").encode()
     while True:
         try:
-            with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w", encoding="utf-8") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            return
-        except FileExistsError:
-            pass
+            if not path.exists() and _make(path, content):
+                return
         except OSError as error:
-            with suppress(OSError):  # made, and not written: it would keep everybody out
-                if path.stat().st_size < len(content.encode()):
-                    path.unlink()
             raise OutputError.because(path, error, len(content)) from error
         owner = _settled(path)
         if owner is None:
@@ -193,12 +195,58 @@ def _acquire(path: Path, mine: Owner, say: Callable[[str], None]) -> None:
             say(f"{path.parent}: was left by {owner}, {how}; this run takes over")
 
 
+def _make(path: Path, content: bytes) -> bool:
+    """Make the lock with its content, unless somebody else does. A kill at any moment leaves it whole or absent.
+
+    Raises:
+        OSError: if the disk refuses; nothing is left then.
+    """
+    temporary = temporary_of(path)
+    try:
+        temporary.unlink(missing_ok=True)  # of a process that was killed and had our numbers
+        _write_new(temporary, content)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return temporary.stat().st_nlink == 2  # our own: a server's first answer may be lost on its way
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _write_new(path, content)
+        return True
+    except FileExistsError:
+        return False
+    except FileNotFoundError:
+        if not path.parent.exists():
+            raise
+        return False  # whoever owns the directory has tidied up
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet, whole or not at all.
+
+    Raises:
+        OSError: if it is there, or the disk refuses.
+    """
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "wb") as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink()  # a lock that does not say whose it is would keep everybody out
+            raise
+
+
 def _beat(path: Path, mine: Owner, ended: threading.Event) -> None:
     """Touch the lock until the run ends. A thread does it: no step, pass or save is too long for it."""
     while not ended.wait(_BEAT_S):
-        with suppress(OSError):
-            if _read(path) == mine:
-                os.utime(path)
+        with suppress(OSError), path.open("rb") as held:  # of that name there may be another file at any moment
+            if _owner_in(held.read()) == mine:
+                os.utime(held.fileno())
 
 
 def _silence_s(path: Path) -> float:
@@ -267,6 +315,12 @@ def _clear(path: Path, owner: Owner) -> bool:
 def _boot() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _namespace() -> str:
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
     return ""
 
 

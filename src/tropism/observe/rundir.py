@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 
 from tropism.errors import OutputError, OutputExistsError
-from tropism.observe.files import append_line, write_whole
+from tropism.observe.files import append_line, meant_by, write_whole
 
 GROWING = ("metrics.jsonl", "samples.jsonl", "notices.jsonl", "skipped.jsonl")
 """Files of a run that grow line by line; a run that goes on cuts them back to where it goes on."""
 
-_TEMPORARY = re.compile(r"\.writable|\.(config\.yaml|[a-z]+\.json)\.\d+")
+_REPLACED = re.compile(r"config\.yaml|lock|[a-z]+\.json")
 """What is written under another name first, and then renamed."""
 
 
@@ -53,7 +53,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             for entry in self.path.iterdir():
                 if _is_temporary(entry.name):
-                    entry.unlink()
+                    entry.unlink(missing_ok=True)  # a lock's is gone at once
             probe = self.path / ".writable"
             probe.touch()
             probe.unlink()
@@ -136,7 +136,7 @@ class RunDirectory:
 
 
 def _is_temporary(name: str) -> bool:
-    return _TEMPORARY.fullmatch(name) is not None
+    return name == ".writable" or _REPLACED.fullmatch(meant_by(name) or "") is not None
 
 
 def _is_left_over(name: str) -> bool:

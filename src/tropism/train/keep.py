@@ -225,8 +225,8 @@ class Saver:
         # A daemon: whoever leaves the run in a hurry does not wait for it, and what is unfinished does not count.
         self._thread = threading.Thread(target=self._write, args=(progress.step, tensors, state.tied, trainer),
                                         name="checkpoint", daemon=True)
+        lend(self.directory.path, self._thread)  # first: an interrupt may come between these two
         self._thread.start()
-        lend(self.directory.path, self._thread)
 
     def _write(self, step: int, tensors: dict[str, Any], tied: dict[str, str], trainer: dict[str, Any]) -> None:
         """In the background: write, publish, tidy up."""
