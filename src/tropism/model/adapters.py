@@ -6,6 +6,7 @@ done while they are on the meta device; filling it comes after.
 """
 
 import hashlib
+import logging
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from tropism.dist.shard import give, is_sharded
 from tropism.errors import ModelError, UsageError
+
+# peft imports bitsandbytes where it is there, which then misses a kernel that nothing here uses.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 NAME = "default"
 """What peft calls an adapter that nobody named."""
