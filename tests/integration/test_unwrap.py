@@ -1,6 +1,7 @@
 """A module after training with an adapter: as a plain model again, with what was learnt or without."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import tropism
 from integration.resuming import answers  # noqa: F401
 from tropism.errors import ModelError
-from tropism.model import load
+from tropism.model import adapter_merge, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about ends that are tied
 
@@ -55,11 +56,31 @@ def test_the_module_saves_as_a_plain_model(tiny_model_dir: Path, answers: Path, 
         assert tropism.unwrap(plain) is plain
 
 
-def test_what_cannot_be_unwrapped(tiny_model_dir: Path) -> None:
-    """X1: an adapter that does not compute, or is in the weights already, is left as it is."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_in_training_mode(tiny_model_dir: Path, dtype: torch.dtype) -> None:
+    """S1: neither dropout nor the rounding of few bits is taken for a wrong merge."""
     from peft import LoraConfig, get_peft_model
 
-    module = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir), LoraConfig(target_modules=["q_proj"]))
+    module = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir), LoraConfig(
+        target_modules=["q_proj", "down_proj"], lora_dropout=0.5, init_lora_weights=False)).to(dtype)
+    wanted = logits(module).float()
+    module.train()
+    plain = tropism.unwrap(module)
+    assert plain.training
+    assert float((logits(plain).float() - wanted).abs().max() / wanted.abs().max()) < 4 * torch.finfo(dtype).eps + 1e-5
+
+
+def test_what_cannot_be_unwrapped(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: an adapter that does not compute, is in the weights already, is not served, or cannot be merged is left as it
+    is."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(**settings: Any) -> Any:
+        torch.manual_seed(1)
+        return get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir), LoraConfig(
+            init_lora_weights=False, **settings))
+
+    module = adapted(target_modules=["q_proj"])
     module.disable_adapter_layers()
     with pytest.raises(ModelError, match="adapter of the module is switched off"):
         tropism.unwrap(module)
@@ -67,3 +88,20 @@ def test_what_cannot_be_unwrapped(tiny_model_dir: Path) -> None:
     module.merge_adapter()
     with pytest.raises(ModelError, match="merged into its weights"):
         tropism.unwrap(module)
+    module = adapted(target_modules=["q_proj"], trainable_token_indices=[3])
+    with pytest.raises(ModelError, match="its trainable_token_indices is not served"):
+        tropism.unwrap(module)
+    module = adapted(target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]).train()
+    names = {name for name, weight in module.named_parameters() if weight.requires_grad}
+    tied = module.config.tie_word_embeddings
+    before = logits(module)
+    module.train()
+    monkeypatch.setattr(adapter_merge, "_TOLERANCE", 0.0)
+    monkeypatch.setattr(adapter_merge.torch, "finfo", lambda dtype: SimpleNamespace(eps=0.0))
+    with pytest.raises(ModelError, match="cannot be merged; save it alone"):
+        tropism.unwrap(module)
+    monkeypatch.undo()
+    assert {name for name, weight in module.named_parameters() if weight.requires_grad} == names
+    assert (module.training, module.config.tie_word_embeddings) == (True, tied)
+    assert torch.allclose(logits(module), before, atol=1e-5)
+    assert tropism.unwrap(module) is module.get_base_model()

@@ -24,12 +24,13 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_same_sentence_is_said_once_and_no_other_is_lost(attempt) -> None:
-    """X1: by whichever process comes first, and again when torchrun has started them again."""
+    """X1: by whichever process comes first; again by the one that said it, and when torchrun has started them again."""
     said: list[tuple[int, int, str]] = []
-    for count, rank, text in ((0, 1, "a\nb"), (0, 0, "a\nb"), (0, 0, "b"), (0, 1, "a"), (0, 2, "b"), (1, 0, "b")):
+    for count, rank, text in ((0, 1, "a\nb"), (0, 0, "a\nb"), (0, 0, "b"), (0, 1, "a"), (0, 2, "b"), (1, 0, "b"),
+                              (1, 0, "b"), (1, 1, "b")):
         attempt(count, rank)
         say_once(text, lambda text, who=(count, rank): said.append((*who, text)))
-    assert said == [(0, 1, "a\nb"), (0, 0, "b"), (0, 1, "a"), (1, 0, "b")]
+    assert said == [(0, 1, "a\nb"), (0, 0, "b"), (0, 1, "a"), (1, 0, "b"), (1, 0, "b")]
 
 
 def test_without_a_directory_everything_is_said(attempt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,3 +346,13 @@ def test_an_owner_touches_its_lock_and_nobody_elses(tmp_path: Path, monkeypatch:
         assert real(path.read_bytes()).host == "elsewhere"  # type: ignore[union-attr]
         assert path.stat().st_mtime == 0
     assert path.exists()
+
+
+def test_a_process_that_leaves_its_writer_behind_leaves_no_lock(tmp_path: Path) -> None:
+    """C1: after a second interrupt the command ends, and a daemon that writes ends with it."""
+    code = ("import sys, threading; from pathlib import Path; from tropism.observe.lock import lend, owned\n"
+            "with owned(Path(sys.argv[1])):\n"
+            "    writer = threading.Thread(target=threading.Event().wait, daemon=True); writer.start()\n"
+            "    lend(Path(sys.argv[1]), writer); raise KeyboardInterrupt")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=False)
+    assert list(tmp_path.iterdir()) == []

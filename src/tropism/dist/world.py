@@ -33,14 +33,16 @@ class World:
         rank, size: this process among all of them.
         device: where tensors live.
         mesh: how a model is spread over them; None where each has a whole copy.
-        control: the process group for what they say beside the steps, which waits for whoever reads, hashes or writes
-            for hours; None for the usual one.
+        group: the process group in which they speak; None for the usual one.
+        control: the one for what one of them does while others wait, which may be reading, hashing or writing for
+            hours; None for the usual one.
     """
 
     rank: int
     size: int
     device: torch.device
     mesh: Mesh | None = None
+    group: Any = None
     control: Any = None
 
     @property
@@ -81,7 +83,10 @@ class World:
     def apart(self) -> "World":
         """The same processes with a group of their own, for what a thread does beside the steps. All ranks call this
         together."""
-        return self if self.size == 1 else replace(self, control=_patient_group())
+        if self.size == 1:
+            return self
+        own = _patient_group()
+        return replace(self, group=own, control=own)
 
     def sum(self, values: Tensor) -> Tensor:
         """Elementwise sum over the parts of a step, on every rank; `values` itself is not changed."""
@@ -100,7 +105,7 @@ class World:
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.control)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def broadcast(self, value: T) -> T:
@@ -108,16 +113,14 @@ class World:
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, device=None, group=self.control)
+        dist.broadcast_object_list(box, src=0, device=None, group=self.group)
         return box[0]
 
     def max(self, values: Sequence[int]) -> list[int]:
         """Elementwise maximum of small numbers over ranks, on every rank: how a decision is taken together."""
         if self.size == 1:
             return list(values)
-        highest = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.control)
-        return [int(value) for value in highest.tolist()]
+        return _max(values, self.group)
 
     def broadcast_into(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors with those of the main rank. All ranks name equal ones in equal order."""
@@ -142,7 +145,7 @@ class World:
             result = action()
         except Exception as error:
             failure = error
-        if self.max([failure is not None]) == [1]:
+        if _max([failure is not None], self.control) == [1]:
             told = self.gather(None if failure is None else _portable(failure, self.rank))
             raise failure or next(filter(None, told))
         return cast(T, result)
@@ -190,6 +193,12 @@ class World:
             held += gradient.nbytes
         if bucket:
             _sum_bucket(bucket)
+
+
+def _max(values: Sequence[int], group: Any) -> list[int]:
+    highest = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    return [int(value) for value in highest.tolist()]
 
 
 def _portable(error: Exception, rank: int) -> TropismError:
@@ -241,7 +250,7 @@ def connect(stay: bool = False) -> Iterator[World]:
 
 
 _control: dict[str, Any] = {}
-"""The group for what processes say beside the steps, of the process group that there is."""
+"""The group in which processes wait for one of them, of the process group that there is."""
 
 
 def _patient_group() -> Any:

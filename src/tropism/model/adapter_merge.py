@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tropism.errors import ModelError
 from tropism.model.adapter_files import CONFIG, first_line, read_values, weights_file
-from tropism.model.adapter_settings import check_known
+from tropism.model.adapter_settings import check_known, check_served
 from tropism.model.adapters import adapter_name
 from tropism.model.given import check_trainable, inner
 
-TOLERANCE = 1e-3
+_TOLERANCE = 1e-3
 """Of logits, as a share of the largest one: merging in float32 costs 1e-6; a wrong merge is far above."""
 
 _FAILURES = (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError, SafetensorError)
@@ -78,37 +78,69 @@ def unwrap(module: Any, merge: bool = True) -> Any:
     """
     place = "the module"
     model = inner(module, place)
-    if adapter_name(model) is None:
+    if (name := adapter_name(model)) is None:
         return model
     if getattr(model, "is_quantized", False):
-        raise ModelError(f"{place} holds quantised weights, which cannot be merged into; load its base in full "
-                         "precision, and the adapter on it")
+        raise ModelError(f"{place} holds quantised weights, as no plain model does; load its base in full precision, "
+                         "and the adapter on it")
+    check_served(model.peft_config[name], place)
     check_trainable(model, place)
-
-    def off() -> Any:
-        _unload(model, merge)
-        return model
-
-    plain = _compared(model, place, "save it alone", off) if merge else off()
+    training = model.training
+    taken = _Taken(model, model.peft_config)
+    try:
+        plain = _compared(model.eval(), place, "save it alone", taken.out) if merge else taken.out(merge=False)
+    except ModelError:
+        taken.put_back()
+        raise
+    finally:
+        model.train(training)
     return plain.requires_grad_(True)
 
 
-def _unload(model: Any, merge: bool) -> None:
-    """Put the modules of the base back into a model, with what the adapter says in their weights or without."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+class _Taken:
+    """The layers that an adapter put into a model, while they are taken out.
 
-    for key, layer in list(model.named_modules()):
-        if not isinstance(layer, BaseTunerLayer) and not hasattr(layer, "modules_to_save"):
-            continue
-        place, _, name = key.rpartition(".")
-        if hasattr(layer, "modules_to_save"):
-            plain = next(iter(layer.modules_to_save.values())) if merge else layer.original_module
-        else:
-            if merge:
+    Args:
+        model: in which they are.
+        config: what peft knows of its adapters.
+    """
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self.model, self.config, self.tied = model, config, _tied(model)
+        self.layers: list[tuple[Any, str, Any]] = []
+        self.learn = {name for name, weight in model.named_parameters() if weight.requires_grad}
+
+    def out(self, merge: bool = True) -> Any:
+        """The model with the modules of its base, with what the adapter says in their weights or without."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        for key, layer in list(self.model.named_modules()):
+            whole = hasattr(layer, "modules_to_save")
+            if not isinstance(layer, BaseTunerLayer) and not whole:
+                continue
+            place, _, name = key.rpartition(".")
+            if merge and not whole:
                 layer.merge(safe_merge=True)
-            plain = layer.get_base_layer()
-        setattr(model.get_submodule(place), name, plain)
-    del model.peft_config
+            plain = layer.get_base_layer() if not whole else (
+                next(iter(layer.modules_to_save.values())) if merge else layer.original_module)
+            self.layers.append((self.model.get_submodule(place), name, layer))
+            setattr(*self.layers[-1][:2], plain)
+        del self.model.peft_config
+        return self.model
+
+    def put_back(self) -> None:
+        """The model as it was, up to rounding."""
+        for parent, name, layer in self.layers:
+            if getattr(layer, "merged", False):
+                layer.unmerge()
+            setattr(parent, name, layer)
+        self.model.peft_config = self.config
+        if self.tied and not _tied(self.model):
+            ends = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+            _innermost(ends[0]).weight = _innermost(ends[1]).weight
+            _say(self.model, True)
+        for name, weight in self.model.named_parameters():
+            weight.requires_grad_(name in self.learn)
 
 
 def _compared(model: Any, place: str, instead: str, merge: Callable[[], Any]) -> Any:
@@ -123,14 +155,16 @@ def _compared(model: Any, place: str, instead: str, merge: Callable[[], Any]) ->
                 _untie(base)
             plain = merge().eval()
             after = _logits(plain)
+        apart = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
+        # In fewer bits the merged weights are rounded once more.
+        tolerance = max(_TOLERANCE, 8 * torch.finfo(before.dtype).eps)
+        if not apart <= tolerance:
+            raise ModelError(f"{place}: the merged model differs from the adapter's own by {apart:.1e} of its largest "
+                             f"logit: this adapter cannot be merged; {instead}")
+        if was_tied:
+            _settle(plain)
     except _FAILURES as error:
         raise ModelError(f"{place}: the adapter could not be merged: {first_line(error)}; {instead}") from error
-    apart = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
-    if not apart <= TOLERANCE:
-        raise ModelError(f"{place}: the merged model differs from the adapter's own by {apart:.1e} of its largest "
-                         f"logit: this adapter cannot be merged; {instead}")
-    if was_tied:
-        _settle(plain)
     return plain
 
 

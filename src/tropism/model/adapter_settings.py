@@ -14,9 +14,9 @@ _BIASES = ("none", "all", "lora_only")
 _SERVED = frozenset((
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "bias", "use_rslora",
     "use_dora", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
-    "alpha_pattern", "lora_bias", "ensure_weight_tying", "base_model_name_or_path", "revision", "peft_type",
-    "task_type", "inference_mode", "auto_mapping", "peft_version", "runtime_config", "megatron_core", "eva_config",
-    "loftq_config"))
+    "alpha_pattern", "lora_bias", "ensure_weight_tying", "modules_to_tie", "base_model_name_or_path", "revision",
+    "peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version", "runtime_config", "megatron_core",
+    "eva_config", "loftq_config"))
 
 
 def _number(value: Any) -> bool:
@@ -111,6 +111,8 @@ def check_served(config: Any, place: str) -> None:
     Raises:
         ModelError: naming the setting.
     """
+    if isinstance(config.modules_to_save, str):
+        raise ModelError(f"{place}: modules_to_save is {config.modules_to_save!r}, and has to be a list of names")
     plain = type(config)()
     for name, value in vars(config).items():
         if name not in _SERVED and value and value != getattr(plain, name, None):

@@ -1,6 +1,7 @@
 """Models and tokenizers from a directory, a hub id or a GGUF file; and the result written back."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -102,7 +103,8 @@ def _say_missing(name: str) -> None:
     with suppress(ValueError):  # no hub id either, which loading says
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
-    Voice().warn(f"{name}: no such directory, though {Path(name).parent} is one; looked for as a hub id (owner/name)")
+    voice = Voice(loud=os.environ.get("RANK", "0") == "0")
+    voice.warn(f"{name}: no such directory, though {Path(name).parent} is one; looked for as a hub id (owner/name)")
 
 
 def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Any:

@@ -16,20 +16,23 @@ _STOPPED = "tropism-stopped"
 def say_once(text: str, say: Callable[[str], None]) -> None:
     """Say something unless another process of this attempt has said the same to the same console.
 
-    What is written to a file of its own, as by torchrun's --redirects, is said there. In doubt it is said.
+    What is written to a file of its own, as by torchrun's --redirects, is said there. What this process has said itself
+    it says again, and in doubt it is said.
     """
     try:
         directory, console = _directory(), os.fstat(2)
         if directory is None:
             raise FileNotFoundError
-        line = f"{console.st_dev} {console.st_ino} {text!r}\n".encode()
+        rank = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.name
+        line = f"{console.st_dev} {console.st_ino} {text!r}"
         with (directory / "tropism-said").open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # a process that is killed while it speaks lets go, and has said nothing
             file.seek(0)
-            if line in file.readlines():
+            said = [one.partition(" ") for one in file.read().decode().split("\n")]
+            if any(what == line and who != rank for who, _, what in said):
                 return
             say(text)
-            file.write(line)
+            file.write(f"{rank} {line}\n".encode())
     except OSError:
         say(text)
 

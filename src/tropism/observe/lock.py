@@ -6,6 +6,7 @@ process on another machine, or in another container, nobody can see that: an own
 one that has not done so for long counts as gone.
 """
 
+import atexit
 import errno
 import fcntl
 import json
@@ -129,6 +130,7 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
         if writer is not None and writer.is_alive():
             _releases[place] = threading.Thread(target=release_after, args=(writer,), name="release", daemon=True)
             _releases[place].start()
+            atexit.register(release)  # the writer ends with this process
         else:
             release()
 

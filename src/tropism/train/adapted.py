@@ -255,7 +255,7 @@ class Start:
             if found != known:
                 voice.warn(f"{self.directory}: was trained on other weights than {origin} has now; it goes on from "
                            "another model than the one that it was trained as")
-        elif named is not None and self._base is not None and named != self._base:
+        elif named is not None and self._base is not None and not _same(named, self._base):
             voice.warn(f"{self.directory}: names {named} as its base, and goes on on {origin}; whether these are the "
                        "same weights cannot be told")
 
@@ -304,6 +304,11 @@ def _found_again(origin: Any) -> str | None:
     """The name of a model as another process finds it; None for no name."""
     name = str(origin or "")
     return os.path.abspath(name) if name and Path(name).is_dir() else name or None
+
+
+def _same(name: str, other: str) -> bool:
+    """Whether two names are of one model."""
+    return name == other or (Path(name).is_dir() and Path(other).is_dir() and os.path.samefile(name, other))
 
 
 def _checked(path: Path) -> Path:
