@@ -25,7 +25,7 @@ from sides import Job, Taken, ours, trl
 from tropism.config import METHODS
 from tropism.methods import LOSSES
 from tropism.model import load
-from tropism.train.prepare import build_method, make_schedule, prepare_data
+from tropism.train.setup.data import build_method, make_schedule, prepare_data
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _QUIET = 0.1  # share of the machine that others may use before a round begins, with --patience

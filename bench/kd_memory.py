@@ -72,7 +72,7 @@ def measure(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
     """Peak above what is unavoidable, and seconds, of one forward and backward pass."""
     import torch
 
-    from tropism.model.head import Head
+    from tropism.model.head.logprob import Head
 
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator)
@@ -97,7 +97,7 @@ def measure(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
 def chunked(stored: bool, teacher: Any, vocabulary: int) -> Any:
     """Ours, with a live or a stored teacher."""
     from tropism.losses.divergence import forward_kl
-    from tropism.model.divergence import Comparison, Exact, TopK, top_k
+    from tropism.model.head.divergence import Comparison, Exact, TopK, top_k
 
     compare = Comparison(partial(forward_kl, mix=0.5), TEMPERATURE, TEMPERATURE**2, vocabulary)
     best = top_k(*teacher, K, TEMPERATURE, vocabulary) if stored else None

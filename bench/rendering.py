@@ -22,8 +22,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import KTOConfig, KTOTrainer
 
 from tropism.data.load import load_rows
-from tropism.data.render import Renderer
-from tropism.data.truncate import Limits
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 
 MAX_LENGTH = 2048
 

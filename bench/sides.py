@@ -14,16 +14,16 @@ import torch
 from tropism.config import MethodOptions
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Schedule
-from tropism.dist import connect
+from tropism.distributed import connect
 from tropism.methods import LOSSES
 from tropism.model import load
-from tropism.model.probe import choose_layout
-from tropism.train import reference as references
+from tropism.model.layout_check import choose_layout
+from tropism.train.frozen import reference as references
 from tropism.train.memory import keep_freed_memory
-from tropism.train.optim import build_optimizer, trainable
-from tropism.train.prepare import build_method, probe_trees
+from tropism.train.optimizer import build_optimizer, trainable
+from tropism.train.setup.data import build_method, probe_trees
 from tropism.train.step import Engine, train_step
-from tropism.train.work import Planner
+from tropism.train.step_packs import Planner
 
 LEARNING_RATE, MAX_GRAD_NORM = 1e-6, 1.0
 TrlBatch = dict[str, torch.Tensor]
@@ -89,7 +89,7 @@ def peak_gib() -> float:
 
 
 def ours(pipe: Connection, job: Job) -> None:
-    """Tropism as `tropism.api` sets it up: stored reference, tree layout, fused AdamW."""
+    """Tropism as `tropism.runner` sets it up: stored reference, tree layout, fused AdamW."""
     keep_freed_memory()
     torch.set_num_threads(job.threads)
     options, precision = job.options, job.precision

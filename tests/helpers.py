@@ -19,8 +19,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow, Message, RawRow, Row
+from tropism.data.tokenization.render import Renderer
 from tropism.data.tree import Completion, PromptTree, token_ids
 
 CASES = Path(__file__).parent / "cases"

@@ -1,7 +1,7 @@
 """Make the demo feedback file from a chat model's own answers.
 
 Every prompt in the prompts file is answered several times by the model, each answer is labelled
-by the rule in `tropism.demo.rule`, and the rows are written as JSON lines:
+by the rule in `tropism.commands.demo.rule`, and the rows are written as JSON lines:
 
     python tools/make_demo_data.py MODEL_DIR src/tropism/demo/feedback.jsonl
 

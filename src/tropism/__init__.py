@@ -8,8 +8,8 @@ __version__ = version("tropism")
 __all__ = ["Completion", "DPOOptions", "DPOTrainer", "EvalResult", "KDOptions", "KDTrainer", "KTOOptions", "KTOTrainer",
            "PromptTree", "RunResult", "SFTOptions", "SFTTrainer", "run", "token_ids", "unwrap"]
 
-_HOMES = {"run": "api", "RunResult": "api", "PromptTree": "data.tree", "Completion": "data.tree",
-          "token_ids": "data.tree", "unwrap": "model.adapter_merge"}
+_HOMES = {"run": "runner", "RunResult": "runner", "PromptTree": "data.tree", "Completion": "data.tree",
+          "token_ids": "data.tree", "unwrap": "model.adapters.merge"}
 
 
 def __getattr__(name: str) -> Any:

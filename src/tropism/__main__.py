@@ -2,7 +2,7 @@
 
 import sys
 
-from tropism.cli import main
+from tropism.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ValidationError
 
-from tropism.aliases import ALIASES, arguments, canonical
-from tropism.api import Objects, Run, RunResult
+from tropism.argument_names import ALIASES, arguments, canonical
 from tropism.config import (
     DPOOptions,
     KDOptions,
@@ -25,16 +24,17 @@ from tropism.config import (
     place_of,
     takes_bool,
 )
-from tropism.data.dataloader import read_batches
+from tropism.data.dataloaders.steps import read_batches
 from tropism.data.options import FormatOptions
-from tropism.data.templates import TemplateOptions
+from tropism.data.rows_from_trees import rows_of_trees
+from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tree import PromptTree
-from tropism.data.trees import rows_of_trees
-from tropism.dist import connect
+from tropism.distributed import connect
 from tropism.errors import UsageError
 from tropism.model.options import RATE_OF_ADAPTERS
 from tropism.observe.console import Voice
 from tropism.observe.rundir import free_name
+from tropism.runner import Objects, Run, RunResult
 
 _RENDERING = (*FormatOptions.model_fields, *TemplateOptions.model_fields)
 """Options that say how text becomes token ids."""

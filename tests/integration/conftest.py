@@ -48,8 +48,8 @@ def data_of(feedback: Path, pairs: Path) -> dict[str, Path]:
 @pytest.fixture
 def train(tiny_model_dir: Path, tmp_path: Path, data_of: dict[str, Path]) -> Callable[..., Any]:
     """Run a method with small settings; returns its RunResult. Each call gets a run directory of its own."""
-    from tropism.api import run
     from tropism.config import METHODS
+    from tropism.runner import run
 
     count = 0
 

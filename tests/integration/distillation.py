@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers import build_tokenizer
 from integration.conftest import records, weights, words
-from tropism.api import run
 from tropism.config import METHODS
-from tropism.dist import World
+from tropism.distributed import World
 from tropism.observe.console import Voice
-from tropism.train import teacher as teachers
+from tropism.runner import run
+from tropism.train.frozen import teacher as teachers
 
 VOCABULARY = 102
 WORLD = World(0, 1, torch.device("cpu"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers import build_tokenizer
-from tropism.cli import main
+from tropism.cli.app import main
 
 
 class Bench:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from integration.conftest import NOT_RESULTS, weights
-from tropism.api import run
 from tropism.config import METHODS
+from tropism.runner import run
 from tropism.train import loop
 
 Start = Callable[..., Any]

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import records
-from tropism.cli import main
+from tropism.cli.app import main
+from tropism.commands.export import export
 from tropism.errors import ModelError
-from tropism.export import export
 from tropism.observe.console import Voice
 from tropism.trainers import KTOTrainer
 

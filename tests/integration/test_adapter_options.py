@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from integration.resuming import answers  # noqa: F401
-from tropism.cli import main
+from tropism.cli.app import main
+from tropism.commands.export import export
 from tropism.config import read_yaml
 from tropism.errors import CheckpointError, ModelError, UsageError
-from tropism.export import export
 from tropism.model import load
 from tropism.model.options import LoraOptions, is_adapter
-from tropism.train.resume import check_options
+from tropism.train.checkpoints.resume import check_options
 from tropism.trainers import SFTTrainer
 
 

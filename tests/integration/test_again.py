@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM
 from integration.conftest import records, weights
 from integration.test_invariance import run_ranks
 from tropism import DPOTrainer
-from tropism.cli import main
+from tropism.cli.app import main
 from tropism.config import METHODS
 from tropism.errors import CheckpointError, StoppedEarly, TropismError, UsageError
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory
-from tropism.train import loop, models, reference
+from tropism.train import loop
+from tropism.train.frozen import reference
+from tropism.train.setup import models
 
 EARLY = {"eval_fraction": 0.2, "eval_every": 2, "stop_metric": "rewards/margins", "stop_delta": 100.0, "save_every": 2}
 
@@ -131,7 +133,7 @@ def test_a_signal_while_the_model_is_loaded_stops_the_run_there(
 
     monkeypatch.setattr(models.Numerics, "module", module)
     monkeypatch.setattr(reference, "_score_pack", lambda *args: scored.append(args))
-    monkeypatch.setattr("tropism.train.samples.answer", lambda *args: scored.append(args))
+    monkeypatch.setattr("tropism.train.evaluation.samples.answer", lambda *args: scored.append(args))
     monkeypatch.setattr(loop, "train_step", lambda *args: scored.append(args))
     with pytest.raises(StoppedEarly, match="it got SIGTERM"):
         train("dpo", microbatch_tokens=64, **changes)
@@ -145,7 +147,8 @@ def test_a_signal_while_prompts_are_answered_stops_before_step_1(train: Callable
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing is evaluated first."""
     steps: list[Any] = []
-    monkeypatch.setattr("tropism.train.samples.answer", lambda *args: os.kill(os.getpid(), signal.SIGTERM) or [])
+    monkeypatch.setattr("tropism.train.evaluation.samples.answer",
+                        lambda *args: os.kill(os.getpid(), signal.SIGTERM) or [])
     monkeypatch.setattr(loop, "train_step", lambda *args: steps.append(args))
     with pytest.raises(StoppedEarly, match="it got SIGTERM"):
         train("dpo", samples=1)
@@ -154,7 +157,7 @@ def test_a_signal_while_prompts_are_answered_stops_before_step_1(train: Callable
 
 def test_max_time_counts_reading(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With data that takes an hour of a limit of half an hour."""
-    import tropism.api as api
+    import tropism.runner as api
 
     real, clock, hours = api.prepare_data, time.monotonic, 0
 
@@ -174,7 +177,7 @@ def test_max_time_counts_from_the_command(monkeypatch: pytest.MonkeyPatch, tiny_
                                           tmp_path: Path) -> None:
     """Parsing, which imports torch, is part of it."""
     began: list[float] = []
-    monkeypatch.setattr("tropism.api.run", lambda options, **given: began.append(given["began"]))
+    monkeypatch.setattr("tropism.runner.run", lambda options, **given: began.append(given["began"]))
     before = time.monotonic()
     assert main(["dpo", "--model", str(tiny_model_dir), "--data", str(pairs), "--output", str(tmp_path / "run")]) == 0
     assert before <= began[0] <= time.monotonic()
@@ -272,10 +275,11 @@ def test_options_that_would_do_nothing_are_refused(changes: dict[str, Any], sent
 def _failing(rank: int, size: int, port: int, where: str, settings: dict[str, Any], folder: str) -> None:
     """Two ranks of which one fails at a place; each writes down what it raised."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from tropism.api import Run
-    from tropism.dist import connect
-    from tropism.train import evaluate, teacher
-    from tropism.train.topk import TopKStore
+    from tropism.distributed import connect
+    from tropism.runner import Run
+    from tropism.train.evaluation import evaluator as evaluate
+    from tropism.train.frozen import teacher
+    from tropism.train.frozen.topk_store import TopKStore
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise TropismError("a rank failed") if where != "main" else OSError(28, "No space left on device")

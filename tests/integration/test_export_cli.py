@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from exporting import IDS
 from integration.conftest import records
-from tropism.api import Run
-from tropism.cli import app, main
+from tropism.cli.app import app, main
+from tropism.commands.verify import verify
 from tropism.config import METHODS
-from tropism.dist import connect
-from tropism.verify import verify
+from tropism.distributed import connect
+from tropism.runner import Run
 
 SURFACE = {"RUN", "--to", "--merge", "--no-merge", "--dtype", "--checkpoint", "--max-shard-size", "--base"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -94,7 +94,7 @@ def test_the_surface_changes_only_on_purpose() -> None:
     found = list(app["export"].assemble_argument_collection())
     assert {name for argument in found for name in argument.names} == SURFACE
     assert [argument.names[0] for argument in found if argument.required] == ["RUN", "--to"]
-    code = ("import sys; from tropism.cli import main\ntry: main(['export', '--help'])\nexcept SystemExit: pass\n"
+    code = ("import sys; from tropism.cli.app import main\ntry: main(['export', '--help'])\nexcept SystemExit: pass\n"
             "assert not {'torch', 'transformers', 'peft'} & set(sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -256,7 +256,7 @@ def test_the_best_one_and_exit_codes(made: dict[bool, Made], tmp_path: Path,
 def test_ctrl_c_leaves_nothing(made: dict[bool, Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                capsys: pytest.CaptureFixture[str]) -> None:
     """X1: of half a model nothing stays, and the sentence says so."""
-    from tropism.export import run as exporting
+    from tropism.commands.export import run as exporting
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt

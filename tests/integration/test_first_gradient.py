@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from tropism.api import Objects, Run
 from tropism.config import METHODS
 from tropism.data.rows import EncodedRow
-from tropism.dist import World
+from tropism.distributed import World
 from tropism.observe.console import Voice
+from tropism.runner import Objects, Run
 from tropism.train.interval import Interval
 from tropism.train.loop import Plan, train
 

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from helpers import CASES, build_tokenizer, case_yaml, expected
-from tropism.cli import main
+from tropism.cli.app import main
+from tropism.commands.inspect import inspect, show
 from tropism.config import InspectOptions
-from tropism.data.templates import NAMES, TemplateOptions
+from tropism.data.tokenization.chat_template import NAMES, TemplateOptions
 from tropism.errors import TropismError
-from tropism.inspect import inspect, show
 from tropism.observe.console import Voice
 
 
@@ -207,7 +207,7 @@ def test_runs_have_the_findings_too(feedback: Path, model_dir: Path) -> None:
     from transformers import AutoConfig
 
     from tropism.config import KTOOptions
-    from tropism.train.prepare import prepare_data
+    from tropism.train.setup.data import prepare_data
 
     options = KTOOptions(model=str(model_dir), data=str(feedback), eval_data=str(feedback), output="o")
     held_out = [{**labelled(0), "completion": "I'm sorry."}, json.loads(feedback.read_text().splitlines()[0])]

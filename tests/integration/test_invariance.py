@@ -87,8 +87,8 @@ class Bench:
         return {key: str(self.folder / "other") if value == "OTHER" else value for key, value in values.items()}
 
     def run(self, name: str, spec: tuple[str, str], **changes: Any) -> Any:
-        from tropism.api import run
         from tropism.config import METHODS
+        from tropism.runner import run
 
         method, options = SPECS[spec]
         return run(METHODS[method](**self.settings("-".join((*spec, name)), method, **{**options, **changes})))
@@ -206,9 +206,9 @@ def one_rank(rank: int, size: int, port: int, jobs: Sequence[tuple[str, dict[str
     """What torchrun does, without its start-up time; one run after another in one process group."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port)}
-    from tropism.api import run
     from tropism.config import METHODS
-    from tropism.dist import connect
+    from tropism.distributed import connect
+    from tropism.runner import run
 
     torch.set_num_threads(1)
     with connect():
@@ -220,7 +220,7 @@ def run_ranks(size: int, target: Callable[..., None], *args: Any, limit_s: float
     """Run `target(rank, size, port, *args)` in processes of a fork server; exit codes, -1 of one that ran longer than
     the limit and was killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "tropism.api"])
+    context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "tropism.runner"])
     with free_port() as port:
         ranks = [context.Process(target=target, args=(rank, size, port, *args)) for rank in range(size)]
         try:

@@ -17,11 +17,11 @@ from integration import distillation
 from integration.conftest import assert_same_metrics, distance, records, weights
 from integration.distillation import VOCABULARY, WHOLE, WORLD, Said, first, make_model, moved
 from tropism import KDTrainer
-from tropism.api import Run
-from tropism.cli import main
+from tropism.cli.app import main
 from tropism.errors import ModelError, UsageError
 from tropism.losses.divergence import DIVERGENCES
 from tropism.model import load
+from tropism.runner import Run
 
 options, distil, texts = distillation.options, distillation.distil, distillation.texts
 teacher_dir, padded_teacher_dir = distillation.teacher_dir, distillation.padded_teacher_dir

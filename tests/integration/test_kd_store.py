@@ -15,11 +15,11 @@ from helpers import case_yaml
 from integration import distillation
 from integration.conftest import assert_same_metrics, distance, records, weights
 from integration.distillation import VOCABULARY, WHOLE, WORLD, Said, first
-from tropism.api import Run
 from tropism.errors import OutputError
-from tropism.train import models
-from tropism.train import teacher as teachers
-from tropism.train.store import entries
+from tropism.runner import Run
+from tropism.train.frozen import teacher as teachers
+from tropism.train.frozen.score_store import entries
+from tropism.train.setup import models
 
 options, distil, passes = distillation.options, distillation.distil, distillation.passes
 teacher_dir, texts = distillation.teacher_dir, distillation.texts

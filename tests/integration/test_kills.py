@@ -17,9 +17,9 @@ import torch
 
 from integration.conftest import assert_same_metrics, weights
 from integration.test_invariance import run_ranks
-from tropism.train import checkpoint
+from tropism.train.checkpoints import files as checkpoint
 
-PRELOAD = ["torch", "transformers.models.llama.modeling_llama", "tropism.api", "torch.distributed.checkpoint"]
+PRELOAD = ["torch", "transformers.models.llama.modeling_llama", "tropism.runner", "torch.distributed.checkpoint"]
 
 
 def _quiet() -> None:
@@ -32,7 +32,7 @@ def _quiet() -> None:
 def _child(method: str, settings: dict[str, Any]) -> None:
     """A run as the command line makes it; the exit code is the command line's."""
     _quiet()
-    from tropism.cli import main
+    from tropism.cli.app import main
 
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     sys.exit(main([method, *options]))
@@ -180,7 +180,7 @@ def test_the_command_line_stops_in_time_and_goes_on(settings: Callable[..., dict
     """C1: --max-time ends with an exit code of 75; `tropism resume` takes over. By a clock that jumps by an hour per
     step."""
     import tropism.train.loop as loop
-    from tropism.cli import main
+    from tropism.cli.app import main
 
     def options(output: Path) -> list[str]:
         given = settings(output, max_steps=6, save_every=6, microbatch_tokens=512)

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from integration.conftest import records
 from integration.resuming import answers, during, settings, start, stop_after, teacher_dir  # noqa: F401
-from tropism.cli import main
+from tropism.cli.app import main
 from tropism.config import METHODS
-from tropism.dist.state import dcp
+from tropism.distributed.state import dcp
 from tropism.errors import CheckpointError, ModelError, StoppedEarly, UsageError
 from tropism.model import load
-from tropism.train import reference as references
+from tropism.train.frozen import reference as references
 from tropism.trainers import KTOTrainer, SFTTrainer
 
 LORA = {"rank": 4}
@@ -73,7 +73,7 @@ def test_the_result_loads_with_plain_peft(trained: Path, tiny_model_dir: Path, t
 
 def test_every_adapter_weight_has_learnt_and_is_kept(trained: Path, tiny_model_dir: Path) -> None:
     """S1: a pair of matrices for each linear layer but the head; each row of each B is away from 0."""
-    from tropism.model.adapter_targets import linear_names
+    from tropism.model.adapters.targets import linear_names
 
     state = adapter(trained / "model")
     linear = linear_names(AutoModelForCausalLM.from_pretrained(tiny_model_dir))
@@ -318,11 +318,11 @@ def test_what_is_refused(tiny_model_dir: Path, answers: Path, trained: Path, tmp
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(ModelError, r"bitsandbytes: pip install 'tropism\[quant\]'", rank=2, quantize="nf4")
     monkeypatch.undo()
-    from tropism.dist import World
+    from tropism.distributed import World
     from tropism.model.options import LoraOptions
-    from tropism.train.adapted import Start
+    from tropism.train.setup.policy import Start
 
-    monkeypatch.setattr("tropism.model.quantized.check_installed", lambda: None)
+    monkeypatch.setattr("tropism.model.quantization.check_installed", lambda: None)
     with pytest.raises(UsageError, match="works on one process, and there are 2"):
         Start.of(load.Source.of(str(tiny_model_dir)), LoraOptions(rank=2, quantize="nf4"), None,
                  World(0, 2, torch.device("cpu")))

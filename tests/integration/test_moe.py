@@ -13,11 +13,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, Mixtral
 from integration.conftest import distance, records, weights
 from integration.test_invariance import BOUNDS, LAYOUT_BOUND, SHORT, Bench, Left, one_rank, run_ranks
 from tropism.config import METHODS
-from tropism.data.collate import collate
+from tropism.data.batching.collate import collate
 from tropism.data.tree import Completion, PromptTree
 from tropism.errors import UsageError
-from tropism.model.logps import LanguageModel
-from tropism.model.router import Routed, load
+from tropism.model.language_model import LanguageModel
+from tropism.model.moe_router import Routed, load
 
 # One big pack, so that the load comes from the pass that is differentiated; KTO's mismatched pass reuses its prompts.
 PLAIN = {"precision": "fp64", "router_aux_weight": 0.3, "microbatch_tokens": 8192, **SHORT}
@@ -34,7 +34,7 @@ class MoeBench(Bench):
     """Runs of the tiny mixture of experts."""
 
     def run(self, name: str, spec: tuple[str, str], **changes: Any) -> Any:
-        from tropism.api import run
+        from tropism.runner import run
 
         method, options = SPECS[spec[0]]
         settings = self.settings("-".join((*spec, name)), method, **{**PLAIN, **options, **changes})

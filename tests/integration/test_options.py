@@ -15,13 +15,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from integration.test_invariance import run_ranks
-from tropism.api import Objects, Run
 from tropism.config import METHODS
 from tropism.data.options import DataOptions
-from tropism.dist import World, connect
+from tropism.distributed import World, connect
 from tropism.errors import UsageError
 from tropism.methods import LOSSES
 from tropism.observe.console import Voice
+from tropism.runner import Objects, Run
 from tropism.train.interval import Interval
 from tropism.train.loop import Plan, train
 from tropism.train.options import RunOptions, StoreOptions

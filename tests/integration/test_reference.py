@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from helpers import tree
 from integration.conftest import records
-from tropism.dist import World
+from tropism.distributed import World
 from tropism.errors import ReferenceMismatchError
-from tropism.model.logps import LanguageModel
-from tropism.train import reference as references
-from tropism.train.store import ScoreStore, entries
+from tropism.model.language_model import LanguageModel
+from tropism.train.frozen import reference as references
+from tropism.train.frozen.score_store import ScoreStore, entries
 
 WORLD = World(0, 1, torch.device("cpu"))
 
@@ -138,7 +138,7 @@ def test_entries_of_one_file_round_trip(tmp_path: Path) -> None:
 
 
 def test_a_missing_score_is_an_error(model: LanguageModel, tmp_path: Path) -> None:
-    from tropism.data.collate import collate
+    from tropism.data.batching.collate import collate
 
     built = references.build(model, TREES, 100, tmp_path, WORLD)
     unknown = [tree([3, 9], [10, 1])]
@@ -167,7 +167,7 @@ def test_a_changed_tokenizer_text_gives_other_scores(train: Callable[..., Any], 
 
 def test_a_store_with_damaged_facts_is_still_listed_and_cleaned(tmp_path: Path) -> None:
     """Whatever else lies in the directory is left alone."""
-    from tropism.train.store import clean
+    from tropism.train.frozen.score_store import clean
 
     name = "0" * 32
     ScoreStore(tmp_path, name, {"model": "m"}).add({b"k" * 16: -1.0})

@@ -25,10 +25,10 @@ from integration.resuming import (
     straight,
     teacher_dir,
 )
-from tropism.cli import main
+from tropism.cli.app import main
 from tropism.errors import StoppedEarly
 from tropism.observe.lock import owned
-from tropism.train import checkpoint
+from tropism.train.checkpoints import files as checkpoint
 
 __all__ = ["answers", "during", "settings", "start", "stop_after", "straight", "teacher_dir"]
 
@@ -140,7 +140,8 @@ def test_a_signal_in_a_pass_over_the_data_stops_at_the_next_pack(start: Start, s
                                                                  tmp_path: Path,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """C1: the store keeps what was scored; an evaluation that was cut off is done again, once."""
-    from tropism.train import evaluate, reference
+    from tropism.train.evaluation import evaluator as evaluate
+    from tropism.train.frozen import reference
 
     output, small = tmp_path / "run", {"microbatch_tokens": 64, "store": str(tmp_path / "store")}
     wanted = straight("dpo", microbatch_tokens=64)

@@ -24,7 +24,7 @@ from integration.resuming import (
     straight,
     teacher_dir,
 )
-from tropism.cli import main
+from tropism.cli.app import main
 from tropism.errors import CheckpointError, StoppedEarly
 
 __all__ = ["answers", "during", "settings", "start", "stop_after", "straight", "teacher_dir"]

@@ -14,7 +14,9 @@ import torch
 from integration.conftest import weights
 from integration.resuming import during, lines
 from tropism.errors import OutputError, StoppedEarly, TropismError, UsageError
-from tropism.train import checkpoint, keep, loop
+from tropism.train import loop
+from tropism.train.checkpoints import files as checkpoint
+from tropism.train.checkpoints import saver as keep
 from tropism.train.session import Session
 from tropism.train.step import StepOutcome
 

@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import assert_same_metrics, records, weights
-from tropism.cli import main
+from tropism.cli.app import main
 from tropism.errors import NonFiniteError, OutputError, ReferenceMismatchError, TropismError
 from tropism.observe.metrics import METRICS
 
@@ -59,7 +59,7 @@ def test_before_step_1_policy_and_reference_agree(train: Callable[..., Any]) -> 
 
 def test_the_result_loads_with_plain_transformers(train: Callable[..., Any]) -> None:
     """S1: same logits, tokenizer and template; a tied head stays tied; dtype on disk = asked = config."""
-    import tropism.api as api
+    import tropism.runner as api
 
     kept: dict[str, torch.Tensor] = {}
     ids = torch.randint(5, 102, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -209,7 +209,7 @@ def test_a_non_finite_loss_stops_the_run_and_names_the_row(train: Callable[..., 
 def test_an_infinite_log_prob_behind_a_saturated_loss_stops_the_run(train: Callable[..., Any],
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """N1: KTO's loss of a log-ratio of infinity is finite, and its gradient is 0."""
-    from tropism.train.reference import StoredReference
+    from tropism.train.frozen.reference import StoredReference
 
     real, calls = StoredReference.score, 0
 
@@ -229,7 +229,7 @@ def test_an_infinite_log_prob_behind_a_saturated_loss_stops_the_run(train: Calla
 def test_a_wrong_reference_is_noticed(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
                                       capsys: pytest.CaptureFixture[str]) -> None:
     """R1: said before step 1, and an error under --strict."""
-    from tropism.train.reference import StoredReference
+    from tropism.train.frozen.reference import StoredReference
 
     real = StoredReference.score
     monkeypatch.setattr(StoredReference, "score", lambda self, trees, batch: real(self, trees, batch) + 0.041)
@@ -337,7 +337,7 @@ def test_a_policy_of_nans_does_not_agree_with_its_reference(train: Callable[...,
 
 def test_a_weight_without_a_gradient_is_updated_alike_on_any_number_of_ranks() -> None:
     """L1: an optimiser skips a missing gradient, but not one of zeros."""
-    from tropism.dist import World
+    from tropism.distributed import World
 
     parameter = torch.nn.Parameter(torch.ones(3))
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)

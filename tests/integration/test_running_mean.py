@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tropism.api import Run
 from tropism.config import METHODS
-from tropism.data.collate import collate
+from tropism.data.batching.collate import collate
 from tropism.data.tree import PromptTree, score_key
-from tropism.dist import World
+from tropism.distributed import World
 from tropism.errors import NonFiniteError
 from tropism.observe.console import Voice
+from tropism.runner import Run
+from tropism.train.frozen.reference import StoredReference
 from tropism.train.interval import Interval
 from tropism.train.loop import Plan, train
-from tropism.train.reference import StoredReference
 
 BETA, DESIRABLE_WEIGHT = 0.7, 1.5
 

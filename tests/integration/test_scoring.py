@@ -14,9 +14,9 @@ import torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
-from tropism.cli import main
+from tropism.cli.app import main
+from tropism.commands.scoring.scores import figures, score
 from tropism.config import ScoringOptions
-from tropism.scoring import figures, score
 
 
 @pytest.fixture(scope="module")

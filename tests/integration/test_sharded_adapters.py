@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from integration.conftest import assert_same_metrics, distance, records
 from integration.test_invariance import BOUNDS, Left, one_rank, run_ranks
-from tropism.api import run
 from tropism.config import METHODS
+from tropism.runner import run
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("kto", {"rank": 4}), "dora": ("dpo", {"rank": 3, "dora": True, "rslora": True}),

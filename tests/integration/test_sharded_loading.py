@@ -34,12 +34,12 @@ def say(folder: str, rank: int, found: Any) -> None:
 def _load(rank: int, size: int, port: int, folder: str, models: list[str]) -> None:
     """How far each model is from what one process loads, or the error."""
     join(rank, size, port)
-    from tropism.dist import connect
-    from tropism.dist.shard import Spreading, describe, gathered
+    from tropism.distributed import connect
+    from tropism.distributed.shard import Spreading, describe, gathered
+    from tropism.model.bf16_weights import narrow
     from tropism.model.load import Source, load_model
-    from tropism.model.narrow import narrow
-    from tropism.model.sharded import load_sharded
-    from tropism.train.reference import weight_hashes
+    from tropism.model.load_sharded import load_sharded
+    from tropism.train.frozen.reference import weight_hashes
 
     found: list[Any] = []
     with connect() as plain:
@@ -104,10 +104,10 @@ def test_what_one_process_loads(tiny_model_dir: Path, fixture_tokenizer: Any, tm
 def _run(rank: int, size: int, port: int, folder: str, what: str, method: str, settings: dict[str, Any]) -> None:
     """A run in which something is odd on one process; what is raised."""
     join(rank, size, port)
-    from tropism.api import Run
-    from tropism.dist import connect, state
+    from tropism.distributed import connect, state
     from tropism.observe.console import Voice
-    from tropism.train import models
+    from tropism.runner import Run
+    from tropism.train.setup import models
 
     alive: list[Any] = []
     if what == "disk" and rank == 1:

@@ -27,9 +27,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from integration.conftest import assert_same_metrics, distance, records, weights
 from integration.test_invariance import BOUNDS, Left, one_rank, run_ranks
-from tropism.api import run
-from tropism.cli import main
+from tropism.cli.app import main
 from tropism.config import METHODS
+from tropism.runner import run
 
 Settings = dict[str, Any]
 TWO: dict[str, Settings] = {"tensor": {"tensor": 2}, "copies": {"shard": 1, "replicate": 2}}

@@ -30,10 +30,10 @@ from published import (
 )
 from tropism import DPOTrainer, KDTrainer, KTOTrainer, SFTTrainer, run
 from tropism.config import METHODS
-from tropism.data.dataloader import rows_per_pass
+from tropism.data.dataloaders.steps import rows_per_pass
 from tropism.data.load import load_rows
-from tropism.data.render import Renderer
-from tropism.data.truncate import Limits
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 from tropism.errors import DataError, TropismError, UsageError
 from tropism.observe.console import Voice
 from tropism.trainers import Trainer

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from integration.conftest import NOT_RESULTS, records, weights
 from integration.test_trainers import equal, maker
 from tropism import DPOTrainer, EvalResult, KTOTrainer, RunResult
-from tropism import api as runs
+from tropism import runner as runs
 from tropism.errors import OutputExistsError, UsageError
 from tropism.observe import track
 from tropism.train import session

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from integration.conftest import assert_same_metrics, distance, records, weights
 from tropism import DPOOptions, DPOTrainer, KDTrainer, KTOTrainer, SFTTrainer
-from tropism.aliases import ALIASES, ARGUMENTS, canonical
-from tropism.data.batch_layouts import LAYOUTS
+from tropism.argument_names import ALIASES, ARGUMENTS, canonical
+from tropism.data.dataloaders.layouts import LAYOUTS
 from tropism.data.load import load_rows
-from tropism.data.render import Renderer
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 from tropism.data.tree import PromptTree
-from tropism.data.truncate import Limits
 from tropism.errors import DataError, ModelError, UsageError
 from tropism.observe.console import Voice
 from tropism.trainers import Trainer

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 import tropism
 from integration.resuming import answers  # noqa: F401
 from tropism.errors import ModelError
-from tropism.model import adapter_merge, load
+from tropism.model import load
+from tropism.model.adapters import merge as adapter_merge
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about ends that are tied
 

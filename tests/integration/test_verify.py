@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tropism.cli import main
-from tropism.verify import Verdict, verify
+from tropism.cli.app import main
+from tropism.commands.verify import Verdict, verify
 
 
 def states(verdict: Verdict) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch
 from integration.conftest import records, weights
 from integration.test_invariance import run_ranks
 from tropism.errors import NonFiniteError, NothingLearntError, ReferenceMismatchError, UsageError
-from tropism.model.logps import LanguageModel
+from tropism.model.language_model import LanguageModel
 from tropism.train import loop
 from tropism.train.step import StepOutcome
 
@@ -93,7 +93,7 @@ def test_a_gradient_that_is_not_finite_is_told_apart(train: Callable[..., Any], 
 
 def test_a_store_that_holds_no_log_prob_is_named_before_step_1(train: Callable[..., Any], tmp_path: Path) -> None:
     """N1, R4: also under skip, with the file and how to get rid of it."""
-    from tropism.train.store import ScoreStore
+    from tropism.train.frozen.score_store import ScoreStore
 
     folder = next((tmp_path / "store").glob("*"), None) or Path(train("dpo", max_steps=1).directory)
     folder = next((tmp_path / "store").glob("*"))
@@ -230,8 +230,8 @@ def _two_ranks(rank: int, size: int, port: int, settings: dict[str, Any]) -> Non
     """One of two processes of a run that leaves step 2 out, for a row that one rank alone has, and stops early."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    from tropism.api import run
     from tropism.config import METHODS
+    from tropism.runner import run
 
     patch = pytest.MonkeyPatch()
     if rank == 1:

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from exporting import filled_run, logits
+from tropism.commands.export import export
+from tropism.commands.export.source import Run
 from tropism.errors import ModelError
-from tropism.export import export
-from tropism.export.source import Run
-from tropism.model import adapter_files, load
+from tropism.model import load
+from tropism.model.adapters import files as adapter_files
 from unit.test_export_adapters import IDS, base, run_of, trained  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed")
@@ -32,8 +33,8 @@ def silent(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def test_nothing_is_looked_up_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: a RUN/model that is not there is no hub id, though it looks like one."""
-    from tropism.export import beside
-    from tropism.export.source import Chosen
+    from tropism.commands.export import beside
+    from tropism.commands.export.source import Chosen
 
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []

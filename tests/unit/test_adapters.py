@@ -8,9 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tropism.errors import ModelError, UsageError
-from tropism.model import adapter_files, adapter_merge, adapters, load
-from tropism.model.adapter_targets import linear_names, new_config
-from tropism.model.narrow import narrow
+from tropism.model import load
+from tropism.model.adapters import files as adapter_files
+from tropism.model.adapters import merge as adapter_merge
+from tropism.model.adapters import structure as adapters
+from tropism.model.adapters.targets import linear_names, new_config
+from tropism.model.bf16_weights import narrow
 from tropism.model.options import LoraOptions
 
 IDS = torch.randint(5, 40, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
 
-from tropism.data.collate import collate
+from tropism.data.batching.collate import collate
 from tropism.data.tree import Completion, PromptTree, token_ids
 from tropism.errors import ModelError
 from tropism.model.attention import TreePass, attention, plain_implementation, tree_attention
-from tropism.model.logps import LanguageModel
-from tropism.model.probe import choose_layout
+from tropism.model.language_model import LanguageModel
+from tropism.model.layout_check import choose_layout
 
 VOCABULARY = 97
 _SMALL = {"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -229,7 +229,7 @@ def test_the_cuda_call_is_given_what_it_needs(monkeypatch: pytest.MonkeyPatch, w
 
 def test_mismatched_completions_may_continue_the_prompts_of_another_pass() -> None:
     """Stored keys, values and states give the log-probs that a pass of its own would give."""
-    from tropism.data.collate import collate_leaves
+    from tropism.data.batching.collate import collate_leaves
 
     for name in ("llama", "mistral-sliding", "gemma3"):
         model, forest = build(name, torch.float64), trees()

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from helpers import CASES, build_tokenizer, case_rows, case_yaml, expected, row
-from tropism.data.audit import Audit, class_weights
+from tropism.data.audit.audit import Audit, class_weights
 from tropism.data.load import check_embedding, load_rows
-from tropism.data.render import Renderer
 from tropism.data.rows import Dropped, EncodedRow, Reason
-from tropism.data.truncate import Limits
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 from tropism.errors import DataError
 
 

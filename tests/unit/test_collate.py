@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import tree
-from tropism.data.collate import Batch, collate, collate_leaves
+from tropism.data.batching.collate import Batch, collate, collate_leaves
 from tropism.data.tree import Completion, PromptTree
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tropism.commands.convert import Account, convert
 from tropism.config import ConvertOptions
-from tropism.convert import Account, convert
 from tropism.data.formats import View, recognise, understand, view_of
 from tropism.data.formats.parts import blank
 from tropism.data.rows import Dropped, Row
-from tropism.data.sources import read
+from tropism.data.sources.open import read
 from tropism.errors import DataError, OutputError, UsageError
 from unit import test_formats_known as known
 from unit.test_formats_known import CHAT, FROM_VALUE, MARKED, RATED, SCORED, TREE, ULTRA, answer, user
@@ -332,7 +332,7 @@ def test_mixtures(tmp_path: Path) -> None:
 
 
 def test_more_records_than_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tropism.convert.parts.PEEKED", 2)
+    monkeypatch.setattr("tropism.commands.convert.parts.PEEKED", 2)
     records = [{"q": f"p{number}", "chosen": f"a{number}", "rejected": f"b{number}"} for number in range(7)]
     converted(iter(records), tmp_path / "a.jsonl", "paired", columns="prompt=q")
     assert [row["prompt"] for row in lines(tmp_path / "a.jsonl")] == [record["q"] for record in records]

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tropism.api import RunResult
-from tropism.demo.rule import passes
-from tropism.demo.run import options, report
+from tropism.commands.demo.rule import passes
+from tropism.commands.demo.run import options, report
 from tropism.observe.console import Voice
+from tropism.runner import RunResult
 
-ROWS = [json.loads(line) for line in (files("tropism.demo") / "feedback.jsonl").read_text("utf-8").splitlines()]
+FEEDBACK = files("tropism.commands.demo") / "feedback.jsonl"
+ROWS = [json.loads(line) for line in FEEDBACK.read_text("utf-8").splitlines()]
 
 
 def test_every_label_is_what_the_rule_says() -> None:

@@ -8,13 +8,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from helpers import CHATML, build_tokenizer, chat
-from tropism.data import encode
-from tropism.data.encode import BlockCache, fingerprint
 from tropism.data.load import load_rows
 from tropism.data.options import FormatOptions
-from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow
-from tropism.data.truncate import Limits
+from tropism.data.tokenization import encode
+from tropism.data.tokenization.encode import BlockCache, fingerprint
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 from tropism.errors import DataError, TropismError
 
 LIMITS = Limits(64)
@@ -134,7 +134,7 @@ def test_h1_the_code_that_renders_and_its_libraries_are_part_of_the_key(monkeypa
     monkeypatch.setattr(encode, "version", lambda name: "0")
     assert fingerprint(renderer()) != before
     monkeypatch.undo()
-    monkeypatch.setattr(encode, "_CODE", (*encode._CODE, "pack"))
+    monkeypatch.setattr(encode, "_CODE", (*encode._CODE, "batching/pack"))
     assert fingerprint(renderer()) != before
 
 
@@ -253,7 +253,8 @@ def test_origins_stand_beside_the_rows_that_were_kept():
 
 
 def test_a_child_needs_no_environment_of_ours(tmp_path):
-    """`python -m tropism.data.encode` ends when its input does, and says nothing."""
-    run = subprocess.run([sys.executable, "-m", "tropism.data.encode"], input=b"", capture_output=True, cwd="/",
-                         check=False, env={"PYTHONPATH": str(Path(encode.__file__).parents[2])})
+    """`python -m tropism.data.tokenization.encode` ends when its input does, and says nothing."""
+    source = str(Path(encode.__file__).parents[3])
+    run = subprocess.run([sys.executable, "-m", "tropism.data.tokenization.encode"], input=b"",
+                         capture_output=True, cwd="/", check=False, env={"PYTHONPATH": source})
     assert (run.returncode, run.stdout) == (0, b"")

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from exporting import IDS, filled_run, logits
+from tropism.commands.export import export, weights, write
+from tropism.commands.export.weights import filled, rounded, skeleton
 from tropism.errors import CheckpointError, ModelError, OutputError, OutputExistsError, TropismError, UsageError
-from tropism.export import export, weights, write
-from tropism.export.weights import filled, rounded, skeleton
 from tropism.model import load
-from tropism.train import checkpoint
+from tropism.train.checkpoints import files as checkpoint
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_disk_that_fills_up(run: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """S1: half a model would keep the disk full."""
-    monkeypatch.setattr("tropism.export.run.check_space", lambda path, size: None)  # somebody else took the room
+    monkeypatch.setattr("tropism.commands.export.run.check_space", lambda path, size: None)  # the space is gone
     (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 64 * 1024))
     with pytest.raises(OutputError, match=r"the model could not be written.*bytes are needed"):
         export(run, small_disk / "out")

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exporting import IDS, filled_run, logits
+from tropism.commands.export import export
 from tropism.errors import CheckpointError, ModelError
-from tropism.export import export
-from tropism.train import checkpoint
+from tropism.train.checkpoints import files as checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about ends that are tied or saved
 

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from helpers import chat, row
-from tropism.data import findings, savings
-from tropism.data.audit import Audit
-from tropism.data.facts import Facts
-from tropism.data.findings import Finding, by_severity, histogram, leakage, of_rows, refuses
-from tropism.data.pack import plant
-from tropism.data.render import Renderer
+from tropism.data.audit import findings
+from tropism.data.audit import layout_savings as savings
+from tropism.data.audit.audit import Audit
+from tropism.data.audit.findings import Finding, by_severity, histogram, leakage, of_rows, refuses
+from tropism.data.audit.layout_savings import layout_savings
+from tropism.data.batching.pack import plant
+from tropism.data.row_facts import Facts
 from tropism.data.rows import Dropped, EncodedRow, Reason
-from tropism.data.savings import layout_savings
 from tropism.data.schedule import Schedule
-from tropism.data.truncate import Limits
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 
 
 def by_name(found: list[Finding]) -> dict[str, Finding]:

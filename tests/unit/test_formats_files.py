@@ -9,8 +9,8 @@ from formats_made import KINDS, MADE, write
 from tropism.data.formats import FORMATS
 from tropism.data.load import load_rows, view_of_source
 from tropism.data.options import FormatOptions
-from tropism.data.render import Renderer
-from tropism.data.truncate import Limits
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 
 PAIRS = [(name, kind) for name, made in MADE.items() for kind in KINDS if made.flat or kind not in ("csv", "tsv")]
 

@@ -8,8 +8,8 @@ import pytest
 
 from tropism.data.load import load_rows, view_of_source
 from tropism.data.options import FormatOptions
-from tropism.data.render import Renderer
-from tropism.data.truncate import Limits
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 from tropism.errors import DataError
 
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from tropism.commands.inspect import _write as write_page
+from tropism.commands.scoring.scores import write, write_figures
 from tropism.errors import OutputError
-from tropism.inspect import _write as write_page
 from tropism.model import load
 from tropism.observe.files import append_line, write_whole
 from tropism.observe.lock import owned
 from tropism.observe.rundir import RunDirectory
-from tropism.scoring import write, write_figures
-from tropism.train.store import ScoreStore
-from tropism.train.topk import TopKStore
+from tropism.train.frozen.score_store import ScoreStore
+from tropism.train.frozen.topk_store import TopKStore
 
 MIB = 2**20
 ROWS = [{"id": str(i), "text": os.urandom(32).hex()} for i in range(1000)]

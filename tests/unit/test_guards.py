@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tropism.methods.build import build_method
-from tropism.train.guards import AGAIN, GUARDS, LARGE_MARGIN, WINDOW, ZEROS, Guards, Notice, Subject
+from tropism.train.monitor.guards import AGAIN, GUARDS, LARGE_MARGIN, WINDOW, ZEROS, Guards, Notice, Subject
 
 DPO = Subject("paired", ("sigmoid",), beta=0.1, has_reference=True)
 KTO = Subject("unpaired", ("kto",), beta=0.1, has_reference=True)

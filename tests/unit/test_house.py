@@ -29,13 +29,13 @@ def test_no_room_is_called_utils() -> None:
     assert not [file for file in FILES if file.stem in ("utils", "util", "helpers", "common", "misc")]
 
 
-def test_torch_distributed_is_imported_in_dist_only() -> None:
+def test_torch_distributed_is_imported_in_distributed_only() -> None:
     offenders = []
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else (
                 [node.module or ""] if isinstance(node, ast.ImportFrom) else [])
-            if any(name.startswith("torch.distributed") for name in names) and file.parent.name != "dist":
+            if any(name.startswith("torch.distributed") for name in names) and file.parent.name != "distributed":
                 offenders.append(file)
     assert not offenders
 

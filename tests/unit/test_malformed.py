@@ -7,9 +7,9 @@ import pytest
 
 from malformed import VIEWS, malformed, well_said
 from tropism.data.load import load_rows
-from tropism.data.render import Renderer
 from tropism.data.rows import Dropped, EncodedRow, Row
-from tropism.data.truncate import Limits
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 from tropism.errors import TropismError
 
 FILES = 2100

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tropism.dist import World
+from tropism.distributed import World
 from tropism.errors import ModelError, TropismError, UsageError
 from tropism.model import load
 from tropism.model.options import LoraOptions
-from tropism.train.adapted import Start
+from tropism.train.setup.policy import Start
 
 
 def test_a_run_is_no_model(tmp_path: Path) -> None:

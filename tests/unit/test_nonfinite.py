@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tropism.dist import World
+from tropism.distributed import World
 from tropism.errors import NonFiniteError
-from tropism.train.nonfinite import MOST_IN_A_ROW, BadStep, Tolerance, diagnose
+from tropism.train.monitor.nonfinite import MOST_IN_A_ROW, BadStep, Tolerance, diagnose
 from tropism.train.step import ReferencePoint, StepOutcome
 
 ALONE = World(0, 1, torch.device("cpu"))

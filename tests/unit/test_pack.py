@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import row, tree
+from tropism.data.batching.pack import cost, fill, mismatch, plant, scoring_packs, share, size
 from tropism.data.mismatch import partners
-from tropism.data.pack import cost, fill, mismatch, plant, scoring_packs, share, size
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion, PromptTree, score_key
 

@@ -22,9 +22,9 @@ from helpers import (
     supervised_text,
     tokenizer_kinds,
 )
-from tropism.data.render import Renderer
 from tropism.data.rows import Dropped, Reason, Row
-from tropism.data.truncate import Limits
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 from tropism.errors import DataError, ModelError
 
 LIMITS = Limits(100_000)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from helpers import CHATML, EXACT_KINDS, chat, encoded, generation_ids, kind_of_tokenizer, supervised_text
-from tropism.data.render import Renderer
 from tropism.data.rows import Dropped, Reason, Row
-from tropism.data.truncate import Limits
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 
 LIMITS = Limits(100_000)
 CONTROL = ["<|bos|>", "<|eos|>", "<|pad|>", "<|turn|>", "<|end|>", "<|unk|>"]

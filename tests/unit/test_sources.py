@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from tropism.data.rows import RawRow
-from tropism.data.sources import absolute, open_source, read
+from tropism.data.sources.open import absolute, open_source, read
 from tropism.errors import DataError
 
 ROWS = [{"prompt": "café \u2028 ", "completion": "a\nb", "label": True},

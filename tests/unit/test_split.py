@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import row
-from tropism.data.render import Renderer
 from tropism.data.rows import EncodedRow, Row
 from tropism.data.split import split_by_prompt
-from tropism.data.truncate import Limits
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
 from tropism.errors import UsageError
 
 ROWS = st.lists(st.integers(0, 30), min_size=2, max_size=60).filter(lambda prompts: len(set(prompts)) > 1).map(

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from tropism.cli import main
+from tropism.cli.app import main
 from tropism.errors import OutputError, ReferenceMismatchError
-from tropism.train import topk
-from tropism.train.store import ScoreStore, clean, entries
-from tropism.train.topk import Entry, TopKStore, bytes_per_token
+from tropism.train.frozen import topk_store as topk
+from tropism.train.frozen.score_store import ScoreStore, clean, entries
+from tropism.train.frozen.topk_store import Entry, TopKStore, bytes_per_token
 
 NAME = "0123456789abcdef" * 2
 K = 3

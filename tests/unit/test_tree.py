@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from helpers import row, tree
-from tropism.data.collate import collate, collate_leaves
-from tropism.data.pack import plant
+from tropism.data.batching.collate import collate, collate_leaves
+from tropism.data.batching.pack import plant
 from tropism.data.tree import Completion, PromptTree
-from tropism.model.logps import LanguageModel
+from tropism.model.language_model import LanguageModel
 
 
 def masked(ids: list[int], *bits: bool) -> Completion:

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import build_tokenizer, case_rows, chat, encoded, expected, fixture_parts, said, supervised_text
-from tropism.data.render import Renderer
 from tropism.data.rows import Dropped, Reason, Row
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits, PromptCutter, fit
 from tropism.data.tree import Completion
-from tropism.data.truncate import Limits, PromptCutter, fit
 
 
 def lengths(prompt: int, *completions: int, max_length: int, max_prompt_length: int | None = None) -> tuple:

@@ -7,16 +7,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tropism.data.audit import Audit
-from tropism.data.encode import Encoder, default_workers
-from tropism.data.findings import ORIGINS
+from tropism.data.audit.audit import Audit
+from tropism.data.audit.findings import ORIGINS
 from tropism.data.formats import Reading, View, pair_by_prompt, recognise, understand, view_of
 from tropism.data.formats.recognise import renamed
 from tropism.data.options import FormatOptions
-from tropism.data.render import Renderer
+from tropism.data.row_table import RowTable, TableBuilder
 from tropism.data.rows import Dropped, EncodedRow, RawRow, Row
-from tropism.data.sources import Source, open_source
-from tropism.data.table import RowTable, TableBuilder
+from tropism.data.sources.open import Source, open_source
+from tropism.data.tokenization.encode import Encoder, default_workers
+from tropism.data.tokenization.render import Renderer
 from tropism.errors import DataError
 
 _HEAD = 10_000  # records of a part by whose columns its format is recognised

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from tropism.data.templates import TemplateOptions
+from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.options import Options
 
 FormatName = Literal["trl", "openai", "sharegpt", "alpaca", "openrlhf", "coati", "nemo", "anthropic-hh", "axolotl",

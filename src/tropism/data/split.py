@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tropism.data.row_table import RowTable
 from tropism.data.rows import EncodedRow
-from tropism.data.table import RowTable
 from tropism.errors import UsageError
 
 

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tropism.data.audit import class_weights
+from tropism.data.audit.audit import class_weights
 from tropism.data.formats import View
 from tropism.errors import UsageError
 from tropism.methods.method import Method, Term

@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from tropism.data.collate import Segments
+from tropism.data.batching.collate import Segments
 from tropism.errors import ModelError
 
 NAME = "tropism_tree"

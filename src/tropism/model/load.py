@@ -17,12 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from tropism.dist.shard import part_of
+from tropism.distributed.shard import part_of
 from tropism.errors import ModelError, OutputError
-from tropism.model import adapter_files, adapter_merge, quantized
-from tropism.model.adapter_files import first_line
-from tropism.model.adapters import adapter_name, kept_parameters
-from tropism.model.logps import Precision
+from tropism.model import quantization as quantized
+from tropism.model.adapters import files as adapter_files
+from tropism.model.adapters import merge as adapter_merge
+from tropism.model.adapters.files import first_line
+from tropism.model.adapters.structure import adapter_name, kept_parameters
+from tropism.model.language_model import Precision
 from tropism.model.options import is_adapter
 from tropism.observe.console import Voice
 

@@ -10,13 +10,13 @@ import torch
 
 from tropism.errors import StoppedEarly
 from tropism.losses.scored import Scored
-from tropism.train.halt import Halt
 from tropism.train.interval import Due, Interval
-from tropism.train.moved import FirstStep
-from tropism.train.nonfinite import BadStep
+from tropism.train.monitor.first_update import FirstStep
+from tropism.train.monitor.nonfinite import BadStep
+from tropism.train.preemption import Halt
+from tropism.train.records import Progress, Window
 from tropism.train.step import Engine, train_step
-from tropism.train.window import Progress, Window
-from tropism.train.work import Planner, StepWork
+from tropism.train.step_packs import Planner, StepWork
 
 Evaluate = Callable[[Engine], dict[str, float]]
 """Gives the metrics of the policy as it is (an `Evaluator`)."""

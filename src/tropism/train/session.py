@@ -10,33 +10,33 @@ from typing import Any
 
 import torch
 
-from tropism.dist.shard import gathered
+from tropism.distributed.shard import gathered
 from tropism.errors import OutputError, UsageError
 from tropism.model import load
-from tropism.model.adapters import learning_names
+from tropism.model.adapters.structure import learning_names
 from tropism.observe.checksums import checksums
 from tropism.observe.console import Voice
 from tropism.observe.manifest import Manifest
 from tropism.observe.metrics import BOOKKEEPING
 from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import Trackers
-from tropism.train.evaluate import Evaluator
-from tropism.train.guards import Guards, Subject
-from tropism.train.halt import Halt
+from tropism.train.checkpoints.resume import Origin
+from tropism.train.checkpoints.saver import Notes, Retention, Saver
+from tropism.train.evaluation.evaluator import Evaluator
+from tropism.train.evaluation.samples import Sampler
 from tropism.train.interval import Interval
-from tropism.train.keep import Notes, Retention, Saver
 from tropism.train.loop import Plan, Record, train
-from tropism.train.nonfinite import Tolerance
-from tropism.train.optim import why_not_kept
+from tropism.train.monitor.early_stopping import Stopper, make_rule
+from tropism.train.monitor.guards import Guards, Subject
+from tropism.train.monitor.nonfinite import Tolerance
+from tropism.train.observers import Watch
+from tropism.train.optimizer import why_not_kept
 from tropism.train.options import RunOptions
-from tropism.train.prepare import Prepared
-from tropism.train.resume import Origin
-from tropism.train.samples import Sampler
+from tropism.train.preemption import Halt
+from tropism.train.records import Progress
+from tropism.train.setup.data import Prepared
 from tropism.train.step import Engine
-from tropism.train.stopping import Stopper, make_rule
-from tropism.train.watch import Watch
-from tropism.train.window import Progress
-from tropism.train.work import Planner
+from tropism.train.step_packs import Planner
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tropism.data.collate import Batch
+from tropism.data.batching.collate import Batch
 from tropism.data.tree import PromptTree
-from tropism.dist.shard import Owned
-from tropism.dist.world import World
+from tropism.distributed.shard import Owned
+from tropism.distributed.world import World
 from tropism.losses.scored import Scored
 from tropism.methods import Method, Units, Wide
 from tropism.model.attention import TreePass
-from tropism.model.logps import LanguageModel
-from tropism.model.router import Routed
+from tropism.model.language_model import LanguageModel
+from tropism.model.moe_router import Routed
 from tropism.observe.metrics import Tally
-from tropism.train.balance import KEY, Balance, StepBalance
-from tropism.train.optim import Updater
-from tropism.train.reference import Reference
-from tropism.train.teacher import Teacher
-from tropism.train.wide import RunningMean, ranks_of_step, rewards_of_step
-from tropism.train.work import MismatchedPack, Pack, StepWork
+from tropism.train.frozen.reference import Reference
+from tropism.train.frozen.teacher import Teacher
+from tropism.train.optimizer import Updater
+from tropism.train.router_loss import KEY, Balance, StepBalance
+from tropism.train.step_packs import MismatchedPack, Pack, StepWork
+from tropism.train.step_statistics import RunningMean, ranks_of_step, rewards_of_step
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,169 @@
+"""A source to rows, each with what else its record holds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any
+
+from tropism.config import ConvertOptions
+from tropism.data.formats import FORMATS, Reading, View, recognise, understand, view_of
+from tropism.data.formats.recognise import renamed
+from tropism.data.rows import Dropped, RawRow, Row
+from tropism.data.sources import open as sources
+from tropism.errors import DataError
+
+PEEKED = 10_000  # records of a part by which its format is known
+
+WANTED: dict[str, View] = {"unpaired": "unpaired", "paired": "paired", "single": "single", "messages": "single"}
+"""What a row must be before it is written in a shape."""
+
+_JUDGED = ("feedback", "rating")  # formats whose earlier answers may be bad ones
+_BESIDE = {"id", "tools"}  # columns that every format takes
+_OF_CHATS = {"system", "history"}
+
+READ_BY_NAME = _BESIDE | _OF_CHATS | {
+    column for known in FORMATS.values() for shape in known.shapes for column in shape.columns
+    if not (known.name == "rating" and column == shape.label)}  # ratings are not looked at unless one asks for it
+"""Columns that may change how a file is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A record and what it gives.
+
+    Args:
+        raw: the record, columns renamed.
+        rows: its rows, and reasons why others are left out.
+        replaced: columns that gave way to a renamed one.
+    """
+
+    raw: RawRow
+    rows: list[Row | Dropped]
+    replaced: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a source whose format is known.
+
+    Args:
+        source: where its records are.
+        reading: how they become rows.
+        first_side: of each pair only the chosen side is wanted.
+        head: the first of them, as they stand in the file.
+        rest: the others.
+    """
+
+    source: sources.Part
+    reading: Reading
+    first_side: bool
+    head: list[RawRow]
+    rest: Iterator[RawRow]
+
+    def __str__(self) -> str:
+        """The sentence that says what was seen."""
+        if not self.first_side:
+            return str(self.reading)
+        return (f"read as {self.reading.format.name} {self.reading.shape}, the chosen side of each pair; --format and "
+                "--columns read it otherwise")
+
+    def rows(self) -> Iterator[Found]:
+        """Each record with its rows, once; pairs that are split are mixed as training mixes them."""
+        names = self.reading.options.renames
+        split = (self.reading.shape.view, self.reading.wanted) == ("paired", "unpaired")
+        for number, given in enumerate(chain(self.head, self.rest)):
+            (raw,) = renamed([given], names)
+            rows = understand(raw, self.reading)
+            if self.first_side:
+                rows = [replace(row, desirable=None) if isinstance(row, Row) else row for row in rows[:1]]
+            elif split and number % 2:
+                rows.reverse()
+            yield Found(raw, rows, [new for old, new in names.items()
+                                    if {old, new} <= given.record.keys() and new not in names])
+
+    @property
+    def labels(self) -> set[str]:
+        """Columns by which completions to imitate are chosen."""
+        return _labels(self.reading)
+
+    def used(self, record: dict[str, Any]) -> set[str]:
+        """Columns of a record that its rows are made of."""
+        known = self.reading.format
+        shape = known.shape_for(record, self.reading.shape.view)
+        used = {*shape.columns, *_BESIDE, *self.labels, *(_OF_CHATS if known.chat else ())}
+        return used | {"input"} if known.chat and shape.prompt == "instruction" else used
+
+
+def open_parts(source: sources.Source, options: ConvertOptions) -> list[Part]:
+    """The parts of a source, each recognised by its first records.
+
+    Raises:
+        DataError: if one is missing, empty, or cannot be converted to what is wanted.
+    """
+    opened = []
+    for part in sources.open_source(source):
+        rest = part.read()
+        opened.append((part, list(islice(rest, PEEKED)), rest))
+    for part, head, _ in opened:
+        if not head:
+            raise DataError(f"{part.name}: no rows")
+    for column in options.renames:
+        if not any(column in raw.record for _, head, _ in opened for raw in head):
+            found = dict.fromkeys(key for _, head, _ in opened for raw in head[:1000] for key in raw.record)
+            raise DataError(f"{opened[0][0].name}: no row has the column '{column}' that --columns names; found: "
+                            f"{', '.join(found) or 'none'}")
+    return [Part(part, *_reading(part.name, renamed(head, options.renames), options), head, rest)
+            for part, head, rest in opened]
+
+
+def _reading(name: str, head: list[RawRow], options: ConvertOptions) -> tuple[Reading, bool]:
+    """How records are read, and whether only the chosen side of pairs is wanted."""
+    wanted = WANTED[options.to]
+    try:
+        reading, first_side = recognise(head, wanted, name, options), False
+    except DataError as error:
+        if wanted != "single" or options.pair_by_prompt or view_of(head, options) != "paired":
+            raise DataError(f"{error}{_others(name, head, options)}") from None
+        reading, first_side = recognise(head, "unpaired", name, options), True
+    if options.turns == "all":
+        judged = next((label for label in _labels(reading) for raw in head if label in raw.record), "")
+        if judged or reading.shape.view != "single" or reading.format.name in _JUDGED:
+            what = f"'{judged}'" if judged else f"{reading.format.name} {reading.shape}"
+            raise DataError(f"{name}: --turns all is for conversations to imitate; {what} is a verdict on single "
+                            "answers, and those before may be bad ones")
+    return reading, first_side
+
+
+def _labels(reading: Reading) -> set[str]:
+    known = reading.format
+    return {shape.label for shape in known.shapes if shape.label} if reading.wanted == "single" and (
+        known.name != "rating") else set()
+
+
+def _others(name: str, head: list[RawRow], options: ConvertOptions) -> str:
+    """What the part could be converted to."""
+    possible = []
+    for to, wanted in WANTED.items():
+        try:
+            recognise(head, wanted, name, options)
+        except DataError:
+            continue
+        possible.append(f"--to {to}")
+    return f" It can be converted with {' or '.join(possible)}." if possible else ""
+
+
+def turns_of(row: Row) -> list[Row]:
+    """A row for each answer of a conversation, first to last; the last answer's is the row itself, in the end.
+
+    A greeting with which the assistant opens answers nothing, and is context of the answers after it.
+    """
+    (completion,) = row.completions
+    if isinstance(row.prompt, str) or isinstance(completion, str):
+        return [row]
+    spoken = (*row.prompt, *completion)
+    answers = [number for number, message in enumerate(spoken)
+               if message.get("role") == "assistant" and (str(message.get("content") or "").strip()
+                                                          or message.get("tool_calls"))
+               and any(earlier.get("role") not in ("system", "developer") for earlier in spoken[:number])]
+    return [replace(row, id=row.id if count == 0 else f"{row.id}#{count + 1}", prompt=spoken[:number],
+                    completions=((spoken[number],),)) for count, number in enumerate(answers)]

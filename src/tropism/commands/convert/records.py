@@ -1,0 +1,81 @@
+"""A row as the record that is written, so that it is read again as the same row."""
+
+import math
+from typing import Any
+
+from tropism.commands.convert.parts import READ_BY_NAME, Part
+from tropism.data.formats.parts import as_messages, is_thumb
+from tropism.data.rows import Message, Row
+
+SHAPES = {"unpaired": "prompt, completion, label", "paired": "prompt, chosen, rejected",
+          "single": "prompt, completion", "messages": "messages"}
+"""Columns of each shape."""
+
+_MARKS = ("label", "feedback", "thumbs")
+
+
+def record_of(row: Row, to: str) -> dict[str, Any]:
+    """The columns of a shape, and the tools of the row.
+
+    Args:
+        row: with one completion, or two for `paired`; labelled for `unpaired`.
+        to: a name of `SHAPES`.
+    """
+    if to == "messages":
+        record: dict[str, Any] = {"messages": [
+            _unmarked(message) for message in (*as_messages(row.prompt, "user"),
+                                               *as_messages(row.completions[0], "assistant"))]}
+    else:
+        names = ("chosen", "rejected") if to == "paired" else ("completion",)
+        record = {"prompt": _plain(row.prompt)}
+        record |= {name: _behind(row.prompt, completion)
+                   for name, completion in zip(names, row.completions, strict=True)}
+        if to == "unpaired":
+            record["label"] = row.desirable
+    return record | ({"tools": list(row.tools)} if row.tools else {})
+
+
+def _plain(part: str | tuple[Message, ...]) -> Any:
+    return part if isinstance(part, str) else list(part)
+
+
+def _behind(prompt: str | tuple[Message, ...], completion: str | tuple[Message, ...]) -> Any:
+    """A completion. One that begins like its prompt would be taken for a repetition, so the prompt goes before it."""
+    if isinstance(prompt, str) or isinstance(completion, str):
+        return completion
+    repeats = 0 < len(prompt) < len(completion) and all(
+        (one.get("role"), one.get("content")) == (other.get("role"), other.get("content"))
+        for one, other in zip(prompt, completion, strict=False))
+    return [*(prompt if repeats else ()), *completion]
+
+
+def _unmarked(message: Message) -> Message:
+    """A message without marks of its own: beside them, `messages` would be a chat in which single answers count."""
+    return {key: value for key, value in message.items() if not is_mark(message, key)}
+
+
+def is_mark(message: Message, key: str) -> bool:
+    """Whether a key of a message is read as a verdict on it."""
+    return key in _MARKS and message.get("role") == "assistant" and is_thumb(message[key])
+
+
+# --- columns that no row is made of ----------------------------------------------------------------------------------
+
+
+def beside(record: dict[str, Any], part: Part) -> dict[str, Any]:
+    """What a record holds besides its rows; null is nothing."""
+    used = part.used(record)
+    if part.reading.format.name == "rating":
+        used.discard(part.reading.format.shape_for(record, part.reading.shape.view).label)
+    return {column: value for column, value in record.items() if column not in used and value is not None}
+
+
+def carried(extra: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Columns under names that change nothing: those that some format is read by get `source_` before theirs."""
+    found: dict[str, Any] = {}
+    for column, value in extra.items():
+        name = column
+        while name in READ_BY_NAME or name in record or (name != column and name in extra):
+            name = f"source_{name}"
+        found[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    return found

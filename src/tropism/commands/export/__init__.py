@@ -1,0 +1,5 @@
+"""A run's result, or one of its checkpoints, as a directory that transformers or peft loads, with a model card."""
+
+from tropism.commands.export.run import Exported, export
+
+__all__ = ["Exported", "export"]

@@ -1,0 +1,282 @@
+"""Adapters: alone, as peft loads them, or merged into the model that they were trained on.
+
+peft is imported when it is needed: it takes seconds.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tropism.commands.export.source import ADAPTER_CONFIG, Chosen, Run
+from tropism.commands.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
+from tropism.commands.export.write import check_tensors
+from tropism.distributed.state import read_model
+from tropism.errors import CheckpointError, ModelError, OutputError
+from tropism.model import load
+from tropism.model.adapters import files as adapter_files
+from tropism.model.adapters import merge as adapter_merge
+from tropism.model.adapters.structure import NAME
+from tropism.model.base_weights import base_hash
+from tropism.model.language_model import Precision
+
+WEIGHTS = "adapter_model.safetensors"
+_INNER = "base_model.model."
+_MOVED = "; where it lies now is said by --base DIR"
+
+
+@dataclass
+class Adapter:
+    """An adapter as peft files it.
+
+    Args:
+        config: peft's.
+        weights: by their names in `adapter_model.safetensors`.
+        base: the model that it belongs to.
+        written: content of its `adapter_config.json`, where it has one that is to be kept.
+    """
+
+    config: Any
+    weights: Weights
+    base: str
+    written: dict[str, Any] | None = None
+
+
+def read(run: Run, chosen: Chosen) -> Adapter:
+    """The adapter of a result or a checkpoint, and whether all of it is there.
+
+    Raises:
+        CheckpointError, ModelError: naming a weight that is missing, left over or of another size.
+    """
+    return _of_result(run, chosen) if chosen.trainer is None else _of_checkpoint(run, chosen)
+
+
+def _of_result(run: Run, chosen: Chosen) -> Adapter:
+    config = _config_in(chosen.path)
+    try:
+        weights = load_file(chosen.path / WEIGHTS)
+        written = json.loads((chosen.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ModelError(f"{chosen.path}: the adapter cannot be read: {error}") from error
+    base = _base(run, chosen)
+    adapter = Adapter(config, weights, base, written)
+    module = skeleton(base_config(run, base, _MOVED), run.trust_remote_code)
+    _check_complete(_shell(module, adapter), weights, chosen.path)
+    return adapter
+
+
+def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
+    """A checkpoint has the weights by their names in the inner model; peft's own are made of those."""
+    from peft import get_peft_model_state_dict
+
+    stored = _with_plain_names(read_model(chosen.path / "state"))
+    base = _base(run, chosen)
+    module = skeleton(base_config(run, base, _MOVED), run.trust_remote_code)
+    adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
+    ends = [f"{name}.modules_to_save.default.weight" for name in _ends_of(module)]
+    shell = _shell(module, adapter)
+    learnt = {name: weight.shape for name, weight in shell.get_base_model().named_parameters() if weight.requires_grad}
+    if adapter.config.ensure_weight_tying:  # then one copy of the two ends was trained, and stored under one name
+        stored |= {name: stored[other] for name, other in (ends, ends[::-1]) if other in stored and name in learnt}
+    _compare(learnt, {name: weight.shape for name, weight in stored.items()}, chosen.path)
+    with _quiet():
+        adapter.weights = get_peft_model_state_dict(
+            shell, {_INNER + name: weight for name, weight in stored.items()}, save_embedding_layers=False)
+    _check_complete(shell, adapter.weights, chosen.path)
+    return adapter
+
+
+def _with_plain_names(stored: Weights) -> Weights:
+    """Weights by the names that they have where nobody named the adapter: a PeftModel from Python may name its own."""
+    found = re.search(r"\.(?:lora_[AB]|modules_to_save)\.([^.]+)\.", " ".join(stored))
+    name = found[1] if found else NAME
+    return {re.sub(rf"(\.(?:lora_\w+|modules_to_save))\.{re.escape(name)}\.", rf"\1.{NAME}.", key): weight
+            for key, weight in stored.items()}
+
+
+def _config_in(path: Path) -> Any:
+    from peft import PeftConfig
+
+    adapter_files.read_values(path)
+    try:
+        return PeftConfig.from_pretrained(str(path))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{path}: no adapter config could be read: {adapter_files.first_line(error)}") from error
+
+
+def _base(run: Run, chosen: Chosen) -> str:
+    """The model that the adapter of a run stands on: as whoever exports says, as the adapter's own file says, or what
+    the run began with, which may have been an adapter or a module.
+
+    Raises:
+        ModelError: if none of them says.
+    """
+    if run.other_base is not None:
+        return run.other_base
+    for config in _configs(run, chosen, run.base):
+        if config.base_model_name_or_path:
+            return str(config.base_model_name_or_path)
+    if run.given:
+        raise ModelError(f"{chosen.path}: an adapter of {run.base}, and nothing says where its base lies; save the "
+                         "module as it was, without the adapter, and name it: --base DIR")
+    return run.base
+
+
+def _configs(run: Run, chosen: Chosen, begun: str) -> Iterator[Any]:
+    """The adapter's config from beside the checkpoint, from the result, from the manifest, and of runs whose manifest
+    has none from what they began with.
+
+    Args:
+        begun: the adapter that the run began with, if that is one.
+    """
+    from peft import PeftConfig
+
+    for place in (chosen.path / "model", run.directory.model):
+        if (place / ADAPTER_CONFIG).is_file():
+            yield _config_in(place)
+    if values := run.manifest.get("adapter_config"):
+        try:
+            yield PeftConfig.from_peft_type(**values)
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"{run.path / 'manifest.json'}: the adapter's config there does not suit this peft: "
+                             f"{adapter_files.first_line(error)}; export with the peft that the run had") from error
+    if (Path(begun).expanduser() / ADAPTER_CONFIG).is_file():
+        yield _config_in(Path(begun).expanduser())
+
+
+def _config_of_checkpoint(run: Run, chosen: Chosen, stored: Weights, module: Any) -> Any:
+    """The first of those that there are; else it follows from what the run was told and the names in the checkpoint.
+
+    Args:
+        module: the base, without memory.
+    """
+    from peft import LoraConfig
+
+    lora = run.lora
+    begun = str(lora.get("adapter") or run.base)
+    if (found := next(_configs(run, chosen, begun), None)) is not None:
+        return found
+    if lora.get("rank") is None:
+        raise CheckpointError(f"{chosen.path}: the adapter that the run began with ({begun}) is gone, and "
+                              "with it its config, which runs of this version keep in their manifest")
+    targets = sorted({name.partition(".lora_")[0] for name in stored if ".lora_" in name})
+    whole = sorted({name.partition(".modules_to_save.")[0] for name in stored if ".modules_to_save." in name})
+    kinds = {type(module.get_submodule(name)).__name__ for name in targets}
+    tied = any(module.get_submodule(name) in (module.get_input_embeddings(), module.get_output_embeddings())
+               for name in whole) and bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
+    return LoraConfig(r=lora["rank"], lora_alpha=lora.get("alpha") or 2 * lora["rank"], target_modules=targets,
+                      use_dora=bool(lora.get("dora")), use_rslora=bool(lora.get("rslora")),
+                      modules_to_save=whole or None, fan_in_fan_out=kinds == {"Conv1D"}, ensure_weight_tying=tied,
+                      task_type="CAUSAL_LM")
+
+
+def _shell(module: Any, adapter: Adapter) -> Any:
+    """A model with the adapter on it, without memory: it has the names and the sizes."""
+    from peft import get_peft_model
+
+    config = deepcopy(adapter.config)
+    config.inference_mode = False  # else nothing in it learns, and nothing says what is the adapter's
+    try:
+        with _quiet():
+            return get_peft_model(module, config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ModelError(f"the adapter does not fit {adapter.base}: {adapter_files.first_line(error)}") from error
+
+
+def _check_complete(shell: Any, weights: Weights, path: Path) -> None:
+    from peft import get_peft_model_state_dict
+
+    with _quiet():
+        needed, possible = ({name: weight.shape for name, weight in get_peft_model_state_dict(
+            shell, save_embedding_layers=embeddings).items()} for embeddings in (False, True))
+    sizes = {name: weight.shape for name, weight in weights.items()}
+    _compare(needed | {name: possible[name] for name in possible.keys() & sizes.keys()}, sizes, path)
+
+
+def _compare(wanted: dict[str, torch.Size], there: dict[str, torch.Size], path: Path) -> None:
+    for problem, names in (("is missing", wanted.keys() - there.keys()),
+                           ("is not part of the adapter", there.keys() - wanted.keys())):
+        if names:
+            raise CheckpointError(f"{path}: {min(names)} {problem}")
+    for name, size in wanted.items():
+        if there[name] != size:
+            raise CheckpointError(f"{path}: {name} is {list(there[name])} there and {list(size)} in the adapter")
+
+
+def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) -> None:
+    """Write an adapter as peft does, and read it back.
+
+    Args:
+        weights: those of the adapter in the dtype.
+
+    Raises:
+        OutputError: if it does not read back as it was.
+    """
+    first = {weight.data_ptr(): name for name, weight in reversed(weights.items())}
+    save_file({name: weight.contiguous() if first[weight.data_ptr()] == name else weight.clone()  # of tied ends
+               for name, weight in weights.items()}, path / WEIGHTS, metadata={"format": "pt"})
+    if adapter.written is None:
+        adapter.config.inference_mode = True
+        adapter.config.base_model_name_or_path = adapter.base
+        adapter_files.write_config(adapter.config, path)
+    else:
+        content = {**adapter.written, "base_model_name_or_path": adapter.base}
+        (path / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    load.as_readable_as(path / ADAPTER_CONFIG)
+    check_tensors([path / WEIGHTS], dtype)
+    there = load_file(path / WEIGHTS)
+    wrong = [name for name in there.keys() | weights.keys()
+             if name not in there or name not in weights or not torch.equal(there[name], weights[name])]
+    if wrong:
+        raise OutputError(f"what was written does not read back as it should, and was removed: {min(wrong)}")
+
+
+def merged(run: Run, adapter: Adapter, precision: Precision, check_space: CheckSpace) -> tuple[Any, Weights]:
+    """The model with the adapter in its weights, without memory of its own, and these weights.
+
+    Args:
+        precision: `fp32` or `fp64`: what it is loaded and merged in.
+
+    Raises:
+        ModelError: if the model is not to be had, is not what the adapter was trained on, or does not say the same
+            after merging as before.
+    """
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    check_space(number_of(skeleton(base_config(run, adapter.base, _MOVED), run.trust_remote_code)))
+    base = load.load_model(load.Source.of(adapter.base), precision, torch.device("cpu"),
+                           trust_remote_code=run.trust_remote_code)
+    known = run.manifest.get("base_weights")
+    if known is not None and base_hash(base) != known:
+        raise ModelError(f"{adapter.base}: holds other weights than the adapter was trained on, so that merging would "
+                         "give another model; put them back, or name where they are: --base DIR")
+    with _quiet():
+        model = get_peft_model(base, deepcopy(adapter.config), autocast_adapter_dtype=False).to(base.dtype).eval()
+        strange = set_peft_model_state_dict(model, adapter.weights).unexpected_keys
+    if strange:
+        raise ModelError(f"the adapter does not fit {adapter.base}: {strange[0]} is not part of it")
+    return emptied(adapter_merge.folded(model, str(run.path), "export it alone"))
+
+
+def _ends_of(model: Any) -> list[str]:
+    """Names of the embedding and the head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if any(module is end for end in ends)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """peft warns of what is looked after here: tied ends, and embeddings that are saved."""
+    with warnings.catch_warnings():
+        for kind in (UserWarning, FutureWarning):  # the latter is of what peft asks transformers
+            warnings.simplefilter("ignore", kind)
+        yield

@@ -1,0 +1,107 @@
+"""What stands beside the weights: the tokenizer with its chat template, and where generation stops."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from tropism.commands.export.source import Chosen, Run
+from tropism.data.tokenization.chat_template import template_text
+from tropism.errors import CheckpointError, ModelError, UsageError
+from tropism.model import load
+from tropism.observe.manifest import text_fingerprints
+
+
+def tokenizer_of(run: Run, chosen: Chosen, base: str | None = None) -> Any:
+    """The tokenizer that was trained with, and its chat template.
+
+    Args:
+        base: of an adapter, which may have one too.
+
+    Raises:
+        CheckpointError: if none that can be had is the one that a checkpoint was trained with.
+        ModelError: if the result has none.
+    """
+    if chosen.trainer is None:
+        return _tokenizer_in(run, chosen.path)
+    known = chosen.trainer.get("fingerprints") or {}
+    reasons: list[str] = []
+    for name, tokenizer in _candidates(run, chosen, base, reasons):
+        prints = text_fingerprints(tokenizer)
+        wrong = [what for what, found in prints.items() if known.get(what, found) != found]
+        if not wrong:
+            return tokenizer
+        reasons.append(f"that of {name} has another {' and '.join(wrong)} now")
+    raise CheckpointError(f"{chosen.path}: the tokenizer that it was trained with is not to be had: "
+                          f"{'; '.join(reasons)}")
+
+
+def _candidates(run: Run, chosen: Chosen, base: str | None, reasons: list[str]) -> Iterator[tuple[str, Any]]:
+    """Tokenizers by where they come from; why others cannot be had goes to `reasons`."""
+    for place in (chosen.path / "model", run.directory.model):
+        if (place / "tokenizer_config.json").is_file():
+            try:
+                yield str(place), _tokenizer_in(run, place)
+            except ModelError as error:
+                reasons.append(str(error))
+    for named in dict.fromkeys(filter(None, (None if run.given and base else run.base, base))):
+        try:
+            tokenizer = load.load_tokenizer(load.Source.of(named), trust_remote_code=run.trust_remote_code)
+            if template := run.options.get("chat_template"):
+                tokenizer.chat_template = template_text(template)
+            yield named, tokenizer
+        except (ModelError, UsageError) as error:
+            reasons.append(str(error))
+
+
+def _tokenizer_in(run: Run, place: Path) -> Any:
+    return load.load_tokenizer(load.Source(str(place)), trust_remote_code=run.trust_remote_code)
+
+
+def generation_of(run: Run, chosen: Chosen, base: str, tokenizer: Any,
+                  config: Any | None) -> tuple[GenerationConfig, list[str]]:
+    """How text is generated: as before training, with the trained terminators among the stop ids.
+
+    Args:
+        base: the model that the run began with; of an adapter its base.
+        config: of the model, where it has to say what no generation config says.
+
+    Returns:
+        it, and what a person should know.
+    """
+    result = _in(chosen.path if chosen.trainer is None else run.directory.model)
+    if chosen.trainer is None and result is not None:
+        return result, []  # has what was trained
+    before = result or _named(base) or _named(run.base) or (
+        GenerationConfig() if config is None else GenerationConfig.from_model_config(config))
+    notes: list[str] = []
+    stop_ids = run.manifest.get("stop_ids") if chosen.trainer is None else chosen.stop_ids
+    if stop_ids is None:
+        stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if result is None:
+            notes.append("no record of the terminators that were trained; generation stops at the tokenizer's own end "
+                         f"of text ({tokenizer.eos_token}) and at those that it had before")
+    load.add_stop_ids(before, stop_ids)
+    return before, notes
+
+
+def _named(name: str) -> GenerationConfig | None:
+    """The generation config of a model by its name; of an adapter the one that lies beside it."""
+    with suppress(ModelError):
+        source = load.Source.of(name)
+        place = Path(source.adapter or source.name)
+        if place.is_dir():
+            return _in(place)
+        with suppress(OSError, ValueError):
+            return GenerationConfig.from_pretrained(source.name)
+    return None
+
+
+def _in(place: Path) -> GenerationConfig | None:
+    """The generation config in a directory, if there is one; a name that is no directory is not looked up anywhere."""
+    with suppress(OSError, ValueError):
+        if place.is_dir():
+            return GenerationConfig.from_pretrained(place)
+    return None

@@ -1,0 +1,189 @@
+"""The model card: facts of the run, in the words of its own files. What was not measured is not claimed."""
+
+import math
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from tropism.commands.export.source import Chosen, Run
+from tropism.config import METHODS
+from tropism.data.options import DataOptions
+from tropism.observe.metrics import BOOKKEEPING
+from tropism.train.options import RunOptions
+
+METHOD_NAMES = {
+    "kto": "KTO (Kahneman-Tversky optimisation, on single labelled answers)",
+    "dpo": "DPO (direct preference optimisation, on pairs of answers)",
+    "sft": "SFT (supervised fine-tuning, on answers to imitate)",
+    "kd": "KD (knowledge distillation from a teacher)",
+}
+_TRAINING = {"epochs": "epochs", "batch_size": "batch size", "learning_rate": "learning rate (peak)",
+             "schedule": "schedule", "warmup_ratio": "warm-up ratio", "optimizer": "optimizer",
+             "weight_decay": "weight decay", "max_grad_norm": "gradient clipped to", "seed": "seed"}
+
+
+def render(run: Run, chosen: Chosen, facts: Mapping[str, Any], name: str, adapter_config: Any = None) -> str:
+    """The card as Markdown with the hub's front matter.
+
+    Args:
+        facts: of the export, as `export.json` has them.
+        adapter_config: peft's, of an adapter that was trained.
+        name: of the model.
+    """
+    adapter = bool(facts["adapter"]) and not facts["merged"]
+    options = {key: value for key, value in run.options.items() if value is not None}
+    method = str(run.manifest.get("method") or options.get("method"))
+    known = METHODS.get(method)
+    shared = {*RunOptions.model_fields, *DataOptions.model_fields, "method", "store"}
+    own = [key for key in (known.model_fields if known else ()) if key in options and key not in shared]
+    if not options.get("teacher"):  # without one none of these has an effect
+        own = [key for key in own if key not in ("kd_weight", "divergence", "divergence_mix", "temperature",
+                                                 "temperature_scaling", "top_k")]
+    measured, columns, figures = _measured(run, chosen)
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+                                     undefined=jinja2.StrictUndefined, autoescape=False)  # Markdown, not HTML
+    environment.filters |= {"cell": _cell, "figure": _figure}
+    source = resources.files("tropism.commands.export") / "card.md.jinja"
+    template = environment.from_string(source.read_text("utf-8"))
+    loss = f", loss `{options['loss']}`" if "loss" in options else ""
+    return template.render(
+        front_matter=yaml.safe_dump(_front_matter(facts, method, adapter), sort_keys=False), name=name,
+        directory=name, base=facts["base"], method=METHOD_NAMES.get(method, method) + loss,
+        what=_what(adapter, bool(facts["merged"]), options), versions=run.manifest.get("libraries", {"tropism": ""}),
+        checkpoint=chosen.trainer is not None, step=chosen.step, best=chosen.best, planned=_planned(run),
+        adapter=adapter, dtype=facts["dtype"], rounding=facts["rounding"],
+        stops=_listed([f"`{token}` ({number})" for number, token in facts["stop_tokens"].items()]) or "no token",
+        training=_training(run, chosen, options), options=[(key, options[key]) for key in own],
+        lora=_lora(run, adapter_config),
+        data=_data(run), measured=measured, columns=columns, figures=figures,
+        fingerprints=list(facts["fingerprints"].items()))
+
+
+def _lora(run: Run, config: Any | None) -> list[tuple[str, Any]]:
+    """What was asked of the adapter, with rank and scale as its own config has them; and what it began from."""
+    if config is None:
+        return []
+    rows = {**run.lora, "rank": config.r, "alpha": config.lora_alpha, "dora": config.use_dora,
+            "rslora": config.use_rslora}
+    if not run.lora:  # then what it was given as its model is, or holds, the adapter that it began from
+        rows |= {"adapter": run.base, "quantize": (run.options.get("lora") or {}).get("quantize")}
+    return [(key, value) for key, value in rows.items() if value not in (None, False)]
+
+
+def _what(adapter: bool, merged: bool, options: Mapping[str, Any]) -> str:
+    if adapter:
+        return "An adapter of a causal language model."
+    if not merged:
+        return "A causal language model."
+    quantised = (options.get("lora") or {}).get("quantize")
+    return "A causal language model: its base with the trained adapter merged into the weights" + (
+        f" (the adapter was trained on the base in {quantised}, and merged into the base as it was before that)."
+        if quantised else ".")
+
+
+def _front_matter(facts: Mapping[str, Any], method: str, adapter: bool) -> dict[str, Any]:
+    base = str(facts["base"])
+    hub = not Path(base).exists() and not Path(base).is_absolute() and base.count("/") == 1 and " " not in base
+    return ({"base_model": base} if hub else {}) | {
+        "library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation",
+        "tags": ["tropism", method, *(["lora"] if facts["adapter"] else [])]}
+
+
+def _planned(run: Run) -> int | None:
+    found = run.manifest.get("planned_steps")
+    return None if found is None else int(found)
+
+
+def _training(run: Run, chosen: Chosen, options: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    manifest = run.manifest
+    device = str(manifest.get("device", "?")) + (f" ({manifest['device_name']})" if "device_name" in manifest else "")
+    rows: list[tuple[str, Any]] = [("optimiser steps", chosen.step)]
+    given = manifest.get("given") or {}
+    left_out = {"epochs"} if "max_steps" in options else set()
+    if "optimizer" in given:  # it has a rate and a decay of its own, and perhaps a scheduler
+        left_out |= {"learning_rate", "schedule", "warmup_ratio", "optimizer", "weight_decay"}
+    rows += [(called, options[key]) for key, called in _TRAINING.items() if key in options and key not in left_out]
+    rows += [(name, f"{kind}, given in Python") for name, kind in given.items()]
+    rows += [("precision", manifest.get("precision", options.get("precision", "?"))),
+             ("layout", manifest.get("layout", "?")),
+             ("device", f"{manifest.get('world_size', 1)} x {device}")]
+    if chosen.trainer is None and "seconds" in manifest:
+        rows.append(("wall time", f"{float(manifest['seconds']):.0f} s"))
+    rows.append(("run's status", manifest.get("status", "?")))
+    if "python" in manifest:
+        rows.append(("Python", manifest["python"]))
+    versions = manifest.get("libraries", {})
+    rows.append(("libraries", ", ".join(f"{name} {version}" for name, version in versions.items()) or "?"))
+    return rows
+
+
+def _data(run: Run) -> list[dict[str, Any]]:
+    found = []
+    for title, audit in (("Training data", run.audit), ("Evaluation data", run.audit.get("eval"))):
+        if not audit:
+            continue
+        rows = audit.get("rows", {})
+        facts: list[tuple[str, Any]] = [("rows read", rows.get("read", "?")), ("rows kept", rows.get("kept", "?"))]
+        dropped = rows.get("dropped") or {}
+        facts.append(("rows left out", ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or 0))
+        facts += [(called, rows[key]) for key, called in (("prompt_cut", "prompts cut"),
+                                                          ("completion_cut", "completions cut")) if rows.get(key)]
+        facts += [(f"labelled {label}", count) for label, count in (audit.get("labels") or {}).items()]
+        facts += [(called, audit[key]) for key, called in (("prompts", "distinct prompts"),
+                                                           ("duplicates", "repeated rows"),
+                                                           ("conflicts", "answers with both labels")) if key in audit]
+        if split := audit.get("split"):
+            facts += [("rows trained on", split.get("train", "?")), ("rows held out", split.get("eval", "?"))]
+            if split.get("prompts_on_both_sides"):
+                facts.append(("held-out prompts that were trained on too", split["prompts_on_both_sides"]))
+        found.append({"title": title, "source": audit.get("source", "?"), "facts": facts})
+    return found
+
+
+def _measured(run: Run, chosen: Chosen) -> tuple[str, tuple[str, str], list[tuple[str, str, str]]]:
+    """What the run's own evaluations say, before and of these weights."""
+    nothing = ("", "")
+    evaluations = [record for record in run.records if record.get("split") == "eval"]
+    if not evaluations:
+        return "No rows were held out: how the model does on rows that it was not trained on is not known.", nothing, []
+    first: dict[str, Any] = next((record for record in evaluations if record["step"] == 0), {})
+    last: dict[str, Any] = next((record for record in reversed(evaluations) if record["step"] == chosen.step), {})
+    if not last:
+        when = ", ".join(str(record["step"]) for record in evaluations)
+        return (f"These weights were not evaluated: they are those after step {chosen.step}, and the run evaluated "
+                f"after steps {when}.", nothing, [])
+    leave_out = {*BOOKKEEPING, "step", "split"}
+    keys = [key for key in last if key not in leave_out and not key.endswith(("_low", "_high"))]
+    rows = (run.audit.get("split") or {}).get("eval", "the")
+    limit = run.options.get("eval_limit")
+    held = f"{rows} held-out rows" + (f" (of which at most {limit} were evaluated)" if limit else "")
+    return (f"On {held}, by the run itself, before training and after step {chosen.step}:",
+            ("before", "after"), [(key, _interval(first, key), _interval(last, key)) for key in keys])
+
+
+def _interval(record: Mapping[str, Any], key: str) -> str:
+    if key not in record:
+        return "-"
+    low, high = record.get(f"{key}_low"), record.get(f"{key}_high")
+    return _figure(record[key]) + ("" if low is None or high is None else f" [{_figure(low)}, {_figure(high)}]")
+
+
+def _figure(value: Any) -> str:
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    text = f"{value:.4f}"
+    return text if float(text) else f"{0:.4f}"  # no minus before a zero
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
+
+
+def _cell(value: Any) -> str:
+    """A value in a cell of a table: of one line, and without bars of its own."""
+    text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return " ".join(text.split()).replace("|", "\\|")

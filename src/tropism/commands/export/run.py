@@ -1,0 +1,238 @@
+"""The export from end to end."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tropism.commands.export import adapter as adapters
+from tropism.commands.export import beside, card
+from tropism.commands.export.source import Chosen, Run, choose, read_run
+from tropism.commands.export.weights import (
+    CheckSpace,
+    Rounding,
+    Weights,
+    dtype_named,
+    of_checkpoint,
+    of_result,
+    rounded,
+)
+from tropism.commands.export.write import check_space, check_target, read_back, shard_bytes, whole
+from tropism.errors import ModelError, UsageError
+from tropism.model import load
+from tropism.observe.checksums import checksums
+from tropism.observe.console import Voice
+from tropism.observe.manifest import libraries
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Args:
+        path: the directory.
+        dtype: of every weight in it.
+        step: of the run, after which the weights are these.
+        is_adapter: it holds an adapter alone.
+        merged: an adapter was merged into it.
+        rounding: what the dtype made of the weights.
+        files: size and hash of each.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    step: int
+    is_adapter: bool
+    merged: bool
+    rounding: Rounding
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str | None = None,
+           checkpoint: str | None = None, max_shard_size: str | int | None = None,
+           base: str | Path | None = None, voice: Voice | None = None) -> Exported:
+    """Write the result of a run, or one of its checkpoints, as a directory that loads as it is. The run is not changed.
+
+    Args:
+        run: its directory.
+        to: a directory that is empty or not there.
+        merge: the adapter into its base; the result is a plain model.
+        dtype: of the weights: fp32, bf16, fp16 or fp64, or by their long names; by default what the run's result has.
+        checkpoint: `best`, `last`, a step (`step-00000100`), or a path; by default the result.
+        max_shard_size: of a file of weights at most, by default 50GB; beyond it there are several with an index.
+        base: where the base of an adapter lies now, if not where the run found it.
+        voice: speaks to the user.
+
+    Raises:
+        UsageError: for options that cannot go together, or name what is not there.
+        OutputExistsError: if the directory holds something.
+        CheckpointError: if files of the run are not what was written, or weights are missing.
+        ModelError: if the base, tokenizer or adapter cannot be used, or the weights do not fit the dtype.
+        OutputError: if the disk refuses, or what was written does not read back; then nothing is there.
+    """
+    path, place, voice = Path(to).expanduser(), Path(run).expanduser(), voice or Voice()
+    if path.name in ("", "..") or path.is_symlink():
+        path = path.resolve()  # what is written beside it needs its name, and takes the place of a directory only
+    wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size or load.SHARD_SIZE)
+    found = read_run(place)
+    check_target(path, place)
+    chosen = choose(found, checkpoint)
+    if merge and not chosen.is_adapter:
+        raise UsageError(f"--merge: {place} trained all weights of its model and has no adapter to merge; leave it out")
+    if max_shard_size is not None and chosen.is_adapter and not merge:
+        raise UsageError("--max-shard-size has no effect on an adapter alone, which is one file; leave it out, or "
+                         "--merge it")
+    if base is not None:
+        if not chosen.is_adapter:
+            raise UsageError(f"--base: {place} trained all weights of its model; only an adapter has a base")
+        found = replace(found, other_base=load.Source.of(str(base)).absolute)
+    voice.say(f"{chosen.path}: step {chosen.step}, its files as they were written"
+              if not chosen.notes else f"{chosen.path}: step {chosen.step}")
+    for note in chosen.notes:
+        voice.warn(note)
+    work = _Work(found, chosen, path, merge, wanted, shards, voice)
+    return work.adapter() if chosen.is_adapter and not merge else work.model()
+
+
+@dataclass
+class _Work:
+    """One export, after everything that was asked for was found to be possible."""
+
+    run: Run
+    chosen: Chosen
+    path: Path
+    merge: bool
+    wanted: torch.dtype | None
+    shards: int
+    voice: Voice
+    adapter_config: Any = None
+
+    def model(self) -> Exported:
+        """A plain model."""
+        run, chosen = self.run, self.chosen
+        dtype = self.wanted or self._usual()
+        needed = 0
+
+        def room(count: int) -> None:
+            nonlocal needed
+            needed = count * dtype.itemsize
+            check_space(self.path, needed)
+
+        adapter = adapters.read(run, chosen) if self.merge else None  # says what its base is, or that it is gone
+        tokenizer = beside.tokenizer_of(run, chosen, adapter.base if adapter is not None else None)
+        module, weights = self._weights(adapter, dtype, room)
+        base = run.base if adapter is None else adapter.base
+        weights, rounding = self._rounded(weights, dtype)
+        module = module.to(dtype)
+        generation, notes = beside.generation_of(run, chosen, base, tokenizer, module.config)
+        self._tell(notes)
+        module.generation_config = generation
+        with whole(self.path, needed) as partial:
+            load.write_model(module, tokenizer, partial, dtype, (), weights, self.shards)
+            self._describe(partial, dtype, rounding, generation, tokenizer, base)
+            read_back(partial, weights, dtype, run.trust_remote_code)
+            files = checksums(partial)
+        return self._done(dtype, rounding, files, is_adapter=False)
+
+    def _weights(self, adapter: adapters.Adapter | None, dtype: torch.dtype, room: CheckSpace) -> tuple[Any, Weights]:
+        run, chosen = self.run, self.chosen
+        if adapter is None:
+            of = of_result if chosen.trainer is None else of_checkpoint
+            return of(run, chosen, room)
+        self.adapter_config = adapter.config
+        wide = torch.float64 in (dtype, *(weight.dtype for weight in adapter.weights.values()))
+        return adapters.merged(run, adapter, "fp64" if wide else "fp32", room)
+
+    def adapter(self) -> Exported:
+        """An adapter alone."""
+        run, chosen = self.run, self.chosen
+        adapter = adapters.read(run, chosen)
+        self.adapter_config = adapter.config
+        dtype = self.wanted or (self._usual() if chosen.trainer is not None else _common(adapter.weights))
+        needed = sum(weight.numel() for weight in adapter.weights.values()) * dtype.itemsize
+        check_space(self.path, needed)
+        tokenizer = beside.tokenizer_of(run, chosen, adapter.base)
+        generation, notes = beside.generation_of(run, chosen, adapter.base, tokenizer, _config(run, adapter.base))
+        self._tell(notes)
+        weights, rounding = self._rounded(adapter.weights, dtype)
+        with whole(self.path, needed) as partial:
+            tokenizer.save_pretrained(partial)
+            generation.save_pretrained(partial)
+            adapters.write(adapter, weights, partial, dtype)
+            self._describe(partial, dtype, rounding, generation, tokenizer, adapter.base)
+            files = checksums(partial)
+        return self._done(dtype, rounding, files, is_adapter=True)
+
+    def _usual(self) -> torch.dtype:
+        """The dtype of the run's result, or of what it would be."""
+        if self.chosen.trainer is None and not self.chosen.is_adapter:
+            config = json.loads((self.chosen.path / "config.json").read_text(encoding="utf-8"))
+            return dtype_named(str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+        return dtype_named(str(self.run.options.get("export_dtype") or "float32"))
+
+    def _rounded(self, weights: Weights, dtype: torch.dtype) -> tuple[Weights, Rounding]:
+        narrower = any(weight.is_floating_point() and torch.promote_types(weight.dtype, dtype) != dtype
+                       for weight in weights.values())
+        found, rounding = rounded(weights, dtype)
+        if narrower:
+            self.voice.say(str(rounding))
+        return found, rounding
+
+    def _tell(self, notes: list[str]) -> None:
+        for note in notes:
+            self.voice.warn(note)
+
+    def _describe(self, partial: Path, dtype: torch.dtype, rounding: Rounding, generation: Any, tokenizer: Any,
+                  base: str) -> None:
+        """Card and `export.json`, beside the other files, whose hashes it has."""
+        run, chosen = self.run, self.chosen
+        stops = generation.eos_token_id
+        ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
+        facts: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION, "exported": datetime.now(UTC).isoformat(timespec="seconds"),
+            "libraries": libraries(), "run": str(run.path.resolve()), "step": chosen.step,
+            "checkpoint": chosen.path.name if chosen.trainer is not None else None, "base": base,
+            "adapter": chosen.is_adapter, "merged": self.merge, "dtype": str(dtype).removeprefix("torch."),
+            "rounding": str(rounding) if rounding.exact < rounding.weights else None,
+            "stop_tokens": {number: tokenizer.convert_ids_to_tokens(number) for number in ids},
+            "fingerprints": _fingerprints(run.manifest)}
+        text = card.render(run, chosen, facts, self.path.resolve().name, self.adapter_config)
+        (partial / "README.md").write_text(text, encoding="utf-8")
+        facts["files"] = checksums(partial)
+        (partial / "export.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _done(self, dtype: torch.dtype, rounding: Rounding, files: dict[str, dict[str, Any]], *,
+              is_adapter: bool) -> Exported:
+        size = sum(entry["bytes"] for entry in files.values())
+        shards = sum(name.endswith(".safetensors") for name in files)
+        self.voice.say(f"{self.path}: {'an adapter' if is_adapter else 'a model'} in "
+                       f"{str(dtype).removeprefix('torch.')}, {shards} file{'s' if shards > 1 else ''} of weights, "
+                       f"{size:,} bytes in all; read back, every weight as it should be")
+        return Exported(self.path, dtype, self.chosen.step, is_adapter, self.merge, rounding, files)
+
+
+def _common(weights: Weights) -> torch.dtype:
+    """The widest dtype among weights."""
+    dtypes = [weight.dtype for weight in weights.values() if weight.is_floating_point()]
+    return max(dtypes, key=lambda one: (one.itemsize, one is torch.bfloat16), default=torch.float32)
+
+
+def _config(run: Run, base: str) -> Any | None:
+    """The base's config, where it is to be had: an adapter can be exported without."""
+    try:
+        return load.load_config(load.Source.of(base), trust_remote_code=run.trust_remote_code)
+    except ModelError:
+        return None
+
+
+def _fingerprints(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What the run has a fingerprint of, in one place."""
+    found = dict(manifest.get("fingerprints") or {})
+    called = {"policy": "initial weights", "reference": "reference", "teacher": "teacher"}
+    return found | {name: manifest[key] for key, name in called.items() if manifest.get(key)}

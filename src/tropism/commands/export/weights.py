@@ -1,0 +1,213 @@
+"""Weights of a result or a checkpoint by their names in the model, each filled; and their rounding to another dtype."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tropism.commands.export.source import ADAPTER_CONFIG, Chosen, Run
+from tropism.distributed.state import read_model
+from tropism.errors import CheckpointError, ModelError, UsageError
+from tropism.model import load
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
+          "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+"""Names that a dtype may be asked for by."""
+
+Weights = dict[str, Tensor]
+CheckSpace = Callable[[int], None]
+"""Told how many weights there will be, before any is read; may raise."""
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if name not in DTYPES:
+        raise UsageError(f"--dtype {name}: is none of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
+    """A model without memory for its weights, as training had it."""
+    if hasattr(config, "quantization_config"):  # of a GGUF file, whose weights were plain in training
+        del config.quantization_config
+    return load.skeleton(config, trust_remote_code=trust_remote_code)
+
+
+def number_of(model: Any) -> int:
+    """Weights of a model; tied ones count once."""
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def config_of(run: Run, chosen: Chosen) -> Any:
+    """The architecture of what was trained, from a config alone.
+
+    Raises:
+        ModelError: if there is no config to be had.
+    """
+    for place in (chosen.path / "model", run.directory.model):
+        if (place / "config.json").is_file() and not (place / ADAPTER_CONFIG).is_file():
+            return load.load_config(load.Source.of(str(place)), trust_remote_code=run.trust_remote_code)
+    return base_config(run, run.base)
+
+
+def base_config(run: Run, name: str, moved: str = "") -> Any:
+    """The config of the model that a run began with.
+
+    Args:
+        moved: what to do where it lies elsewhere, in an error.
+
+    Raises:
+        ModelError: if it is not to be had.
+    """
+    try:
+        return load.load_config(load.Source.of(name), trust_remote_code=run.trust_remote_code)
+    except ModelError as error:
+        raise ModelError(f"{error}. The run began with this model, and its config says how the weights of a "
+                         f"checkpoint or an adapter belong together{moved}") from error
+
+
+def of_result(run: Run, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:
+    """The model of RUN/model, without memory of its own, and its weights.
+
+    Raises:
+        ModelError: if it cannot be loaded, or a weight is missing or left over.
+    """
+    config = load.load_config(load.Source.of(str(chosen.path)), trust_remote_code=run.trust_remote_code)
+    check_space(number_of(skeleton(config, run.trust_remote_code)))
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            chosen.path, dtype="auto", output_loading_info=True, trust_remote_code=run.trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"{chosen.path}: cannot be loaded: {str(error).splitlines()[0]}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found := report.get(kind):
+            raise ModelError(f"{chosen.path}: {kind.replace('_', ' ')}: {sorted(map(str, found))[0]}")
+    return emptied(model)
+
+
+def emptied(model: Any) -> tuple[Any, Weights]:
+    """A model whose weights were taken out of it, and these: who lets go of one has its memory back."""
+    weights = dict(model.state_dict())
+    return model.to("meta"), weights
+
+
+def of_checkpoint(run: Run, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:
+    """The model of a run's architecture, without memory, and the weights that a checkpoint has for it.
+
+    Raises:
+        CheckpointError: naming a weight that is missing, left over or of another size.
+        ModelError: if the architecture is not to be had.
+    """
+    model = skeleton(config_of(run, chosen), run.trust_remote_code)
+    check_space(number_of(model))
+    stored = read_model(chosen.path / "state")
+    return model, filled(model, stored, chosen.path)
+
+
+def filled(model: Any, stored: Weights, path: Path) -> Weights:
+    """What was stored, by every name in the model; of tied weights one name is enough.
+
+    Raises:
+        CheckpointError: naming a weight that is missing, left over or of another size.
+    """
+    wanted = model.state_dict(keep_vars=True)
+    owners: dict[int, list[str]] = {}
+    for name, tensor in wanted.items():
+        owners.setdefault(id(tensor), []).append(name)
+    found: Weights = {}
+    for names in owners.values():
+        there = [name for name in names if name in stored]
+        if not there:
+            raise CheckpointError(f"{path}: {names[0]} is missing")
+        found |= {name: stored[name if name in stored else there[0]] for name in names}
+    for name in stored.keys() - wanted.keys():
+        raise CheckpointError(f"{path}: {name} is not part of the model {type(model).__name__}")
+    for name, tensor in wanted.items():
+        if found[name].shape != tensor.shape:
+            raise CheckpointError(f"{path}: {name} is {list(found[name].shape)} there and {list(tensor.shape)} in "
+                                  f"{type(model).__name__}")
+    return {name: found[name] for name in wanted}
+
+
+@dataclass
+class Rounding:
+    """What a dtype makes of weights.
+
+    Args:
+        dtype: that they were rounded to.
+        weights: how many there are.
+        exact: those that keep their value.
+        zeroed: those that become 0.
+        largest: change of a weight that does not become 0, as a share of it.
+    """
+
+    dtype: torch.dtype
+    weights: int = 0
+    exact: int = 0
+    zeroed: int = 0
+    largest: float = 0.0
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        if self.exact == self.weights:
+            return f"{name}: all {self.weights:,} weights keep their exact value"
+        text = (f"{name}: {self.exact:,} of {self.weights:,} weights ({self.exact / self.weights:.1%}) keep their "
+                f"exact value; the others change by at most {_percent(self.largest)}")
+        return text + (f", and {self.zeroed:,} become 0" if self.zeroed else "")
+
+
+def _percent(share: float) -> str:
+    """A share that is not 0, however small it is."""
+    return f"{share:.2%}" if share >= 1e-3 else f"{100 * share:.2g}%"
+
+
+def rounded(weights: Weights, dtype: torch.dtype) -> tuple[Weights, Rounding]:
+    """Weights in another dtype; tied ones stay one tensor. They are taken out of `weights`, so that memory comes free.
+
+    Raises:
+        ModelError: if one is not finite, or too large for the dtype.
+    """
+    order, rounding = list(weights), Rounding(dtype)
+    shared: dict[tuple[int, torch.Size], list[str]] = {}
+    for name, tensor in weights.items():
+        shared.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
+    found: Weights = {}
+    for names in shared.values():
+        one = _round(names[0], weights[names[0]].detach().cpu(), rounding)
+        for name in names:
+            found[name] = one
+            del weights[name]
+    return {name: found[name] for name in order}, rounding
+
+
+def _round(name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
+    """One tensor in the dtype; what that changes is counted."""
+    if not tensor.is_floating_point():
+        return tensor
+    if bool(torch.isnan(tensor).any()):
+        raise ModelError(f"{name} holds NaN: this is no model to pass on")
+    found = tensor.to(rounding.dtype)
+    if bool((torch.isinf(found) & ~torch.isinf(tensor)).any()):
+        most = torch.finfo(rounding.dtype).max
+        raise ModelError(f"{name} holds {float(tensor.abs().max()):.3g}, and "
+                         f"{str(rounding.dtype).removeprefix('torch.')} ends at {most:.5g}; bfloat16 reaches as far as "
+                         "float32")
+    rounding.weights += tensor.numel()
+    back = found.to(tensor.dtype)
+    moved = back != tensor
+    rounding.exact += tensor.numel() - int(moved.sum())
+    if bool(moved.any()):
+        before, after = tensor[moved], back[moved]
+        rounding.zeroed += int((after == 0).sum())
+        share = ((after - before) / before).abs()[after != 0]
+        rounding.largest = max(rounding.largest, float(share.max()) if share.numel() else 0.0)
+    return found

@@ -1,0 +1,275 @@
+"""What a file is to a method and a model, before anything is spent: findings, and rows token by token."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from tropism.config import METHODS, InspectOptions
+from tropism.data.audit.audit import Audit
+from tropism.data.audit.findings import Finding, by_severity, histogram, leakage
+from tropism.data.audit.layout_savings import layout_savings
+from tropism.data.formats import View
+from tropism.data.load import check_embedding, load_rows, view_of_source
+from tropism.data.row_facts import first_of
+from tropism.data.rows import EncodedRow
+from tropism.data.tokenization.chat_template import check_effect, look_at_template, make_renderer
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.tokenizer import Piece, visible
+from tropism.errors import DataError, ModelError, OutputError, TropismError
+from tropism.model import load
+from tropism.observe.console import Voice
+from tropism.observe.files import write_whole
+from tropism.observe.page import render_page
+from tropism.train.frozen.score_store import ROWS
+from tropism.train.setup.data import limits
+
+_STYLES = {"warning": "bold red", "notice": "yellow", "info": "cyan"}
+_SHOWN = (64, 160)  # pieces of a prompt and of a completion that a terminal shows; a page has them all
+_LISTED = 20  # rows left out that are listed with their reasons
+
+Source = str | Path | Iterable[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row as training sees it.
+
+    Args:
+        row: its ids.
+        prompt: the pieces of its prompt.
+        completions: the pieces of each completion.
+        supervised: the exact text that is learned of each completion; one entry per stretch of it.
+    """
+
+    row: EncodedRow
+    prompt: list[Piece]
+    completions: list[list[Piece]]
+    supervised: list[list[str]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Ids, pieces and what counts."""
+        return {"id": self.row.id, "place": self.row.place, "label": self.row.desirable,
+                "notes": sorted(self.row.notes),
+                "prompt": [{"id": piece.id, "text": piece.text} for piece in self.prompt],
+                "completions": [{"supervised": texts, "tokens": [
+                    {"id": piece.id, "text": piece.text, "supervised": piece.supervised} for piece in pieces]}
+                    for pieces, texts in zip(self.completions, self.supervised, strict=True)]}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found.
+
+    Args:
+        model: its name.
+        view: what a row is.
+        audit: of the data; `eval_audit` of the evaluation data, if any.
+        findings: warnings first.
+        shown: some rows token by token.
+        max_length: tokens that a prompt and a completion may have together.
+    """
+
+    model: str
+    view: View
+    audit: Audit
+    eval_audit: Audit | None
+    findings: list[Finding]
+    shown: list[ShownRow]
+    max_length: int
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """Findings that most likely spoil the result."""
+        return [finding for finding in self.findings if finding.severity == "warning"]
+
+    @property
+    def lengths(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Histograms, as `findings.histogram` makes them."""
+        facts = self.audit.facts
+        return {"prompt tokens": histogram(facts.prompt_tokens),
+                "completion tokens": histogram(facts.tokens[facts.tokens > 0])}
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as `--json` writes it: the content of `audit.json` with more findings, and the rows."""
+        report = {"model": self.model, "view": self.view, "max_length": self.max_length, "format": self.audit.format,
+                  **self.audit.to_json(), "findings": [finding.to_json() for finding in self.findings],
+                  "histograms": {name: [list(entry) for entry in bins] for name, bins in self.lengths.items()},
+                  "shown": [row.to_json() for row in self.shown]}
+        if self.eval_audit is not None:
+            report["eval"] = self.eval_audit.to_json()
+        return report
+
+    def check(self) -> None:
+        """For `--strict`.
+
+        Raises:
+            TropismError: naming the findings that are warnings.
+        """
+        if self.warnings:
+            raise TropismError(f"{self.audit.source}: {len(self.warnings)} findings are warnings (--strict): "
+                               + ", ".join(finding.name for finding in self.warnings))
+
+
+def inspect(data: Source, options: InspectOptions, voice: Voice | None = None) -> Inspection:
+    """Look at data as training would see it; needs tokenizer and config of the model, not its weights.
+
+    Args:
+        data: a source as training takes it.
+        options: model, method, limits, templates.
+        voice: shows how far large data are read.
+
+    Raises:
+        DataError: for data that cannot be read.
+        ModelError: for a model that cannot be trained.
+        UsageError: for options that do not go together or have no effect.
+    """
+    if not isinstance(data, str | Path):
+        data = list(data)  # gone through more than once
+    source = load.Source.of(options.model)
+    tokenizer = load.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
+    config = load.load_config(source, trust_remote_code=options.trust_remote_code)
+    renderer = make_renderer(tokenizer, limits(options, config), options)
+    view = METHODS[options.method].view if options.method else view_of_source(data, options)
+    with (voice or Voice(loud=False)).bar("read") as report:
+        read = partial(load_rows, renderer=renderer, view=view, workers=options.workers, options=options,
+                       cache=options.store_root / ROWS, report=report)
+        audit = read(data)
+        eval_audit = None if options.eval_data is None else read(options.eval_data)
+    check_effect(options, renderer)
+    findings = audit.findings(renderer.text.decode)
+    findings.append(layout_savings(audit.rows, options.batch_size))
+    if eval_audit is not None:
+        findings += leakage(audit.rows, eval_audit.rows)
+    if renderer.saw_messages:
+        findings += look_at_template(renderer)
+    findings += _refused_by_the_model([audit.rows, eval_audit.rows if eval_audit else []], config, renderer)
+    shown = [_shown(row, renderer) for row in _choose(audit, options.rows)]
+    return Inspection(options.model, view, audit, eval_audit, by_severity(findings), shown,
+                      renderer.limits.max_length)
+
+
+def _refused_by_the_model(parts: Sequence[Sequence[EncodedRow]], config: Any, renderer: Renderer) -> list[Finding]:
+    """What would stop a run before its first step."""
+    found = []
+    try:
+        for rows in parts:
+            check_embedding(rows, config.get_text_config().vocab_size, renderer.text.tokenizer.convert_ids_to_tokens)
+    except DataError as error:
+        found.append(Finding("beyond_embedding", "warning", str(error)))
+    try:
+        load.check_rope(config, renderer.limits.max_length)
+    except ModelError as error:
+        found.append(Finding("positions", "warning", str(error)))
+    return found
+
+
+def _choose(audit: Audit, count: int) -> list[EncodedRow]:
+    """Rows worth a look: the first, the first of the other label, the first of each note; then in file order."""
+    first = {*first_of(audit.facts.desirable).tolist(), *(int(rows[0]) for rows in audit.facts.notes.values())}
+    order = dict.fromkeys([*sorted(first), *range(min(count, len(audit.rows)))])
+    return [audit.rows[number] for number in sorted(list(order)[:count])]
+
+
+def _shown(row: EncodedRow, renderer: Renderer) -> ShownRow:
+    text, prompt = renderer.text, row.prompt_ids.tolist()
+    sides, learned = [], []
+    for completion in row.completions[:2]:
+        ids, mask = completion.ids.tolist(), completion.loss_mask.tolist()
+        sides.append(text.pieces(ids, prompt, mask))
+        learned.append(text.supervised_text(prompt, ids, mask))
+    return ShownRow(row, text.pieces(prompt), sides, learned)
+
+
+# --- for a terminal ---------------------------------------------------------------------------------------------------
+
+
+def show(inspection: Inspection, voice: Voice) -> None:
+    """Say what was found."""
+    for audit, name in ((inspection.audit, "data"), (inspection.eval_audit, "eval data")):
+        if audit is not None:
+            voice.say(f"{name}: {audit.source}: {audit.summary()}")
+            if audit.format:
+                voice.say(f"  {audit.format}")
+            for drop in audit.dropped[:_LISTED]:
+                voice.say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
+            if (more := sum(audit.reasons.values()) - _LISTED) > 0:
+                voice.say(f"  and {more} more; --json lists the first 1000")
+    for finding in inspection.findings:
+        voice.console.print(Text.assemble((f"{finding.severity:>7}", _STYLES[finding.severity]), ": ", finding.text))
+    for name, bins in inspection.lengths.items():
+        voice.say(f"{name}:")
+        most = max(count for *_, count in bins)
+        for low, high, count in bins:
+            voice.say(f"  {low:>6} - {high:<6} {'#' * max(round(40 * count / most), int(count > 0)):<40} {count}")
+    for shown in inspection.shown:
+        _show_row(shown, voice, colour=voice.console.is_terminal and not voice.console.no_color)
+
+
+def _show_row(shown: ShownRow, voice: Voice, *, colour: bool) -> None:
+    row = shown.row
+    label = {True: ", desirable", False: ", undesirable", None: ""}[row.desirable]
+    notes = f" ({', '.join(sorted(row.notes))})" if row.notes else ""
+    named = row.place if row.id == row.place else f"{row.place}, id {visible(row.id)}"
+    voice.say("")
+    voice.say(f"{named}{label}{notes}: prompt {len(row.prompt_ids)} tokens")
+    voice.console.print(_coloured(shown.prompt, _SHOWN[0], colour))
+    names = ("chosen", "rejected") if len(shown.completions) == 2 else ("completion",)
+    for name, pieces, texts in zip(names, shown.completions, shown.supervised, strict=True):
+        learned = sum(piece.supervised for piece in pieces)
+        voice.say(f"{name}: {len(pieces)} tokens, {learned} of them learned")
+        voice.console.print(_coloured(pieces, _SHOWN[1], colour))
+        voice.say(f"learned text: {' ... '.join(visible(json.dumps(text, ensure_ascii=False)) for text in texts)}")
+
+
+def _coloured(pieces: Sequence[Piece], most: int, colour: bool) -> Text:
+    """Tokens one after another: what is learned in green, else in brackets; the middle of a long row is left out."""
+    text = Text("  ")
+    left_out = len(pieces) - most
+    for number, piece in enumerate(pieces):
+        if left_out > 0 and most // 2 <= number < most // 2 + left_out:
+            if number == most // 2:
+                text.append(f" ... {left_out} tokens ... ", "dim")
+        elif colour:  # neighbours differ, so that borders are seen
+            shade = ("black on green", "black on bright_green") if piece.supervised else ("dim", "default")
+            text.append(piece.visible, shade[number % 2])
+        else:
+            text.append(f"[{piece.visible}]" if piece.supervised else f"{piece.visible}|")
+    return text
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_json(inspection: Inspection, path: Path) -> None:
+    """Everything that was found, for programs.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    _write(path, json.dumps(inspection.to_json(), ensure_ascii=False, indent=1) + "\n")
+
+
+def write_html(inspection: Inspection, path: Path) -> None:
+    """One page that needs no network.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    report = inspection.to_json()
+    _write(path, render_page("inspect.html.jinja", report=report, summary=inspection.audit.summary(), rows=[
+        {"row": row, "prompt": [piece.visible for piece in shown.prompt],
+         "completions": [[(piece.visible, piece.supervised) for piece in pieces] for pieces in shown.completions]}
+        for row, shown in zip(report["shown"], inspection.shown, strict=True)]))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError.because(path, error) from error
+    write_whole(path, text.encode(errors="backslashreplace"))

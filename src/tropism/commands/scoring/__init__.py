@@ -1,0 +1,1 @@
+"""`tropism evaluate` and `tropism score`: a model on held-out rows, without training."""

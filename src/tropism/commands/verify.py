@@ -1,0 +1,305 @@
+"""Whether a run directory is still what was written, and whether the run could be repeated here."""
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tropism.config import METHODS, MethodOptions, read_yaml
+from tropism.distributed import World
+from tropism.errors import CheckpointError, ModelError, TropismError, UsageError
+from tropism.model import load
+from tropism.model.language_model import LanguageModel
+from tropism.model.options import LoraOptions
+from tropism.observe.checksums import differences, file_hash
+from tropism.observe.console import Voice
+from tropism.observe.files import write_whole
+from tropism.observe.manifest import text_fingerprints
+from tropism.train.checkpoints import files as checkpoint
+from tropism.train.frozen.teacher import shared_vocabulary, stored_name
+from tropism.train.setup.data import prepare_data
+from tropism.train.setup.models import Numerics
+from tropism.train.setup.policy import Start
+
+State = Literal["same", "differs", "gone", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at.
+
+    Args:
+        what: it is.
+        state: how it stands to what the manifest says.
+        how: it differs, or why it cannot be told.
+        of: `intact` for what the run left behind, `repeatable` for what another run of it would need.
+    """
+
+    what: str
+    state: State
+    how: str = ""
+    of: Literal["intact", "repeatable"] = "repeatable"
+
+    def __str__(self) -> str:
+        word = "cannot be told" if self.state == "unknown" else self.state
+        return f"{self.what}: {word}" + (f": {self.how}" if self.how else "")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a run.
+
+    Args:
+        directory: of the run.
+        checks: in the order in which they are told.
+    """
+
+    directory: Path
+    checks: tuple[Check, ...]
+
+    def holds(self, of: str) -> bool:
+        """Whether everything of this kind is the same."""
+        return all(check.state == "same" for check in self.checks if check.of == of)
+
+    @property
+    def intact(self) -> bool:
+        """Whether what the run left behind is as it was written."""
+        return self.holds("intact")
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same command would train the same model here."""
+        return self.holds("repeatable")
+
+    def to_json(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return {"run": str(self.directory), "intact": self.intact, "reproducible_here": self.repeatable,
+                "checks": [{"what": check.what, "state": check.state, "how": check.how, "of": check.of}
+                           for check in self.checks]}
+
+
+def verify(directory: Path) -> Verdict:
+    """Look at everything that the manifest has a fingerprint of. Nothing is written.
+
+    Raises:
+        UsageError: if there is no run in this directory.
+    """
+    manifest = _manifest(directory)
+    kept = tuple(_of_output(directory, manifest))
+    try:
+        method, values = read_yaml(directory / "config.yaml")
+        known = METHODS[method or manifest["method"]]
+        options = known.model_validate(known.nested(values | {"output": str(directory)}))
+    except (TropismError, ValueError, KeyError) as error:
+        return Verdict(directory, (*kept, Check("options", "unknown", f"config.yaml cannot be read: {_line(error)}"),
+                                   *_of_machine(manifest)))
+    return Verdict(directory, (*kept, *_of_inputs(options, manifest, directory), *_of_machine(manifest)))
+
+
+def show(verdict: Verdict, voice: Voice) -> None:
+    """Tell a person."""
+    for check in verdict.checks:
+        (voice.say if check.state == "same" else voice.warn)(str(check))
+    voice.say(f"{verdict.directory}: " + ("intact" if verdict.intact else "not as it was written") + ", and "
+              + ("can be repeated here" if verdict.repeatable else "cannot be repeated here as it was"))
+
+
+def write(verdict: Verdict, path: Path) -> None:
+    """Write the findings to a file.
+
+    Raises:
+        OutputError: if the disk refuses.
+    """
+    write_whole(path, (json.dumps(verdict.to_json(), indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _manifest(directory: Path) -> dict[str, Any]:
+    path = directory / "manifest.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{directory}: holds no run (there is no manifest.json)") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read: {_line(error)}") from None
+    if not isinstance(found, dict) or "fingerprints" not in found:
+        raise UsageError(f"{path}: is no manifest of a run")
+    return found
+
+
+def _of_output(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]:
+    """Files that the run wrote."""
+    check = partial(Check, of="intact")
+    known = manifest["fingerprints"].get("config")
+    config = directory / "config.yaml"
+    if not config.is_file():
+        yield check("config.yaml", "gone")
+    elif known is None:
+        yield check("config.yaml", "unknown", "the manifest has no fingerprint of it")
+    else:
+        yield check("config.yaml", "same") if file_hash(config) == known else check(
+            "config.yaml", "differs", "it was edited after the run began")
+    if manifest.get("status") == "done":
+        files = manifest.get("model_files")
+        yield _files("model", directory / "model", files, "the manifest has no checksums of it")
+    for one in checkpoint.listed(directory / "checkpoints"):  # one that was never finished does not count
+        yield _checkpoint(one.path)
+
+
+def _checkpoint(path: Path) -> Check:
+    name = f"checkpoints/{path.name}"
+    try:
+        checkpoint.verify(path)
+    except CheckpointError as error:
+        return Check(name, "differs", _line(error), of="intact")
+    return Check(name, "same", of="intact")
+
+
+def _files(what: str, directory: Path, files: Mapping[str, Any] | None, why_not: str) -> Check:
+    if not directory.is_dir():
+        return Check(what, "gone", of="intact")
+    if files is None:
+        return Check(what, "unknown", why_not, of="intact")
+    wrong = differences(directory, files)
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return Check(what, "differs", ", ".join(wrong[:3]) + more, of="intact") if wrong else Check(what, "same",
+                                                                                              of="intact")
+
+
+def _of_inputs(options: MethodOptions, manifest: Mapping[str, Any], directory: Path) -> Iterator[Check]:
+    """What a run is a function of: tokenizer, data, weights."""
+    prints, remote = manifest["fingerprints"], options.trust_remote_code
+    try:
+        if _from_python(options.model):
+            raise ModelError("the model was given in Python")
+        tokenizer = load.load_tokenizer(load.Source.of(options.model), trust_remote_code=remote)
+    except ModelError as error:
+        gone = _state_of_missing(options.model)
+        for what in ("tokenizer", "template", *(name for name in ("data", "eval_data") if name in prints)):
+            yield Check(what, gone if what == "tokenizer" else "unknown", str(error) if what == "tokenizer" else
+                        "it depends on the tokenizer")
+    else:
+        for what, found in text_fingerprints(tokenizer).items():
+            yield _compared(what, found, prints.get(what))
+        yield from _of_data(options, manifest, tokenizer, directory)
+    yield _weights("initial weights", options.model, options, manifest, manifest.get("policy"))
+    for what, name in (("reference", options.values.get("reference")), ("teacher", options.values.get("teacher"))):
+        if name not in (None, "live"):
+            yield _weights(what, str(name), options, manifest, manifest.get(what))
+
+
+def _of_data(options: MethodOptions, manifest: Mapping[str, Any], tokenizer: Any, directory: Path) -> Iterator[Check]:
+    prints = manifest["fingerprints"]
+    names = [name for name in ("data", "eval_data") if name in prints]
+    for value in (options.data, options.eval_data):
+        if value and _from_python(value):
+            yield from (Check(name, "unknown", "it was given in Python") for name in names)
+            return
+    configs = []
+    try:
+        for name in (options.model, options.values.get("reference"), options.values.get("teacher")):
+            if name not in (None, "live"):
+                configs.append(load.load_config(load.Source.of(str(name)), trust_remote_code=options.trust_remote_code))
+        data = prepare_data(options, tokenizer, configs, options.view, most=options.most_rows)
+    except TropismError as error:
+        paths = [Path(path).expanduser() for path in (options.data, options.eval_data) if path]
+        gone = any(path.is_absolute() and not path.exists() for path in paths)
+        yield from (Check(name, "gone" if gone else "differs", _line(error)) for name in names)
+        return
+    found = data.fingerprints()
+    counts = {"data": len(data.train), "eval_data": len(data.evaluation)}
+    for name in names:
+        yield _compared(name, found.get(name), prints[name], _row_counts(directory, name, counts[name]))
+
+
+def _row_counts(directory: Path, name: str, now: int) -> str:
+    try:
+        split = json.loads((directory / "audit.json").read_text(encoding="utf-8"))["split"]
+        then = split["train" if name == "data" else "eval"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "its rows are others"
+    return f"{then} rows then, {now} now" if then != now else f"{now} rows as then, with other content or order"
+
+
+def _weights(what: str, name: str, options: MethodOptions, manifest: Mapping[str, Any], known: str | None) -> Check:
+    """A model's weights as the manifest has them: with the numerics of the run, also where they cannot be had here."""
+    if known is None:
+        return Check(what, "unknown", "the manifest has no fingerprint of it: the run ended before it was loaded")
+    if _from_python(name):
+        return Check(what, "unknown", "it was given in Python")
+    precision = manifest["precision"]
+    try:
+        cpu = torch.device("cpu")
+        lora = options.lora if what == "initial weights" else LoraOptions()
+        start = Start.of(load.Source.of(name), lora, None, World(0, 1, cpu), merge=what != "initial weights")
+        module = start.module(Numerics(precision, cpu, 0, options.trust_remote_code), options.seed)
+    except (ModelError, UsageError) as error:
+        return Check(what, _state_of_missing(name), str(error))
+    device = torch.device(manifest["device"])
+    found = {}
+    for layout in ("tree", "padded"):
+        with suppress(ModelError):  # not every model can be served in both
+            found[layout] = start.fingerprint(LanguageModel(module, layout, precision, device))
+    if what == "teacher" and options.values.get("top_k"):
+        found = {layout: stored_name(one, options, _vocabulary(name, module, options))  # type: ignore[arg-type]
+                 for layout, one in found.items()}
+    if known in found.values():
+        return Check(what, "same")
+    return Check(what, "differs", f"{name} has other weights or another config, or this version computes with them "
+                                  "differently")
+
+
+def _vocabulary(name: str, module: Any, options: MethodOptions) -> int:
+    tokenizer = load.load_tokenizer(load.Source.of(options.model), trust_remote_code=options.trust_remote_code)
+    student = load.load_config(load.Source.of(options.model), trust_remote_code=options.trust_remote_code)
+    return shared_vocabulary(tokenizer, student.get_text_config().vocab_size,
+                                    len(module.get_output_embeddings().weight))
+
+
+def _of_machine(manifest: Mapping[str, Any]) -> Iterator[Check]:
+    """Versions and hardware: the last bits of a result depend on them."""
+    changed = []
+    for name, then in manifest.get("libraries", {}).items():
+        try:
+            now = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            now = "not installed"
+        if now != then:
+            changed.append(f"{name} {then} then, {now} now")
+    yield Check("libraries", "differs", ", ".join(changed)) if changed else Check("libraries", "same")
+    yield _compared("python", platform.python_version(), manifest.get("python"))
+    device = str(manifest.get("device", "")).partition(":")[0]
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and here == "cuda" and (then := manifest.get("device_name")) is not None:
+        yield _compared("device", torch.cuda.get_device_name(), then)
+    else:
+        yield _compared("device", here, device)
+
+
+def _compared(what: str, now: str | None, then: str | None, how: str = "") -> Check:
+    if then is None:
+        return Check(what, "unknown", "the manifest has no fingerprint of it")
+    return Check(what, "same") if now == then else Check(what, "differs", how or f"{then} then, {now} now")
+
+
+def _from_python(name: str) -> bool:
+    """Whether this stands for an object, which no other process can have."""
+    return " given in Python" in name or name == "batches of a dataloader"
+
+
+def _state_of_missing(name: str) -> State:
+    """What a model that cannot be loaded is: gone from this disk, damaged on it, or not within reach."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return "differs"
+    return "gone" if path.is_absolute() else "unknown"
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

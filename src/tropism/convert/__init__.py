@@ -1,6 +1,0 @@
-"""Data of any known format to a plain one, with an account of what that leaves out. Needs no model and no torch."""
-
-from tropism.convert.account import Account
-from tropism.convert.run import convert, show, write_json
-
-__all__ = ["Account", "convert", "show", "write_json"]

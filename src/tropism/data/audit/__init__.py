@@ -1,0 +1,1 @@
+"""What is kept, cut and dropped, and what looks wrong in the data."""

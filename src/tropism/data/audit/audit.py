@@ -1,0 +1,115 @@
+"""What was read, kept, cut, dropped and why; balance, lengths, repetition, conflicts, weights."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tropism.data.audit.findings import Decode, Finding, both_labels, class_weights, of_rows
+from tropism.data.row_facts import Facts, Integers, facts_of
+from tropism.data.rows import Dropped, EncodedRow
+
+__all__ = ["Audit", "class_weights"]
+
+_LISTED = 1000  # rows that are listed one by one in audit.json; all are counted
+
+
+@dataclass
+class Audit:
+    """The account of one data source, written to `audit.json` and shown before training.
+
+    Args:
+        source: its name.
+        read: records in it.
+        dropped: rows left out: the first of them, as `drop` took them.
+        rows: those that were kept; they stay as they are once `facts` were asked.
+        format: the sentence that says how the records were read.
+        origins: for columns of `findings.ORIGINS` that occur, the value of each kept row.
+        unlisted: rows left out that `dropped` does not list, by reason.
+    """
+
+    source: str
+    read: int = 0
+    dropped: list[Dropped] = field(default_factory=list)
+    rows: Sequence[EncodedRow] = field(default_factory=list)
+    format: str = ""
+    origins: dict[str, list[str | None]] = field(default_factory=dict)
+    unlisted: Counter[str] = field(default_factory=Counter)
+
+    def drop(self, dropped: Dropped) -> None:
+        """Count a row that is left out; only the first ones are kept to be listed."""
+        if len(self.dropped) < _LISTED:
+            self.dropped.append(dropped)
+        else:
+            self.unlisted[str(dropped.reason)] += 1
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many rows were left out and why, the commonest reason first."""
+        listed = Counter(str(drop.reason) for drop in self.dropped)
+        return dict((listed + self.unlisted).most_common())
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The kept rows as columns."""
+        return facts_of(self.rows)
+
+    def summary(self) -> str:
+        """One line: `6 read, 1 kept: 3 empty_completion, 1 missing_field, 1 empty_prompt`."""
+        text = f"{self.read} read, {len(self.rows)} kept"
+        reasons = self.reasons
+        return text + (": " + ", ".join(f"{count} {reason}" for reason, count in reasons.items()) if reasons else "")
+
+    def labels(self) -> dict[str, int]:
+        """Kept units of each class; empty for pairs."""
+        return dict(zip(("desirable", "undesirable"), self.facts.classes, strict=True)) if self.facts.labelled else {}
+
+    def to_json(self, decode: Decode | None = None) -> dict[str, Any]:
+        """The content of `audit.json` for this source; `decode` as in `findings`."""
+        facts = self.facts
+        noted = {note: len(facts.notes.get(note, ())) for note in
+                 ("prompt_cut", "completion_cut", "text_changed", "control_spelt", "eos_added")}
+        changed = np.unique(np.concatenate([np.zeros(0, np.int64), *facts.notes.values()]))[:_LISTED].tolist()
+        prompts = int(facts.prompt_numbers.max(initial=-1)) + 1
+        distinct = int(facts.row_numbers.max(initial=-1)) + 1
+        report: dict[str, Any] = {
+            "source": self.source,
+            "rows": {"read": self.read, "kept": len(self.rows), "dropped": self.reasons, **noted},
+            "labels": self.labels(),
+            "prompts": prompts,
+            "duplicates": len(facts) - distinct,
+            "conflicts": len(both_labels(facts)),
+            "tokens": {"flat": facts.flat_tokens, "repeated_prompt": facts.repeated_tokens},
+            "lengths": {"prompt": _quantiles(facts.prompt_tokens),
+                        "completion": _quantiles(facts.tokens[facts.tokens > 0])},
+            "findings": [finding.to_json() for finding in self.findings(decode)],
+            "dropped_rows": [{"place": drop.place, "reason": str(drop.reason), "detail": drop.detail}
+                             for drop in self.dropped[:_LISTED]],
+            "changed_rows": [{"place": row.place, "notes": sorted(row.notes)}
+                             for row in (self.rows[number] for number in changed)],
+        }
+        return report
+
+    def findings(self, decode: Decode | None = None) -> list[Finding]:
+        """What the rows say about themselves.
+
+        Args:
+            decode: ids to text; without it nobody looks into the answers.
+        """
+        return of_rows(self.rows, self.dropped, decode=decode, origins=self.origins, reasons=self.reasons,
+                       facts=self.facts)
+
+    def notices(self) -> list[str]:
+        """Sentences a person should read before training; what was left out is in `summary`."""
+        return [finding.text for finding in self.findings() if finding.severity != "info"
+                and finding.name != "left_out"]
+
+
+def _quantiles(values: Integers) -> dict[str, int]:
+    if not len(values):
+        return {}
+    p50, p90, top = np.percentile(values, [50, 90, 100], method="higher")
+    return {"p50": int(p50), "p90": int(p90), "max": int(top)}

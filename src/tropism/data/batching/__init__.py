@@ -1,0 +1,1 @@
+"""Rows to trees, trees to packs, packs to tensors."""

@@ -1,0 +1,1 @@
+"""Batches that come from Python instead of files."""

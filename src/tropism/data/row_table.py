@@ -1,0 +1,325 @@
+"""Encoded rows as columns, in blocks: in memory, or mapped from files. A row becomes an object when it is looked at."""
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tropism.data.row_facts import Facts, facts_of, prompt_hash
+from tropism.data.rows import Dropped, EncodedRow, Reason
+from tropism.data.tree import Completion
+
+BLOCK_ROWS = 1024
+"""Rows of a full block; only full blocks are kept in files."""
+
+_KEPT_OBJECTS = 32_768  # rows that stay objects once they were looked at: all of a small file, some of a large one
+_CHECKSUM_BYTES = 16
+_SCHEMA = pa.schema([
+    ("ids", pa.large_list(pa.int32())), ("learned", pa.large_list(pa.uint8())),
+    ("prompt_tokens", pa.int32()), ("first_tokens", pa.int32()), ("sides", pa.uint8()),
+    ("prompt_hash", pa.uint64()), ("keys", pa.binary(32)), ("split_key", pa.binary(16)),
+    ("notes", pa.string()), ("reason", pa.string()), ("detail", pa.string())])
+
+
+class Block:
+    """Rows that were rendered together; what belongs to their place in a file (id, place, label) is not in here.
+
+    Args:
+        batch: columns of `_SCHEMA`.
+
+    Attributes:
+        stop_ids: terminators of the answers.
+        saw_messages: whether a row had messages.
+    """
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        facts = json.loads(batch.schema.metadata[b"tropism"])
+        self.stop_ids: set[int] = set(facts["stop_ids"])
+        self.saw_messages: bool = facts["saw_messages"]
+        self.batch = batch
+        ids = batch.column("ids")
+        self.starts: npt.NDArray[np.int64] = ids.offsets.to_numpy()
+        self.ids: npt.NDArray[np.int32] = ids.values.to_numpy()
+        self.learned: npt.NDArray[np.bool_] = batch.column("learned").values.to_numpy().view(np.bool_)
+        self.prompt_tokens = batch.column("prompt_tokens").to_numpy()
+        self.first_tokens = batch.column("first_tokens").to_numpy()
+        self.sides = batch.column("sides").to_numpy()
+
+    @classmethod
+    def of(cls, results: Sequence[EncodedRow | Dropped], stop_ids: set[int], saw_messages: bool) -> "Block":
+        """A block in memory."""
+        kept = [row if isinstance(row, EncodedRow) else None for row in results]
+        flat = [np.concatenate([row.prompt_ids, *(side.ids for side in row.completions)]) if row else _NO_IDS
+                for row in kept]
+        masks = [np.concatenate([np.zeros(len(row.prompt_ids), np.bool_),
+                                 *(side.loss_mask for side in row.completions)]) if row else _NO_IDS for row in kept]
+        ends = np.cumsum([0, *map(len, flat)], dtype=np.int64)
+        empty = pa.array([], pa.int32())
+
+        def lists(parts: list[Any], dtype: Any) -> pa.Array:
+            values = pa.array(np.concatenate(parts).astype(dtype)) if parts else empty.cast(pa.from_numpy_dtype(dtype))
+            return pa.LargeListArray.from_arrays(pa.array(ends), values)
+
+        columns = [
+            lists(flat, np.int32), lists(masks, np.uint8),
+            pa.array([len(row.prompt_ids) if row else 0 for row in kept], pa.int32()),
+            pa.array([len(row.completions[0].ids) if row else 0 for row in kept], pa.int32()),
+            pa.array([len(row.completions) if row else 0 for row in kept], pa.uint8()),
+            pa.array([prompt_hash(row.prompt_ids) if row else 0 for row in kept], pa.uint64()),
+            pa.array([b"".join(side.key for side in row.completions).ljust(32, b"\0") if row else bytes(32)
+                      for row in kept], pa.binary(32)),
+            pa.array([row.split_key if row else bytes(16) for row in kept], pa.binary(16)),
+            pa.array([",".join(sorted(row.notes)) if row else "" for row in kept], pa.string()),
+            pa.array([None if isinstance(row, EncodedRow) else str(row.reason) for row in results], pa.string()),
+            pa.array([None if isinstance(row, EncodedRow) else _plain(row.detail) for row in results], pa.string())]
+        facts = json.dumps({"stop_ids": sorted(stop_ids), "saw_messages": saw_messages})
+        return cls(pa.record_batch(columns, schema=_SCHEMA.with_metadata({"tropism": facts})))
+
+    def __len__(self) -> int:
+        return len(self.sides)
+
+    def dropped(self, number: int, place: str) -> Dropped | None:
+        """Why a row was left out; None for one that was kept."""
+        if self.sides[number]:
+            return None
+        reason, detail = (self.batch.column(name)[number].as_py() for name in ("reason", "detail"))
+        return Dropped(place, Reason(reason), detail)
+
+    def row(self, number: int, id: str, place: str, desirable: bool | None) -> EncodedRow:
+        """A row as an object whose arrays are views of the block."""
+        start, end = int(self.starts[number]), int(self.starts[number + 1])
+        borders = [start + int(self.prompt_tokens[number])]
+        borders.append(borders[0] + int(self.first_tokens[number]))
+        if self.sides[number] == 2:
+            borders.append(end)
+        keys = self.batch.column("keys")[number].as_py()
+        completions = []
+        for side, (left, right) in enumerate(pairwise(borders)):
+            completion = Completion(self.ids[left:right], self.learned[left:right])
+            completion.__dict__["key"] = keys[16 * side : 16 * side + 16]  # known: not hashed again
+            completions.append(completion)
+        notes = self.batch.column("notes")[number].as_py()
+        return EncodedRow(id, place, self.ids[start : borders[0]], tuple(completions), desirable,
+                          self.batch.column("split_key")[number].as_py(),
+                          frozenset(notes.split(",")) if notes else frozenset())
+
+    def content(self, number: int) -> tuple[bytes, list[bytes]]:
+        """Bytes of a row's prompt ids, and the keys of its completions."""
+        start, keys = int(self.starts[number]), self.batch.column("keys")[number].as_py()
+        return (self.ids[start : start + int(self.prompt_tokens[number])].tobytes(),
+                [keys[16 * side : 16 * side + 16] for side in range(int(self.sides[number]))])
+
+    def facts(self) -> dict[str, Any]:
+        """Columns of `Facts` but for labels and notes, of all rows."""
+        two = self.sides == 2
+        tokens = np.stack([self.first_tokens, np.diff(self.starts) - self.prompt_tokens - self.first_tokens], axis=1)
+        borders = self.starts[:-1] + self.prompt_tokens
+        sums = np.concatenate([[0], np.cumsum(self.learned, dtype=np.int64)])
+        middle = borders + self.first_tokens
+        learned = np.stack([sums[middle] - sums[borders], sums[self.starts[1:]] - sums[middle]], axis=1)
+        keys = _fixed(self.batch.column("keys"), 32).view(np.uint64).reshape(-1, 4)
+        completion = np.stack([keys[:, 0], np.where(two, keys[:, 2], 0)], axis=1)
+        return {"prompt": self.batch.column("prompt_hash").to_numpy(), "prompt_tokens": self.prompt_tokens,
+                "completion": completion, "tokens": tokens, "learned": learned,
+                "split": _fixed(self.batch.column("split_key"), 16).view(np.uint64).reshape(-1, 2)[:, 0]}
+
+    def write(self, path: Path) -> None:
+        """Put the block into a file that is there whole or not at all.
+
+        Raises:
+            OSError: if the disk refuses.
+        """
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self.batch.schema) as writer:
+            writer.write_batch(self.batch)
+        content = sink.getvalue().to_pybytes()
+        # Not the process's number, which two containers that share a store may share too.
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            temporary.write_bytes(content + _checksum(content))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def open(cls, path: Path) -> "Block | None":
+        """A block of a file, mapped; None if there is none, or if it is damaged."""
+        try:
+            content = pa.memory_map(str(path)).read_buffer()
+            body = content.slice(0, max(content.size - _CHECKSUM_BYTES, 0))
+            if content.slice(body.size).to_pybytes() != _checksum(body):
+                return None
+            return cls(next(iter(pa.ipc.open_stream(body))))
+        except (OSError, pa.ArrowException):
+            return None
+
+
+_NO_IDS = np.zeros(0, dtype=np.int32)
+
+
+def _checksum(content: Any) -> bytes:
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def _plain(text: str) -> str:
+    """Text that Arrow can hold: half a surrogate pair, which JSON may spell, is no character."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _label(value: int) -> bool | None:
+    return None if value < 0 else bool(value)
+
+
+def _fixed(column: pa.Array, width: int) -> npt.NDArray[np.uint8]:
+    """Bytes of a column of fixed width."""
+    data = np.frombuffer(column.buffers()[1], dtype=np.uint8)
+    return data[column.offset * width : (column.offset + len(column)) * width]
+
+
+@dataclass(frozen=True)
+class _Sidecar:
+    """A block, and what its rows have from their place in a file."""
+
+    block: Block
+    ids: pa.Array | None  # None where they are the places
+    places: pa.Array
+    labels: npt.NDArray[np.int8]
+
+
+@dataclass
+class TableBuilder:
+    """Collects blocks.
+
+    Attributes:
+        rows: how many rows the blocks have, kept or not.
+        kept: how many of them were kept.
+    """
+
+    sidecars: list[_Sidecar] = field(default_factory=list)
+    rows: int = 0
+    kept: int = 0
+
+    def add(self, block: Block, ids: Sequence[str], places: Sequence[str], labels: Sequence[bool | None]) -> None:
+        """One more block with ids, places and labels of all of its rows."""
+        own = None if list(ids) == list(places) else pa.array(map(_plain, ids), pa.large_string())
+        self.sidecars.append(_Sidecar(block, own, pa.array(map(_plain, places), pa.large_string()), np.array(
+            [-1 if label is None else int(label) for label in labels], dtype=np.int8)))
+        self.rows += len(block)
+        self.kept += int(np.count_nonzero(block.sides))
+
+    def kept_numbers(self) -> npt.NDArray[np.int64]:
+        """Which of all rows were kept."""
+        sides = [sidecar.block.sides for sidecar in self.sidecars]
+        return np.flatnonzero(np.concatenate(sides)) if sides else np.zeros(0, np.int64)
+
+    def table(self) -> "RowTable":
+        """The rows that were kept, in order."""
+        kept = [np.flatnonzero(sidecar.block.sides) for sidecar in self.sidecars]
+        blocks = np.repeat(np.arange(len(kept), dtype=np.int32), [len(rows) for rows in kept])
+        offsets = np.concatenate([*kept, np.zeros(0, np.int64)]).astype(np.int32)
+        return RowTable(self.sidecars, blocks, offsets)
+
+
+class RowTable(Sequence[EncodedRow]):
+    """Rows that are objects only while someone looks at them.
+
+    Args:
+        sidecars: blocks with what belongs to their rows.
+        blocks, offsets: `[n]` where each row is.
+    """
+
+    def __init__(self, sidecars: list[_Sidecar], blocks: npt.NDArray[np.int32],
+                 offsets: npt.NDArray[np.int32]) -> None:
+        self._sidecars, self._blocks, self._offsets = sidecars, blocks, offsets
+        self._objects: dict[int, EncodedRow] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> EncodedRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> "RowTable": ...
+    def __getitem__(self, index: int | slice) -> "EncodedRow | RowTable":
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        number = range(len(self))[index]
+        row = self._objects.get(number)
+        if row is None:
+            if len(self._objects) >= _KEPT_OBJECTS:
+                self._objects.clear()
+            row = self._objects[number] = self._row(number)
+        return row
+
+    def __iter__(self) -> Iterator[EncodedRow]:
+        if len(self) <= _KEPT_OBJECTS:
+            yield from (self[number] for number in range(len(self)))
+        else:  # a walk through all of them is no reason to keep any
+            yield from (self._row(number) for number in range(len(self)))
+
+    def _row(self, number: int) -> EncodedRow:
+        offset = int(self._offsets[number])
+        sidecar = self._sidecars[self._blocks[number]]
+        place = sidecar.places[offset].as_py()
+        name = place if sidecar.ids is None else sidecar.ids[offset].as_py()
+        return sidecar.block.row(offset, name, place, _label(int(sidecar.labels[offset])))
+
+    def take(self, numbers: npt.NDArray[np.int64]) -> "RowTable":
+        """Some of the rows, in the order of their numbers here."""
+        return RowTable(self._sidecars, self._blocks[numbers], self._offsets[numbers])
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What an audit asks, without a look at any row as an object."""
+        if not self._sidecars:
+            return facts_of([])
+        columns = [sidecar.block.facts() | {"desirable": sidecar.labels} for sidecar in self._sidecars]
+        notes: dict[str, list[npt.NDArray[np.int64]]] = {}
+        starts = np.cumsum([0, *(len(sidecar.block) for sidecar in self._sidecars)])
+        for start, sidecar in zip(starts, self._sidecars, strict=False):
+            written = sidecar.block.batch.column("notes")
+            for entry in written.unique().to_pylist():
+                for note in entry.split(",") if entry else ():
+                    where = np.flatnonzero(np.array(pa.compute.equal(written, entry)))
+                    notes.setdefault(note, []).append(start + where)
+        position = starts[self._blocks] + self._offsets
+        back = np.full(starts[-1], -1, dtype=np.int64)
+        back[position] = np.arange(len(self))
+
+        def numbers(found: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+            mine = back[np.concatenate(found)]
+            return np.sort(mine[mine >= 0])
+
+        joined: dict[str, Any] = {name: np.concatenate([column[name] for column in columns])[position]
+                                  for name in columns[0]}
+        return Facts(**joined, notes={note: rows for note, found in notes.items() if len(rows := numbers(found))})
+
+    def split_keys(self) -> list[bytes]:
+        """`split_key` of each row."""
+        keys = [sidecar.block.batch.column("split_key").to_pylist() for sidecar in self._sidecars]
+        return [keys[block][offset] for block, offset in zip(self._blocks, self._offsets, strict=True)]
+
+    def contents(self) -> Iterator[tuple[bytes, list[bytes], bool | None]]:
+        """What is trained of each row: bytes of its prompt ids, keys of its completions, label."""
+        for number, offset in zip(self._blocks.tolist(), self._offsets.tolist(), strict=True):
+            sidecar = self._sidecars[number]
+            yield *sidecar.block.content(offset), _label(int(sidecar.labels[offset]))
+
+    def first_beyond(self, limit: int) -> EncodedRow | None:
+        """The first row with an id of at least `limit`."""
+        suspects = [number for number, sidecar in enumerate(self._sidecars)
+                    if len(sidecar.block.ids) and int(sidecar.block.ids.max()) >= limit]
+        for number in np.flatnonzero(np.isin(self._blocks, suspects)):
+            block, offset = self._sidecars[self._blocks[number]].block, int(self._offsets[number])
+            if int(block.ids[block.starts[offset] : block.starts[offset + 1]].max()) >= limit:
+                return self[int(number)]
+        return None

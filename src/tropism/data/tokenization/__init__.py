@@ -1,0 +1,1 @@
+"""Text and messages to token ids."""

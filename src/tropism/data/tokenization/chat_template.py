@@ -1,0 +1,212 @@
+"""Which chat template renders messages, and what it is given: options, templates of our own, and a look at them."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from importlib import resources
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+from pydantic import field_validator
+
+from tropism.data.audit.findings import Finding
+from tropism.data.rows import Message, Row
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.tokenizer import TextTokenizer
+from tropism.data.tokenization.truncate import Limits
+from tropism.errors import DataError, ModelError, UsageError
+from tropism.options import Options
+
+NAMES = ("chatml", "gemma", "llama3", "phi3", "plain")
+"""Templates that come with the package."""
+
+_OURS = {"tools", "documents", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize",
+         "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+         "return_assistant_tokens_mask", "tokenizer_kwargs", "bos_token", "eos_token"}
+_CONTROL = re.compile(r"<\|[a-zA-Z]\w*\|>|<(?:start|end)_of_turn>")
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # of transformers; jinja alone knows it not
+
+
+class TemplateOptions(Options):
+    """How messages become text."""
+
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's own: a file, or one of chatml, gemma, llama3, phi3, plain."""
+    chat_template_kwargs: str | None = None
+    """Values for the chat template: JSON, or NAME=VALUE with commas between them, as in enable_thinking=false."""
+    system_prompt: str | None = None
+    """System message for conversations that have none."""
+    supervise: Literal["last", "all"] = "last"
+    """Messages that are learned: the last one of the assistant, or all of them."""
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        """A mapping from Python or YAML is what the command line writes as JSON."""
+        return json.dumps(value) if isinstance(value, dict) else value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _readable(cls, value: str | None) -> str | None:
+        if value is not None:
+            taken = _OURS & set(parse_kwargs(value))
+            if taken:
+                raise ValueError(f"chat_template_kwargs: '{min(taken)}' is set by Tropism")
+        return value
+
+    @field_validator("chat_template")
+    @classmethod
+    def _there(cls, value: str | None) -> str | None:
+        if value is not None and value not in NAMES and not Path(value).expanduser().is_file():
+            raise ValueError(f"chat_template: {value!r} is neither a file nor one of {', '.join(NAMES)}")
+        return value
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Values for the chat template, by name."""
+        return parse_kwargs(self.chat_template_kwargs or "")
+
+
+def parse_kwargs(text: str) -> dict[str, Any]:
+    """Values from JSON, or from `NAME=VALUE,NAME=VALUE`, where a value that is no JSON is text.
+
+    Raises:
+        ValueError: for what is neither.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            return dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"chat_template_kwargs: not valid JSON: {error}") from None
+    found: dict[str, Any] = {}
+    for entry in text.split(",") if text.strip() else ():
+        name, equals, value = entry.partition("=")
+        if not (equals and name.strip().isidentifier()):
+            raise ValueError(f"chat_template_kwargs: {entry!r} is not NAME=VALUE, as in enable_thinking=false")
+        try:
+            found[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name.strip()] = value.strip()
+    return found
+
+
+def template_text(named: str) -> str:
+    """The template that comes under a name, or that stands in a file.
+
+    Raises:
+        UsageError: with FILE:LINE, for a file that cannot be read or is no template.
+    """
+    if named in NAMES:
+        return (resources.files("tropism.data") / "chat_templates" / f"{named}.jinja").read_text(encoding="utf-8")
+    try:
+        text = Path(named).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"chat_template: {named}: cannot be read: {error}") from None
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", text))
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(f"chat_template: {named}:{error.lineno}: not a template: {error.message}") from None
+    return text
+
+
+def make_renderer(tokenizer: Any, limits: Limits, options: TemplateOptions) -> Renderer:
+    """A renderer for these options.
+
+    The tokenizer keeps the template that was chosen: it is what generation and the exported model must use.
+
+    Raises:
+        UsageError: for a template that cannot be read, or values that it does not use.
+        ModelError: where the tokenizer has no token for what a template of ours writes.
+    """
+    name = "the chat template"
+    if options.chat_template is not None:
+        text = template_text(options.chat_template)
+        name = f"the chat template {options.chat_template}"
+        if options.chat_template in NAMES:
+            _check_tokens(options.chat_template, _written(text, options.chat_template), tokenizer)
+        tokenizer.chat_template = text
+    kwargs = options.template_kwargs
+    _check_used(kwargs, tokenizer, name)
+    return Renderer(tokenizer, limits, options.supervise, template_kwargs=kwargs, system_prompt=options.system_prompt,
+                    template_name=name)
+
+
+def check_effect(options: TemplateOptions, renderer: Renderer) -> None:
+    """After the rows have been rendered: options of templates do nothing for plain text.
+
+    Raises:
+        UsageError: naming the first option that had no effect.
+    """
+    if renderer.saw_messages:
+        return
+    for name in ("chat_template", "chat_template_kwargs", "system_prompt"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"{name} has no effect: the data is plain text, which no template renders. Give messages, "
+                             "or leave the option out")
+    if options.supervise == "all":
+        raise UsageError("supervise 'all' has no effect: the data is plain text, without turns")
+
+
+def look_at_template(renderer: Renderer) -> list[Finding]:
+    """What a short conversation shows of a template: its start, its end, and what generation is given."""
+    asked: Sequence[Message] = [{"role": "user", "content": "Hi"}]
+    row = Row("template", renderer.template_name, tuple(asked), ())
+    try:
+        prompt = renderer.template(asked, row, generate=True)
+        bare = renderer.template(asked, row, generate=False)
+        whole = renderer.template([*asked, {"role": "assistant", "content": "Yes"}], row, generate=False)
+    except (DataError, ModelError):  # the rows say it better
+        return []
+    found = []
+    name, text = renderer.template_name, renderer.text
+    if prompt == bare:
+        found.append(Finding("no_generation_prompt", "notice",
+                             f"{name} has no generation prompt: what it puts before an answer is learned with it"))
+    elif not whole.startswith(prompt):
+        found.append(Finding("generation_prompt_adds", "info",
+                             f"{name} begins an answer with {prompt[len(bare):]!r}, which a finished answer lacks: "
+                             "it is given, not learned"))
+    unknown = sorted(set(_CONTROL.findall(whole + prompt)) - text.control.keys())
+    if unknown:
+        found.append(Finding("template_tokens", "notice",
+                             f"{name} writes {', '.join(unknown)}, for which the tokenizer has no token: they are read "
+                             "as plain characters. If the model does not expect that, take a template of its family"))
+    # Those in front only: some templates begin every turn with it.
+    leading = list(takewhile(lambda token: token == text.bos_id, text.encode(prompt)))
+    begins = len(leading) if text.bos_id is not None else 1
+    if begins > 1:
+        found.append(Finding("two_bos", "warning", f"{name} writes {begins} BOS; take all but one out of it"))
+    elif begins == 0 and text.encode_prompt("a")[:1] == [text.bos_id]:
+        found.append(Finding("no_bos", "notice",
+                             f"the tokenizer begins a text with a BOS, and {name} does not: conversations have "
+                             "none, in training as in generation"))
+    return found
+
+
+def _written(text: str, name: str) -> set[str]:
+    """Control tokens that a template of ours writes."""
+    if name == "phi3":  # it puts the role into the token
+        return {"<|user|>", "<|assistant|>", "<|end|>"}
+    return set(_CONTROL.findall(text))
+
+
+def _check_tokens(name: str, written: set[str], tokenizer: Any) -> None:
+    missing = sorted(written - TextTokenizer(tokenizer).control.keys())
+    if missing:
+        raise ModelError(f"chat_template {name}: the tokenizer has no token {', '.join(missing)}; take a template of "
+                         "the model's family, or plain, which needs none")
+
+
+def _check_used(kwargs: Mapping[str, Any], tokenizer: Any, name: str) -> None:
+    """Jinja takes any name in silence."""
+    template = tokenizer.chat_template
+    text = "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template or "")
+    words = set(re.findall(r"\w+", text))
+    for given in kwargs:
+        if given not in words:
+            close = get_close_matches(given, words, n=1)
+            raise UsageError(f"chat_template_kwargs: {name} does not use '{given}'"
+                             + (f", did you mean {close[0]}?" if close else ""))

@@ -1,0 +1,350 @@
+"""Text to token ids: chat template, border between prompt and completion, terminator, truncation."""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
+from tropism.data.tokenization.tokenizer import TextTokenizer, says_nothing
+from tropism.data.tokenization.truncate import Limits, PromptCutter, fit
+from tropism.data.tree import Completion, token_ids
+from tropism.errors import DataError, ModelError
+
+_SYSTEM = ("system", "developer")
+_TOOLS = re.compile(r"\btools\b")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_PRIVATE = "\U000f0000"  # first of the private-use characters that stand in for spelt control tokens
+
+
+class Renderer:
+    """Turns rows into token ids.
+
+    Prompt ids are exactly the ids that generation would be given. Completion ids are the text that the chat
+    template renders for the answer, up to and including its terminator; one EOS where it has none.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        limits: token limits.
+        supervise: which assistant messages of a completion count: the `last`, or `all` of a conversation.
+        template_kwargs: values for the chat template.
+        system_prompt: system message of conversations that have none.
+        template_name: what errors call the chat template.
+
+    Attributes:
+        stop_ids: terminators of the answers rendered so far.
+        saw_messages: whether any row had messages; a template does nothing for plain text.
+    """
+
+    def __init__(self, tokenizer: Any, limits: Limits, supervise: Literal["last", "all"] = "last", *,
+                 template_kwargs: Mapping[str, Any] = MappingProxyType({}), system_prompt: str | None = None,
+                 template_name: str = "the chat template") -> None:
+        self.text = TextTokenizer(tokenizer)
+        self.limits = limits
+        self.supervise = supervise
+        self.template_kwargs = dict(template_kwargs)
+        self.system_prompt = system_prompt
+        self.template_name = template_name
+        self.stop_ids: set[int] = set()
+        self.saw_messages = False
+        self._last_prompt: tuple[str, dict[str, str], list[int]] | None = None
+
+    def encode(self, row: Row) -> EncodedRow | Dropped:
+        """Token ids of a row after truncation, or the reason why it is left out.
+
+        Raises:
+            DataError: if the chat template refuses the row's messages.
+            ModelError: if the row has messages and the tokenizer has no chat template.
+        """
+        try:
+            return self._encode(row)
+        except RecursionError:
+            raise DataError(f"{row.place}: messages or tools are nested too deeply to be read") from None
+
+    def _encode(self, row: Row) -> EncodedRow | Dropped:
+        notes: set[str] = set()
+        if isinstance(row.prompt, str):
+            cutter, split = self._plain_prompt(row.prompt)
+            spoken = [self._plain_completion(row.prompt, cutter.ids, str(text), notes) for text in row.completions]
+        else:
+            self.saw_messages = True
+            conversation = _Conversation(self, row)
+            cutter, split = conversation.cutter, conversation.split_text
+            spoken = [conversation.completion(tuple(answer), notes)  # type: ignore[arg-type]
+                      for answer in row.completions if cutter.ids]
+            if conversation.spelt:
+                notes.add("control_spelt")
+        if any(says_nothing(answer if isinstance(answer, str) else answer[-1].get("content") or " ")
+               and not (isinstance(answer, tuple) and answer[-1].get("tool_calls")) for answer in row.completions):
+            notes.add("unseen")
+        if not cutter.ids:
+            return Dropped(row.place, Reason.EMPTY_PROMPT, "the prompt has no token to predict from")
+        completions = [completion for completion in spoken if completion is not None]
+        if len(completions) < len(spoken):
+            return Dropped(row.place, Reason.EMPTY_COMPLETION, "an answer has no token but its end")
+        prompt_ids, kept = fit(cutter, completions, self.limits)
+        if any(completion is None for completion in kept):
+            return Dropped(row.place, Reason.NO_SUPERVISED_TOKEN,
+                           f"no supervised token after truncation to {self.limits.max_length} "
+                           f"(prompt {len(cutter.ids)})")
+        final = [completion for completion in kept if completion is not None]
+        if len(final) == 2 and final[0].key == final[1].key:
+            return Dropped(row.place, Reason.IDENTICAL_PAIR, "both sides are equal (after truncation)")
+        if len(prompt_ids) < len(cutter.ids):
+            notes.add("prompt_cut")
+        if any(short is not whole for short, whole in zip(final, completions, strict=True)):
+            notes.add("completion_cut")
+        return EncodedRow(row.id, row.place, token_ids(prompt_ids), tuple(final), row.desirable,
+                          hashlib.blake2b(split.encode("utf-8", "surrogatepass"), digest_size=16).digest(),
+                          frozenset(notes))
+
+    def _plain_prompt(self, text: str) -> tuple[PromptCutter, str]:
+        ids = self.text.encode_prompt(text)
+        lead = 1 if ids and ids[0] == self.text.bos_id else 0
+        return PromptCutter(ids, head=(lead,)), text
+
+    def _plain_completion(self, prompt: str, prompt_ids: list[int], text: str, notes: set[str]) -> Completion | None:
+        ids, exact = self.text.continue_text(prompt, prompt_ids, text)
+        if not exact:
+            notes.add("text_changed")
+        eos = self.text.eos_id
+        assert eos is not None
+        if not ids:  # a normaliser may take away all there is
+            return None
+        self.stop_ids.add(eos)
+        return Completion.supervised(ids if ids[-1] == eos else [*ids, eos])
+
+    def template(self, messages: Sequence[Message], row: Row, *, generate: bool) -> str:
+        """The chat template's text for messages, with or without the start of an answer.
+
+        Raises:
+            DataError: if the template refuses the messages, or would leave the row's tools out.
+            ModelError: if there is no template.
+        """
+        tokenizer = self.text.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            raise ModelError("the data has messages, and this tokenizer has no chat template; use an instruct "
+                             "model, or data with plain text prompts")
+        if row.tools and _TOOLS.search(str(tokenizer.chat_template)) is None:
+            raise DataError(f"{row.place}: the row has tools, and {self.template_name} has no place for them; choose "
+                            "another with --chat-template, or take the column 'tools' out")
+        # What is null is not there: some releases of transformers let templates write the word None.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            text = str(tokenizer.apply_chat_template(
+                given, tools=list(row.tools) if row.tools else None,
+                add_generation_prompt=generate, tokenize=False, **self.template_kwargs))
+        except Exception as error:  # whatever a template raises is about this row
+            raise DataError(f"{row.place}: {self.template_name} refuses these messages: {error}") from error
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError:  # a role, or a key of a tool; contents have been looked at
+                raise DataError(f"{row.place}: a message or tool holds half a character (a lone surrogate), which no "
+                                "tokenizer reads") from None
+        return text
+
+    def prompt(self, text: str, spelt: dict[str, str]) -> list[int]:
+        """Ids of a rendered prompt; neighbouring rows often share it, so the last one is remembered."""
+        last = self._last_prompt
+        if last is None or last[:2] != (text, spelt):
+            last = self._last_prompt = (text, spelt, self.encode_text(text, spelt))
+        return last[2]
+
+    def encode_text(self, text: str, spelt: dict[str, str]) -> list[int]:
+        """Ids of rendered text; the keys of `spelt` stand in it for control tokens that a user wrote out."""
+        return self.text.encode_spelt(text, spelt) if spelt else self.text.encode(text)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in messages or tools, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts(list(value))
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _texts(entry)
+
+
+def _tool_name(tool: Any) -> str:
+    """Name in a schema or a call; empty if it has none, or one that a template may show with quotes or escapes."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return name if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) else ""
+
+
+class _Conversation:
+    """One row of messages on its way to ids."""
+
+    def __init__(self, renderer: Renderer, row: Row) -> None:
+        self.renderer = renderer
+        prompt: list[Message] = [dict(message) for message in row.prompt]  # type: ignore[arg-type]
+        if renderer.system_prompt is not None and not any(message["role"] in _SYSTEM for message in prompt):
+            prompt.insert(0, {"role": "system", "content": renderer.system_prompt})
+        self.spelt: dict[str, str] = {}
+        self._masks = self._find_spelt(prompt, row.completions, row.tools)
+        self.row = replace(row, tools=tuple(self._masked(row.tools)) if row.tools else None)
+        self.prompt: list[Message] = self._masked(prompt)
+        self.answers_from = len(self.prompt)
+        if renderer.supervise == "all":
+            # An assistant that opens the conversation answers nothing: its greeting is context.
+            first = next((i for i, message in enumerate(self.prompt) if i and message["role"] == "assistant"), None)
+            self.answers_from = len(self.prompt) if first is None else first
+        head = self.prompt[: self.answers_from]
+        self.prompt_text = renderer.template(head, self.row, generate=True) if head else ""
+        if head:
+            self._check_tools()
+        ids = renderer.prompt(self.prompt_text, self.spelt) if self.prompt_text else []
+        self.cutter = PromptCutter(ids, self._head(head, ids), lambda: self._shorter(head))
+        users = [message.get("content") or "" for message in prompt if message["role"] == "user"]
+        # Not the whole prompt: a later turn of a conversation holds the answers to its first turn.
+        self.split_text = str(users[0]) if users else self.prompt_text
+
+    def _check_tools(self) -> None:
+        """T4: a template that looks for a schema's name elsewhere than the user has it shows nothing, in silence."""
+        for tool in self.row.tools or ():
+            if (name := _tool_name(tool)) and name not in self.prompt_text:
+                raise DataError(f"{self.row.place}: tool '{name}' does not reach the prompt: "
+                                f"{self.renderer.template_name} wants schemas of another shape, most likely "
+                                '{"type": "function", "function": {"name": ...}}')
+
+    def _check_calls(self, answer: Message, rendered: str) -> None:
+        """M5: an answer that is a call of a tool would be learned as nothing but an end."""
+        calls = answer.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if (name := _tool_name(call)) and name not in rendered:
+                raise DataError(f"{self.row.place}: {self.renderer.template_name} does not show the answer's call of "
+                                f"'{name}', so there is nothing to learn of it; choose another with --chat-template")
+
+    def _find_spelt(self, *given: Any) -> dict[str, str]:
+        """Map each control token that messages or tools spell out to a private-use character of its own."""
+        whole = "\n".join(_texts(given))
+        names = sorted({match.group() for match in self.renderer.text.control_pattern.finditer(whole)})
+        masks: dict[str, str] = {}
+        mark = ord(_PRIVATE)
+        for name in names:
+            while chr(mark) in whole:
+                mark += 1
+            masks[name] = chr(mark)
+            self.spelt[chr(mark)] = name
+            mark += 1
+        return masks
+
+    def _masked(self, value: Any) -> Any:
+        """Messages or tools with private-use characters in place of spelt control tokens."""
+        if not self._masks:
+            return value
+        if isinstance(value, str):
+            return self.renderer.text.control_pattern.sub(lambda match: self._masks[match.group()], value)
+        if isinstance(value, dict):
+            return {self._masked(key): self._masked(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._masked(entry) for entry in value]
+        return value
+
+    def _encode(self, text: str) -> list[int]:
+        return self.renderer.encode_text(text, self.spelt)
+
+    def _head(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
+        """Lengths of the leading tokens that a cut keeps: the BOS; and the system message where it fits."""
+        bos = 1 if ids and ids[0] == self.renderer.text.bos_id else 0
+        if not messages or messages[0]["role"] != "system":
+            return (bos,)
+        try:
+            system = self._encode(self.renderer.template(messages[:1], self.row, generate=False))
+        except DataError:  # a template that wants a user message first
+            return (bos,)
+        return (bos, len(system)) if ids[: len(system)] == system else (bos,)
+
+    def _shorter(self, messages: Sequence[Message]) -> list[list[int]]:
+        """The prompt without its oldest turns, at user messages, longest first; the system message stays."""
+        lead = 1 if messages and messages[0]["role"] == "system" else 0
+        starts = [i for i, message in enumerate(messages) if message["role"] == "user" and i > lead]
+        shorter = []
+        for start in starts:
+            kept = [*messages[:lead], *messages[start:]]
+            shorter.append(self._encode(self.renderer.template(kept, self.row, generate=True)))
+        return shorter
+
+    def completion(self, answer: Sequence[Message], notes: set[str]) -> Completion | None:
+        """Ids of everything after the prompt, with the supervised assistant messages marked; None if they are empty."""
+        rest = [*self.prompt[self.answers_from :], *(self._masked(message) for message in answer)]
+        head = self.prompt[: self.answers_from]
+        spoken = [i for i, message in enumerate(rest) if message["role"] == "assistant"]
+        supervised = spoken if self.renderer.supervise == "all" else spoken[-1:]
+        ids: list[int] = []
+        mask: list[bool] = []
+        before, before_ids, words = self.prompt_text, self.cutter.ids, 0
+        for i in supervised:
+            start = self.prompt_text if i == 0 and head else self.renderer.template(
+                [*head, *rest[:i]], self.row, generate=True)
+            if start != before:  # turns between the last supervised answer and this one
+                between, exact = self._between(before, before_ids + ids, start)
+                if not exact:
+                    notes.add("text_changed")
+                ids += between
+                mask += [False] * len(between)
+            text, stop = self._answer([*head, *rest[: i + 1]], start, notes)
+            new, exact = self._continue(start, self.cutter.ids + ids, text)
+            if not exact:
+                notes.add("text_changed")
+            ids += [*new, stop]
+            self.renderer.stop_ids.add(stop)
+            mask += [True] * (len(new) + 1)
+            words += len(new)
+            before = start + text + self._spell(stop)
+        if not words:
+            return None
+        array = Completion.supervised(ids)
+        if all(mask):
+            return array
+        return Completion(array.ids, array.loss_mask & mask)
+
+    def _spell(self, token_id: int) -> str:
+        return self.renderer.text.decode([token_id])
+
+    def _between(self, before: str, ids: list[int], start: str) -> tuple[list[int], bool]:
+        """Ids of the text from the last terminator to the start of the next answer."""
+        if not start.startswith(before):
+            raise DataError(f"{self.row.place}: {self.renderer.template_name} renders earlier turns differently once "
+                            "the conversation goes on, so not all turns can be supervised at once; --supervise last "
+                            "learns the last one")
+        return self._continue(before, ids, start[len(before) :])
+
+    def _continue(self, before: str, ids: list[int], text: str) -> tuple[list[int], bool]:
+        return self.renderer.text.continue_text(before, ids, text, self.spelt)
+
+    def _answer(self, conversation: Sequence[Message], start: str, notes: set[str]) -> tuple[str, int]:
+        """The answer as the template renders it, without terminator; and the terminator's id."""
+        text, content = self.renderer.text, conversation[-1].get("content") or ""
+        full = self.renderer.template(conversation, self.row, generate=False)
+        if not full.startswith(start):
+            # The generation prompt adds text that a finished answer does not have (a thinking tag, say).
+            found = text.without_control(full).rfind(content.strip())
+            if found < 0 or not content.strip():
+                raise DataError(f"{self.row.place}: {self.renderer.template_name} does not show the answer as it is "
+                                "written, so its tokens cannot be told apart; choose another with --chat-template")
+            start = full[:found]
+        rendered = full[len(start) :]
+        if content.strip() and not rendered.strip():
+            raise DataError(f"{self.row.place}: {self.renderer.template_name} shows nothing of the answer, so there is "
+                            "nothing to learn; choose another with --chat-template")
+        plain = text.without_control(rendered)
+        self._check_calls(conversation[-1], rendered)
+        if content not in plain:  # it trims, say
+            notes.add("text_changed")
+        shown = content if content in plain else content.strip()
+        # A tool call has no content; and white space alone is found anywhere.
+        end = plain.rfind(shown) + len(shown) if shown.strip() and shown in plain else 0
+        if stop := text.terminator(rendered, end, content_shown=end > 0):
+            return rendered[: stop.start()], text.control[stop.group()]
+        notes.add("eos_added")
+        assert text.eos_id is not None
+        # White space behind the answer is the template's way to part turns, not part of the answer.
+        tail = rendered[end:]
+        return rendered[:end] + (tail if tail.strip() else ""), text.eos_id
+

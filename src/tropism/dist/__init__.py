@@ -1,5 +1,0 @@
-"""The verbs of a distributed step. `torch.distributed` is imported here and nowhere else."""
-
-from tropism.dist.world import World, connect
-
-__all__ = ["World", "connect"]

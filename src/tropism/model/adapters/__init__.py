@@ -1,0 +1,1 @@
+"""LoRA adapters: structure, files, targets, merging."""

@@ -1,0 +1,206 @@
+"""Adapters on the disk, as peft writes and reads them."""
+
+import json
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tropism.distributed.shard import give
+from tropism.errors import ModelError
+from tropism.model.adapters.peft_settings import check_known, check_served, check_values
+from tropism.model.adapters.structure import NAME, adapter_name, learning_names, make_structure, materialise
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def base_of(path: Path) -> str:
+    """What the adapter in a directory says that it belongs to.
+
+    Raises:
+        ModelError: if it does not say, or is none that this peft knows in full.
+    """
+    values = read_values(path)
+    check_known(values, path / CONFIG)
+    base = values.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"{path}: an adapter that does not say of which model; {advice(path)}")
+    return base
+
+
+def advice(path: Path) -> str:
+    """What to do where the base of an adapter is not where its file says. What a run wrote stays as it is."""
+    if path.name == "model" and (path.parent / "manifest.json").is_file():
+        return (f"tropism export {path.parent} --to DIR --base BASE writes an adapter that says where it is now, or to "
+                f"train on it give --model BASE --lora.adapter {path}")
+    return (f"write where it is as base_model_name_or_path into {path / CONFIG}, or to train on it give --model BASE "
+            f"--lora.adapter {path}")
+
+
+def read_config(path: Path) -> Any:
+    """peft's configuration of an adapter that can be trained on.
+
+    Raises:
+        ModelError: naming what it has that is not served.
+    """
+    values = read_values(path)
+    kind = str(values.get("peft_type"))
+    if kind != "LORA":
+        raise ModelError(f"{path}: an adapter of kind {kind}; Tropism trains LORA")
+    from peft import LoraConfig  # slow to import, and most runs have no adapter
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = LoraConfig.from_pretrained(str(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
+    check_known(values, path / CONFIG)
+    check_served(config, str(path))
+    config.lora_dropout = 0.0  # dropout is off in all that is trained here
+    return config
+
+
+def load_adapter(module: Any, config: Any, path: Path, dtype: torch.dtype) -> None:
+    """Put the adapter of a directory into a model, in place.
+
+    Args:
+        config: of `read_config`.
+        dtype: of its weights in memory.
+
+    Raises:
+        ModelError: if it does not fit, naming a weight.
+    """
+    make_structure(module, config)
+    materialise(module, dtype)
+    load_values(module, path)
+
+
+def load_values(module: Any, path: Path) -> None:
+    """Overwrite the weights of an adapter in a model with those of a directory.
+
+    Raises:
+        ModelError: if one is missing, left over, or of another shape; nothing was changed then.
+    """
+    found = read_weights(path)
+    wanted = _by_file_names(module, dict(module.named_parameters(remove_duplicate=False)))
+    for problem, names in (("is missing", wanted.keys() - found.keys()),
+                           ("belongs to no module of the model", found.keys() - wanted.keys())):
+        if names:
+            raise ModelError(f"{path}: does not fit the model: {min(names)} {problem}")
+    for name, tensor in found.items():
+        if tensor.shape != wanted[name].shape:
+            raise ModelError(f"{path}: does not fit the model: {name} is {list(tensor.shape)} there and "
+                             f"{list(wanted[name].shape)} in the model")
+    for name, tensor in found.items():
+        give(wanted[name], tensor)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of an adapter by their names in the file, without peft's prefix.
+
+    Raises:
+        ModelError: if they cannot be read.
+    """
+    file = weights_file(path)
+    try:
+        state = (load_file(file) if file.name == WEIGHTS else
+                 torch.load(file, map_location="cpu", weights_only=True))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ModelError(f"{file}: cannot be read: {first_line(error)}") from error
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+
+
+def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the adapter of a model into a directory that is there, as peft loads it.
+
+    Args:
+        dtype: of the file.
+        weights: those of the adapter by their names in the model, in place of its own.
+    """
+    name = adapter_name(module)
+    assert name is not None
+    own = dict(module.named_parameters(remove_duplicate=False)) if weights is None else weights
+    kept: dict[int, Tensor] = {}  # weights that share memory are written for each of their names
+    state = {}
+    for key, tensor in _by_file_names(module, own).items():
+        copied = tensor.detach().to("cpu", dtype)
+        if copied.data_ptr() in kept or copied.data_ptr() == tensor.data_ptr():
+            copied = copied.clone()
+        kept[copied.data_ptr()] = copied
+        state[_PREFIX + key] = copied.contiguous()
+    save_file(state, path / WEIGHTS, metadata={"format": "pt"})
+    config = module.peft_config[name]
+    mode, config.inference_mode = config.inference_mode, True  # as peft's own files say
+    try:
+        write_config(config, path)
+    finally:
+        config.inference_mode = mode
+
+
+def write_config(config: Any, path: Path) -> None:
+    """Write peft's configuration of an adapter, as the same file whenever it is the same: peft's sets have no order."""
+    (path / CONFIG).write_text(json.dumps(values_of(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """peft's configuration of an adapter as its file has it, with its sets in order."""
+    with tempfile.TemporaryDirectory() as place:
+        config.save_pretrained(place)
+        written = read_values(Path(place))
+    for name in ("target_modules", "exclude_modules", "modules_to_save"):
+        if isinstance(getattr(config, name, None), set):
+            written[name] = sorted(written[name])
+    return written
+
+
+def _by_file_names(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of an adapter by the names that a file has for them, without the prefix."""
+    name = adapter_name(module) or NAME
+    found = {}
+    for key in learning_names(module) or ():
+        short = key.replace(f".modules_to_save.{name}.", ".").replace(f".lora_magnitude_vector.{name}.weight",
+                                                                      ".lora_magnitude_vector")
+        found[".".join(part for part in short.split(".") if part != name)] = weights[key]
+    return found
+
+
+def weights_file(path: Path) -> Path:
+    """The file of an adapter's weights.
+
+    Raises:
+        ModelError: if there is none: peft would look for it on the hub.
+    """
+    for name in (WEIGHTS, "adapter_model.bin"):
+        if (path / name).is_file():
+            return path / name
+    raise ModelError(f"{path / WEIGHTS}: is not there: the directory holds an adapter's config without its weights")
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Content of an adapter's config, of any kind.
+
+    Raises:
+        ModelError: if it cannot be read, or a setting of it means nothing.
+    """
+    try:
+        values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path / CONFIG}: cannot be read: it is no JSON object")
+    check_values(values, path / CONFIG)
+    return values
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first; of one that begins with a heading what stands below it too."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[:2 if lines[0].rstrip().endswith(":") else 1])

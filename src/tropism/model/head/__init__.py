@@ -1,0 +1,1 @@
+"""Log-probs and divergences from hidden states, without materializing logits."""

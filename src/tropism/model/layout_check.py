@@ -1,0 +1,108 @@
+"""Before anything is trained: is our layout, with our head, exact for this model?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tropism.data.batching.collate import Layout, collate
+from tropism.data.tree import PromptTree
+from tropism.distributed.shard import is_sharded, rest
+from tropism.errors import ModelError
+from tropism.model.attention import attention, plain_implementation
+from tropism.model.language_model import LanguageModel, Precision, computing
+
+# Largest mean difference per token that a dtype explains, in nats. In float64, transformers' norms and rotary
+# tables still round through float32.
+_TOLERANCE: dict[Precision, float] = {"fp64": 1e-5, "fp32": 1e-4, "bf16": 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the start-up comparison found.
+
+    Args:
+        layout: the layout to train in.
+        per_token: largest difference of a completion's log-prob from the plain forward, in nats per token.
+        per_root_token: the same divided by the root of its tokens: rounding adds up like a random walk.
+        reason: why the tree layout is not used, if it is not.
+    """
+
+    layout: Layout
+    per_token: float
+    per_root_token: float
+    reason: str = ""
+
+
+@torch.no_grad()
+def plain_logps(model: LanguageModel, trees: Sequence[PromptTree]) -> Tensor:
+    """`[C]` log-probs by the model's own forward: full logits, padded lines, transformers' attention."""
+    batch = collate(trees, "padded").to(model.device)
+    with (attention(model.module, plain_implementation(model.module)),
+          computing(model.module, model.precision, model.device)):
+        logits = model.module(input_ids=batch.input_ids, attention_mask=batch.attention_mask,
+                              position_ids=batch.position_ids, use_cache=False).logits
+    rest(model.module)
+    picked = logits.flatten(0, 1)[batch.predict_index]
+    picked = picked.to(torch.promote_types(picked.dtype, torch.float32))
+    logps = torch.log_softmax(picked, dim=-1).gather(1, batch.target_ids[:, None]).squeeze(1).double()
+    return torch.zeros(len(batch.lengths), dtype=torch.float64, device=model.device).index_add(
+        0, batch.completion_index, logps)
+
+
+@torch.no_grad()
+def _differences(model: LanguageModel, trees: Sequence[PromptTree]) -> tuple[float, float]:
+    """Largest difference from the plain forward, per token and per root of tokens.
+
+    The second is what rounding explains. In bfloat16 it depends on the shapes that are multiplied, so the same
+    completions are scored in others too: in the padded layout the plain forward has the very same ones.
+    """
+    plain = plain_logps(model, trees)
+    batch = collate(trees, model.layout).to(model.device)
+    together = model.logps(batch)
+    gaps = (together - plain).abs()
+    per_token = float((gaps / batch.lengths).max())
+    if model.precision == "bf16":
+        single = [PromptTree(tree.prompt_ids, (completion,)) for tree in trees for completion in tree.completions]
+        for part in (single[::2], single[1::2], *([one] for one in single)):
+            if part:
+                alone = model.logps(collate(part, model.layout).to(model.device))
+                places = [next(i for i, one in enumerate(single) if one is tree) for tree in part]
+                gaps[places] = torch.maximum(gaps[places], (alone - together[places]).abs())
+    return per_token, float((gaps / batch.lengths.sqrt()).max())
+
+
+def choose_layout(module: object, precision: Precision, device: torch.device, trees: Sequence[PromptTree],
+                  wanted: Layout | Literal["auto"]) -> tuple[LanguageModel, Probe]:
+    """The model in the wanted layout, or for `auto` in the tree layout if that is exact, else padded.
+
+    A bfloat16 run is compared in float32 first: its own rounding could hide that completions see each other.
+
+    Args:
+        trees: a small batch: at least two trees, or one with two completions, so that leaks show.
+
+    Raises:
+        ModelError: if the layout that was asked for, or both, differ from the model's own forward.
+    """
+    reason = ""
+    candidates: tuple[Layout, ...] = ("tree", "padded") if wanted == "auto" else (wanted,)
+    stages: tuple[Precision, ...] = ("fp32", "bf16") if precision == "bf16" else (precision,)
+    for layout in candidates:
+        try:
+            for stage in stages:
+                model = LanguageModel(module, layout, stage, device)
+                per_token, per_root_token = _differences(model, trees)
+                if not per_token <= _TOLERANCE[stage]:
+                    raise ModelError(f"log-probs in the {layout} layout differ from the model's own forward by "
+                                     f"{per_token:.2g} nats per token (at most {_TOLERANCE[stage]:g} in {stage})")
+        except (ModelError, RuntimeError, TypeError) as refusal:
+            # A layer that trees do not fit may stop anywhere; layers that are gathered are in no state to go on then.
+            unforeseen = not isinstance(refusal, ModelError)
+            if unforeseen and (isinstance(refusal, torch.OutOfMemoryError) or is_sharded(module)):
+                raise
+            reason = f"{type(refusal).__name__}: {str(refusal).splitlines()[0]}" if unforeseen else str(refusal)
+        else:
+            return model, Probe(layout, per_token, per_root_token, reason)
+    raise ModelError(f"this model cannot be served exactly: {reason}")

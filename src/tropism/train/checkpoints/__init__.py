@@ -1,0 +1,1 @@
+"""Checkpoints: files, saving, finding, resuming."""

@@ -1,0 +1,232 @@
+"""Going on with a run: whether it is still the same run, and giving a checkpoint to its engine."""
+
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tropism.distributed.state import TrainingState, read_tensors
+from tropism.errors import CheckpointError
+from tropism.model.adapters.structure import learning_names
+from tropism.observe.console import Voice
+from tropism.observe.rundir import RunDirectory
+from tropism.train.checkpoints import files as checkpoint
+from tropism.train.checkpoints.find import Origin
+from tropism.train.checkpoints.rng_state import set_random_state
+from tropism.train.options import ParallelOptions
+from tropism.train.step import Engine
+
+MAY_CHANGE = frozenset((
+    # how long, how often something is looked at, and what is kept
+    "max_steps", "epochs", "max_time", "eval_every", "log_every", "save_every", "eval_limit", "keep", "keep_best",
+    "checkpoint_model", "on_nonfinite", "stop_metric", "stop_patience", "stop_delta",
+    "track", "log_dir", "export_dtype",
+    # how it is computed: speed and memory, and results beyond their rounding never
+    "microbatch_tokens", "workers", "store", *(f"parallel.{name}" for name in ParallelOptions.model_fields),
+    # how this sitting starts
+    "output", "resume", "fall_back", "strict", "trust_remote_code"))
+"""Options that may differ when a run goes on; `docs/checkpoints.md` lists them. All others decide results."""
+
+_GROUPS = ("parallel", "lora")
+
+_BY_FINGERPRINT = frozenset(("model", "data", "eval_data", "chat_template", "reference", "teacher"))
+"""Options that name something which may lie elsewhere now: what it holds is compared, by its fingerprint."""
+
+_CALLED = {"data": "the training data", "eval_data": "the evaluation data", "tokenizer": "the tokenizer",
+           "template": "the chat template", "steps": "the division of the data into steps",
+           "policy": "the initial weights of the model", "reference": "the reference", "teacher": "the teacher",
+           "layout": "the layout"}
+
+
+def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mapping[str, Any],
+            fingerprints: Mapping[str, str], voice: Voice) -> bool:
+    """Whether nothing is left to do for a run; otherwise say how it goes on, if it may.
+
+    Args:
+        total: steps that are planned now.
+        options: every option with its value now.
+        fingerprints: of data, tokenizer and template now.
+
+    Raises:
+        CheckpointError: if it may not, naming each thing that is not as it was.
+    """
+    place, recorded = directory.path, origin.trainer or {}
+    changed = check_options(recorded.get("options") or origin.options, options, place)
+    check_same(origin.manifest.get("fingerprints", {}), fingerprints, place)
+    planned = origin.manifest.get("planned_steps", origin.manifest.get("steps", 0))
+    early = origin.finished and origin.manifest.get("stopped_by") == "stop_metric"
+    if origin.finished and total <= planned and not (early and _stops_otherwise(origin.options or recorded, options)):
+        more = f"--max-steps above {planned} goes on"
+        if early:
+            more = (f"It stopped early: {origin.manifest.get('reason')}. Another --stop-patience, --stop-delta or "
+                    "--stop-metric goes on")
+        voice.say(f"{place} is done ({origin.manifest['steps']} steps): the model is in {directory.model}. {more}")
+        return True
+    if origin.problem:
+        raise CheckpointError(origin.problem)
+    if origin.finished and origin.checkpoint is None:
+        raise CheckpointError(f"{place} is done and kept no checkpoint, so it cannot be extended; train on from "
+                              f"{directory.model}, with --output NEW")
+    if total < origin.step:
+        raise CheckpointError(f"{place}: {origin.step} steps are done, more than the {total} that are planned now")
+    for note in origin.notes:
+        voice.warn(note)
+    if origin.checkpoint is not None:
+        voice.say(f"resume: {origin.checkpoint.path}, after step {origin.step} of {total}")
+    for entry in changed:
+        voice.say(f"  changed: {entry}")
+    for entry in libraries_that_differ(origin.manifest.get("libraries", {})):
+        voice.warn(entry)
+    return False
+
+
+def _stops_otherwise(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the rule of early stopping is another one now."""
+    return any(recorded.get(name) != now.get(name) for name in ("stop_metric", "stop_patience", "stop_delta"))
+
+
+def check_options(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> list[str]:
+    """Compare the options with those the run began with.
+
+    Returns:
+        What may differ and does, in words.
+
+    Raises:
+        CheckpointError: naming every option that may not differ, with both values.
+    """
+    wrong, changed = [], []
+    recorded, now = _filled(flat(recorded)), _filled(flat(now))
+    for name in sorted(recorded.keys() & now.keys()):
+        before, value = recorded[name], now[name]
+        if before == value or name in ("output", "resume", "fall_back"):
+            continue
+        by_name = name in _BY_FINGERPRINT and None not in (before, value) and "live" not in (before, value)
+        if name in MAY_CHANGE:
+            changed.append(f"{name}: {_spell(before)}, now {_spell(value)}")
+        elif not by_name:
+            wrong.append(f"{name}: {_spell(before)} when the run began, {_spell(value)} now")
+    if wrong:
+        raise CheckpointError(f"{place}: cannot go on with other options than it began with: {'; '.join(wrong)}. "
+                              "--output NEW begins another run")
+    if {"max_steps", "epochs"} & {entry.split(":")[0] for entry in changed}:
+        changed.append("the learning rate follows its schedule over the new number of steps from here on")
+    return changed
+
+
+def flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with those of groups by their names on the command line."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _GROUPS and isinstance(value, Mapping):
+            found |= {f"{name}.{inner}": entry for inner, entry in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def _filled(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with a default that is a function of others."""
+    rank = options.get("lora.rank")
+    if rank is None or options.get("lora.alpha") is not None:
+        return options
+    return {**options, "lora.alpha": 2.0 * rank}
+
+
+def _spell(value: Any) -> str:
+    return "the default" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_same(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Path, reasons: str = "") -> None:
+    """Compare fingerprints, or other facts, of the run with those it began with.
+
+    Args:
+        reasons: what else differs, as a possible reason.
+
+    Raises:
+        CheckpointError: naming each that differs.
+    """
+    wrong = [called for name, called in _CALLED.items()
+             if name in recorded and name in now and recorded[name] != now[name]]
+    if wrong:
+        what = " and ".join(filter(None, (", ".join(wrong[:-1]), wrong[-1])))
+        raise CheckpointError(f"{place}: cannot go on, because {what} {'are' if len(wrong) > 1 else 'is'} not what the "
+                              f"run began with{reasons}. --output NEW begins another run")
+
+
+def libraries_that_differ(recorded: Mapping[str, str]) -> list[str]:
+    """`torch 2.11 when the run began, 2.13 now` for each library of the manifest with another version."""
+    differ = []
+    for name, version in recorded.items():
+        try:
+            now = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            now = "missing"
+        if now != version:
+            differ.append(f"{name} {version} when the run began, {now} now")
+    return differ
+
+
+def possible_reasons(manifest: Mapping[str, Any], device: str) -> str:
+    """What else differs and is part of how a fingerprint comes about: libraries, and the kind of device."""
+    differ = libraries_that_differ(manifest.get("libraries", {}))
+    before = str(manifest.get("device", device)).partition(":")[0]
+    differ += [f"device {before} when the run began, {device} now"] if before != device else []
+    return "".join(f"; {entry}" for entry in differ)
+
+
+def load(engine: Engine, origin: Origin) -> None:
+    """Give a checkpoint to an engine that was built from the initial weights. All ranks call this together.
+
+    Raises:
+        CheckpointError: naming what is missing or does not fit; nothing was changed then.
+    """
+    one, trainer = origin.checkpoint, origin.trainer
+    assert one is not None
+    assert trainer is not None
+    updater, module = engine.updater, engine.model.module
+    kept, path = trainer["optimizer"], one.state
+    state = TrainingState.of(module, updater.optimizer, updater.owned, kept.get("begun", True), learning_names(module))
+    if engine.world.mesh is not None:
+        engine.world.together(lambda: read_tensors(state.tensors, path))
+    else:
+        engine.world.on_main(lambda: read_tensors(state.tensors, path))
+        engine.world.broadcast_into(state.tensors.values())
+    state.groups = [_group(mine, theirs, path) for mine, theirs in _paired(state.groups, kept["groups"], path)]
+    state.values = kept["values"]
+    try:
+        state.apply(module, updater.optimizer, updater.owned)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: does not fit this run: {str(error).splitlines()[0]}") from error
+    updater.restore(trainer["updater"])
+    engine.shift.restore(trainer["shift"], engine.model.device)
+    if torch.cuda.is_available() or "cuda" not in trainer["random"]:
+        set_random_state(trainer["random"])
+
+
+def _paired(ours: list[Any], theirs: list[Any], path: Path) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+    if len(ours) != len(theirs):
+        raise CheckpointError(f"{path}: the optimizer has {len(theirs)} groups of weights there and {len(ours)} in "
+                              "this run")
+    return zip(ours, theirs, strict=True)
+
+
+def _group(mine: dict[str, Any], theirs: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Options of a group as they were kept: JSON has no tuples."""
+    if sorted(mine["params"]) != sorted(theirs["params"]):
+        differ = sorted(set(mine["params"]) ^ set(theirs["params"]))
+        raise CheckpointError(f"{path}: the optimizer's groups hold other weights there: {', '.join(differ[:3])}")
+    return {name: tuple(value) if isinstance(mine.get(name), tuple) else value for name, value in theirs.items()}
+
+
+def begin_again(directory: RunDirectory, origin: Origin) -> None:
+    """Bring the run directory to where the origin stands: later records go, later checkpoints no longer count.
+
+    Raises:
+        OutputError: if the disk refuses.
+    """
+    for path in origin.aside:
+        checkpoint.set_aside(path)
+    directory.truncate(origin.trainer["offsets"] if origin.trainer else {})
+

@@ -1,0 +1,1 @@
+"""Metrics of held-out rows, their intervals, and sample answers."""

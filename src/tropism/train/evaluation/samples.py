@@ -1,0 +1,85 @@
+"""Some held-out prompts, answered before and after training."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tropism.data.rows import EncodedRow
+from tropism.data.tree import TokenIds
+from tropism.distributed.shard import is_sharded, rest
+from tropism.model.attention import attention, plain_implementation
+from tropism.model.language_model import LanguageModel, computing
+
+NEW_TOKENS = 64
+_TOGETHER = 16  # prompts that are answered side by side
+
+
+def sample_prompts(rows: Sequence[EncodedRow], count: int) -> list[EncodedRow]:
+    """The first rows with distinct prompts."""
+    distinct: dict[bytes, EncodedRow] = {}
+    for row in rows:
+        if len(distinct) == count:
+            break
+        distinct.setdefault(row.prompt_key, row)
+    return list(distinct.values())
+
+
+@torch.no_grad()
+def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], stop_ids: Sequence[int],
+           new_tokens: int = NEW_TOKENS) -> list[str]:
+    """The model's greedy answer to each row's prompt."""
+    answers = []
+    with (attention(model.module, plain_implementation(model.module)),
+          computing(model.module, model.precision, model.device)):
+        for start in range(0, len(rows), _TOGETHER):
+            ids, mask = _pad_left([row.prompt_ids for row in rows[start : start + _TOGETHER]], stop_ids[0])
+            out = model.module.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+                                        do_sample=False, max_new_tokens=new_tokens, eos_token_id=list(stop_ids),
+                                        synced_gpus=is_sharded(model.module),
+                                        pad_token_id=stop_ids[0], temperature=None, top_p=None, top_k=None)
+            answers += [tokenizer.decode(line, skip_special_tokens=True).strip() for line in out[:, ids.shape[1] :]]
+    rest(model.module)
+    return answers
+
+
+def _pad_left(prompts: Sequence[TokenIds], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of unequal length as `[B, L]` ids and mask, ending together where answers begin."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for line, prompt in enumerate(prompts):
+        ids[line, width - len(prompt) :] = torch.from_numpy(prompt.astype("int64"))
+        mask[line, width - len(prompt) :] = 1
+    return ids, mask
+
+
+class Sampler:
+    """Asks the same prompts before and after training.
+
+    Args:
+        rows: held-out rows, or training rows where nothing is held out.
+        held_out: which of the two they are.
+        count: prompts to ask; one that leaves no room for an answer is not asked.
+        tokenizer, stop_ids: as in `answer`.
+        max_positions: the longest sequence of the model, in tokens.
+    """
+
+    def __init__(self, rows: Sequence[EncodedRow], *, held_out: bool, count: int, tokenizer: Any,
+                 stop_ids: Sequence[int], max_positions: int | None) -> None:
+        room = [row for row in rows if max_positions is None or len(row.prompt_ids) + NEW_TOKENS <= max_positions]
+        self.rows = sample_prompts(room, count)
+        self.held_out = held_out
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+
+    def ask(self, model: LanguageModel) -> list[str]:
+        """Answers of the model as it is."""
+        return answer(model, self.tokenizer, self.rows, self.stop_ids)
+
+    def compare(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
+        """Lines of `samples.jsonl`."""
+        return [{"id": row.id, "held_out": self.held_out,
+                 "prompt": self.tokenizer.decode(row.prompt_ids.tolist(), skip_special_tokens=False),
+                 "before": old, "after": new}
+                for row, old, new in zip(self.rows, before, after, strict=True)]

@@ -1,0 +1,1 @@
+"""Models that do not learn: reference and teacher, and the stores of their scores."""

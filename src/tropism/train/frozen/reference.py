@@ -1,0 +1,209 @@
+"""The reference: a frozen scorer whose log-probs are computed once, before step 1, and kept in the store."""
+
+import copy
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tropism.data.batching.collate import Batch, collate
+from tropism.data.batching.pack import cost, scoring_packs, share
+from tropism.data.tree import PromptTree
+from tropism.distributed.shard import each_whole
+from tropism.distributed.world import World
+from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
+from tropism.model.adapters.structure import base_name, scales_as_computed, state_as_computed, switched_off
+from tropism.model.bf16_weights import tensor_hash
+from tropism.model.language_model import LanguageModel
+from tropism.train.frozen.score_store import VERSION, ScoreStore
+
+_WRITE_EVERY_S = 10.0  # at most this much of the pass is lost by a kill
+
+Report = Callable[[int, int], None]
+"""Called with (packs done, packs in all) by all ranks alike; it may stop them by `StoppedEarly`."""
+
+
+class Reference(Protocol):
+    """Gives each completion of some trees its log-prob under the frozen weights."""
+
+    fingerprint: str
+
+    def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
+        """`[C]` float64, on the batch's device, in the batch's order."""
+        ...
+
+
+def freeze(model: LanguageModel) -> LanguageModel:
+    """A frozen copy in memory; what does not learn is not copied."""
+    shared: dict[int, Any] = {id(weight): weight for weight in model.module.parameters() if not weight.requires_grad}
+    module = copy.deepcopy(model.module, shared).requires_grad_(False)
+    return LanguageModel(module, model.layout, model.precision, model.device)
+
+
+def fingerprint(model: LanguageModel) -> str:
+    """Hash of everything that decides a log-prob of given ids: weights, scales of adapters, config, and how they are
+    computed."""
+    config = {name: value for name, value in model.module.config.to_dict().items()
+              if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
+                              "architectures") and not name.startswith("_")}
+    numerics = [VERSION, model.precision, model.layout, model.device.type]
+    digest = hashlib.blake2b(json.dumps([config, numerics], sort_keys=True, default=str).encode(), digest_size=16)
+    for line in (*weight_hashes(model.module), *scales_as_computed(model.module)):
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def weight_hashes(module: Any) -> list[str]:
+    """`name hash` of each weight and stored buffer as the module computes now, which does not depend on how the model
+    is spread. Hashing releases the interpreter lock, so threads help."""
+    known: dict[str, str] = getattr(module, "hashes_before_narrowing", {})
+
+    def one(name: str, weight: Tensor) -> str:
+        return f"{name} {tuple(weight.shape)} {known.get(base_name(name)) or tensor_hash(weight)}"
+
+    return each_whole(state_as_computed(module), one)
+
+
+class StoredReference:
+    """Scores from the store. No second model is in memory.
+
+    Args:
+        scores: log-prob by the key of (prompt, completion).
+        store: where they are kept.
+    """
+
+    def __init__(self, scores: dict[bytes, float], store: ScoreStore) -> None:
+        self.scores = scores
+        self.fingerprint = store.path.name
+        self.damaged = store.damaged
+
+    def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
+        """As `Reference` says.
+
+        Raises:
+            ReferenceMismatchError: if a score is missing.
+        """
+        values = [self.scores.get(key) for tree in trees for key in tree.score_keys]
+        if None in values:
+            raise ReferenceMismatchError("a completion has no reference score; this is a bug in the schedule")
+        return torch.tensor(values, dtype=torch.float64, device=batch.lengths.device)
+
+
+class LiveReference:
+    """Scores from a frozen model that stays in memory."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.fingerprint = fingerprint(model)
+
+    @torch.no_grad()
+    def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
+        """As `Reference` says."""
+        return self.model.logps(batch)
+
+
+class OffReference:
+    """Scores from the policy itself with its adapter switched off, which no step changes."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        with switched_off(model.module):
+            self.fingerprint = fingerprint(model)
+
+    @torch.no_grad()
+    def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
+        """As `Reference` says."""
+        with switched_off(self.model.module):
+            return self.model.logps(batch)
+
+
+def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: Path, world: World,
+          report: Report = lambda done, total: None) -> StoredReference:
+    """Score what the store does not have yet, with all ranks together, and return all scores of `trees`.
+
+    Packs are a function of the whole set of trees; a pack of which one score is missing is computed whole, but
+    scores that the store has are kept as they are.
+
+    Args:
+        model: the frozen weights.
+        trees: every (prompt, completion) that the run will ask for.
+        budget: tokens of a pack.
+        root: the store's directory.
+
+    Raises:
+        ReferenceMismatchError: if a score is not finite, naming what it belongs to.
+    """
+    packs = scoring_packs(trees, budget, model.layout)
+    store = ScoreStore(root, fingerprint(model), {
+        "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
+    known = world.broadcast(world.on_main(store.load) or {})
+    missing = [pack for pack in packs if any(key not in known for tree in pack for key in tree.score_keys)]
+    planned = rounds(missing, world.parts)
+    fresh: dict[bytes, float] = {}
+    written = time.monotonic()
+
+    def compute(own: list[PromptTree]) -> dict[bytes, float]:
+        return _score_pack(model, own)
+
+    def keep() -> None:
+        nonlocal written
+        if time.monotonic() - written > _WRITE_EVERY_S:
+            write()
+            written = time.monotonic()
+
+    def write() -> None:
+        store.add(fresh)
+        known.update(fresh)
+        fresh.clear()
+
+    try:
+        for number, of_ranks in enumerate(planned, start=1):
+            for scores in world.gather(world.computed(partial(compute, of_ranks[world.part]))):
+                fresh.update((key, value) for key, value in scores.items() if key not in known)
+            world.on_main(keep)
+            report(min(number * world.parts, len(missing)), len(missing))
+    except StoppedEarly:  # from the report: the next time begins where this one stopped
+        world.on_main(write)
+        raise
+    world.on_main(write)
+    known = world.broadcast(known) if missing else known
+    return StoredReference({key: known[key] for pack in packs for tree in pack for key in tree.score_keys}, store)
+
+
+def check_vocabulary(other: Any, policy: Any, name: str = "reference") -> None:
+    """Policy and reference, or student and teacher, must give every id the same token.
+
+    Raises:
+        ModelError: naming the first id that differs.
+    """
+    ours, theirs = ({index: token for token, index in tokenizer.get_vocab().items()}
+                    for tokenizer in (policy, other))
+    for index in sorted(ours.keys() | theirs.keys()):
+        if ours.get(index) != theirs.get(index):
+            raise ModelError(f"{name}: id {index} is {theirs.get(index)!r} there and {ours.get(index)!r} in the "
+                             "model; what two such models say of a token cannot be compared")
+
+
+def rounds(packs: Sequence[list[PromptTree]], ranks: int) -> list[list[list[PromptTree]]]:
+    """Packs for each rank, round by round, with empty ones at the end."""
+    shares = share([sum(cost(tree) for tree in pack) for pack in packs], ranks)
+    longest = max((len(own) for own in shares), default=0)
+    return [[packs[own[i]] if i < len(own) else [] for own in shares] for i in range(longest)]
+
+
+@torch.no_grad()
+def _score_pack(model: LanguageModel, pack: Sequence[PromptTree]) -> dict[bytes, float]:
+    batch = collate(pack, model.layout).to(model.device)
+    values = model.logps(batch).tolist()
+    for value, ids in zip(values, (tree.prompt_ids for tree in pack for _ in tree.completions), strict=True):
+        if not math.isfinite(value) or value >= 0:
+            raise ReferenceMismatchError(f"the reference gives a completion the log-prob {value} (its prompt begins "
+                                         f"with ids {ids[:8].tolist()}); nothing was trained")
+    return dict(zip((key for tree in pack for key in tree.score_keys), values, strict=True))

@@ -1,0 +1,250 @@
+"""The teacher: a frozen model that says how likely every token was, live or from the store of its likeliest tokens."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tropism.data.batching.collate import Batch, collate
+from tropism.data.batching.pack import scoring_packs
+from tropism.data.tree import PromptTree
+from tropism.distributed.world import World
+from tropism.errors import ReferenceMismatchError, StoppedEarly
+from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
+from tropism.methods.build import DEFAULT_KD_WEIGHT
+from tropism.model.head.divergence import Comparison, Exact, Targets, TopK, top_k
+from tropism.model.head.logprob import Head, head_of
+from tropism.model.language_model import LanguageModel
+from tropism.train.frozen.reference import Report, fingerprint, rounds
+from tropism.train.frozen.topk_store import Entry, TopKStore, bytes_per_token
+from tropism.train.options import TeacherOptions
+
+_WRITE_EVERY_S = 10.0
+_WRITE_EVERY_BYTES = 2**26
+
+
+class Teacher(Protocol):
+    """Says what the supervised tokens of some trees are compared with."""
+
+    comparison: Comparison
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what decides what it says."""
+        ...
+
+    def targets(self, trees: Sequence[PromptTree], batch: Batch) -> Targets:
+        """Targets of the batch's supervised tokens, in its order, on its device."""
+        ...
+
+
+def compare_as(options: TeacherOptions, vocabulary: int) -> Comparison:
+    """The comparison that the options ask for.
+
+    Args:
+        vocabulary: ids that student and teacher share.
+    """
+    name = options.divergence or "forward_kl"
+    temperature = options.temperature or 1.0
+    mix = options.divergence_mix if options.divergence_mix is not None else DEFAULT_MIX.get(name, 0.5)
+    scaled = options.temperature_scaling is not False
+    return Comparison(partial(DIVERGENCES[name], mix=mix), temperature, temperature**2 if scaled else 1.0, vocabulary)
+
+
+def describe(options: TeacherOptions) -> str:
+    """Which divergence this is, in words."""
+    name = options.divergence or "forward_kl"
+    reading = {"forward_kl": "KL(teacher || student)", "reverse_kl": "KL(student || teacher)",
+               "js": "Jensen-Shannon", "skew": "KL(teacher || mix of both)", "tvd": "total variation"}[name]
+    mix = "" if name not in DEFAULT_MIX else f", mixing weight {options.divergence_mix or DEFAULT_MIX[name]:g}"
+    temperature = options.temperature or 1.0
+    scaling = "times T^2" if options.temperature_scaling is not False else "not multiplied by T^2"
+    heat = "" if temperature == 1 else f", temperature {temperature:g}, {scaling}"
+    how = (f"stored top {options.top_k} and the tail as one more outcome" if options.top_k
+           else "live, over the whole vocabulary")
+    return f"{name}, {reading}{mix}{heat}; {how}"
+
+
+def effective(options: TeacherOptions) -> dict[str, Any]:
+    """Defaults that stand in for what was not given; nothing without a teacher."""
+    if options.teacher is None:
+        return {}
+    name = options.divergence or "forward_kl"
+    filled = {"kd_weight": DEFAULT_KD_WEIGHT, "divergence": name, "divergence_mix": DEFAULT_MIX.get(name),
+              "temperature": 1.0, "temperature_scaling": True}
+    return {option: value for option, value in filled.items() if getattr(options, option) is None}
+
+
+def shared_vocabulary(tokenizer: Any, *heads: int) -> int:
+    """How many ids both models have: those of the tokenizer; further columns of a head are padding.
+
+    Args:
+        heads: rows of each model's head.
+    """
+    return min((max(tokenizer.get_vocab().values()) + 1, *heads))
+
+
+class LiveTeacher:
+    """A teacher in memory, exact over the whole vocabulary.
+
+    Args:
+        model: the frozen teacher.
+        comparison: how the student is compared with it.
+    """
+
+    def __init__(self, model: LanguageModel, comparison: Comparison) -> None:
+        self.model = model
+        self.comparison = comparison
+        self._head: Head | None = None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of what decides the teacher's log-probs."""
+        return fingerprint(self.model)
+
+    @torch.no_grad()
+    def targets(self, trees: Sequence[PromptTree], batch: Batch) -> Exact:
+        """As `Teacher` says."""
+        if (self.model.layout == "tree") != (batch.segments is not None):
+            batch = collate(trees, self.model.layout).to(self.model.device)
+        hidden = self.model.hidden(batch, self.model.tree_pass(batch))
+        if self._head is None:  # of a sharded teacher it is here, and stays, from the first pass on
+            head = head_of(self.model.module, self.model.compute)
+            self._head = replace(head, weight=head.weight.detach().to(self.model.compute))
+        return Exact(hidden, self._head)
+
+
+class StoredTeacher:
+    """A teacher's likeliest tokens from the store. The teacher itself is no longer in memory.
+
+    Args:
+        store: opened, and holding every completion that will be asked for.
+        comparison: how the student is compared with it.
+    """
+
+    def __init__(self, store: TopKStore, comparison: Comparison) -> None:
+        self.store = store
+        self.comparison = comparison
+
+    @property
+    def fingerprint(self) -> str:
+        """As `Teacher` says."""
+        return self.store.path.name
+
+    def targets(self, trees: Sequence[PromptTree], batch: Batch) -> TopK:
+        """As `Teacher` says."""
+        found = [self.store.read(key) for tree in trees for key in tree.score_keys]
+        device = batch.lengths.device
+
+        def joined(part: int, dtype: torch.dtype | None) -> Tensor:
+            arrays = [entry[part] for entry in found]
+            whole = np.concatenate(arrays) if arrays else np.zeros((0, 1) if part < 2 else (0,), np.float32)
+            whole = whole.astype(np.int64) if part == 0 else whole
+            return torch.from_numpy(whole).to(device, dtype)
+
+        ids, logps, tail = joined(0, torch.int64), joined(1, None), joined(2, None)
+        if len(tail) != len(batch.target_ids):
+            raise ReferenceMismatchError("the teacher's store has another number of tokens than the batch; this is a "
+                                         "bug in how it is filed")
+        return TopK(ids, logps, tail)
+
+
+def stored_name(of_model: str, options: TeacherOptions, vocabulary: int) -> str:
+    """The fingerprint under which a teacher's likeliest tokens are stored.
+
+    Args:
+        of_model: fingerprint of the teacher.
+        vocabulary: ids that student and teacher share.
+    """
+    temperature = options.temperature or 1.0
+    return hashlib.blake2b(f"{of_model} top {options.top_k} of {vocabulary} at {temperature!r}".encode(),
+                           digest_size=16).hexdigest()
+
+
+def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOptions, comparison: Comparison,
+          budget: int, root: Path, world: World, say: Callable[[str], None],
+          report: Report = lambda done, total: None) -> StoredTeacher:
+    """Keep the teacher's likeliest tokens of every completion that the store does not have yet, with all ranks.
+
+    Args:
+        model: the teacher.
+        trees: every (prompt, completion) that the run will ask for.
+        budget: tokens of a pack.
+        root: the store's directory.
+        say: takes the estimate of what it will take on the disk.
+
+    Raises:
+        OutputError: if it does not fit, or cannot be written.
+    """
+    k, vocabulary = options.top_k or 0, comparison.vocabulary
+    of_model = fingerprint(model)
+    store = TopKStore(root, stored_name(of_model, options, vocabulary), {
+        "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout,
+        "holds": f"top {k} at temperature {comparison.temperature:g}", "teacher": of_model})
+    world.together(store.open)
+    packs = scoring_packs(trees, budget, model.layout)
+    missing = [pack for pack in packs if any(key not in store for tree in pack for key in tree.score_keys)]
+    missing = world.broadcast(missing)  # ranks may see different disks
+    tokens = sum(completion.length for pack in missing for tree in pack for completion in tree.completions)
+    per_token = bytes_per_token(k, vocabulary, torch.promote_types(model.compute, torch.float32).itemsize)
+    if missing:
+        say(f"teacher: top {k} of {tokens} tokens, {per_token} bytes each: {tokens * per_token / 2**20:.1f} MiB in "
+            f"{store.path}")
+        world.together(lambda: store.check_space(tokens * per_token))
+    _fill(model, missing, store, comparison, k, world, report)
+    world.together(store.open)
+    return StoredTeacher(store, comparison)
+
+
+def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKStore, comparison: Comparison, k: int,
+          world: World, report: Report) -> None:
+    """Each rank computes its packs and writes its own files; nobody comes back before everybody has written."""
+    fresh: dict[bytes, Entry] = {}
+    written, size = time.monotonic(), 0
+
+    def keep(found: dict[bytes, Entry]) -> None:
+        nonlocal size
+        if not world.leads:
+            return  # those that compute a layer together find the same, and one of them writes it
+        fresh.update(found)
+        size += sum(ids.nbytes + logps.nbytes for ids, logps, _ in found.values())
+        if time.monotonic() - written > _WRITE_EVERY_S or size > _WRITE_EVERY_BYTES:
+            write()
+
+    def write() -> None:
+        nonlocal written, size
+        store.add(fresh, comparison.vocabulary)
+        fresh.clear()
+        written, size = time.monotonic(), 0
+
+    try:
+        for number, of_ranks in enumerate(rounds(packs, world.parts), start=1):
+            found = world.computed(partial(_top_k_of, model, of_ranks[world.part], comparison, k))
+            world.together(partial(keep, found))
+            report(min(number * world.parts, len(packs)), len(packs))
+    except StoppedEarly:  # from the report: the next time begins where this one stopped
+        world.together(write)
+        raise
+    world.together(write)
+
+
+@torch.no_grad()
+def _top_k_of(model: LanguageModel, pack: Sequence[PromptTree], comparison: Comparison,
+              k: int) -> dict[bytes, Entry]:
+    batch = collate(pack, model.layout).to(model.device)
+    hidden = model.hidden(batch, model.tree_pass(batch))  # and with it the head, of a sharded teacher
+    best = top_k(hidden, head_of(model.module, model.compute), k, comparison.temperature, comparison.vocabulary)
+    if not (bool(torch.isfinite(best.logps).all()) and bool(torch.isfinite(best.tail).all())):
+        raise ReferenceMismatchError("the teacher gives some token a log-prob that is not finite; nothing was trained")
+    lengths = batch.lengths.tolist()
+    parts = [tensor.cpu().split(lengths) for tensor in (best.ids, best.logps, best.tail)]
+    keys = [key for tree in pack for key in tree.score_keys]
+    return {key: (ids.numpy(), logps.numpy(), tail.numpy())
+            for key, ids, logps, tail in zip(keys, *parts, strict=True)}

@@ -1,0 +1,202 @@
+"""Optimiser and learning rate. The rate is a function of the step number, so it needs no state."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from transformers import get_scheduler
+
+from tropism.distributed.shard import Owned
+from tropism.distributed.state import check_plain
+from tropism.errors import UsageError
+from tropism.train.options import RunOptions
+
+
+def build_optimizer(name: str, owned: Owned, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW or SGD over this process's parts of the trainable weights; decay acts on matrices, not on norms and biases.
+
+    Both are the fused kernels, which take `found_inf`: a step with a non-finite gradient is then a no-op on the
+    device, without asking the host.
+
+    Raises:
+        UsageError: if nothing is trainable.
+    """
+    if not owned.parts:
+        raise UsageError("the model has no trainable weights")
+    groups = [{"params": [p for p in owned.parts if p.dim() >= 2], "weight_decay": weight_decay},
+              {"params": [p for p in owned.parts if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, fused=True)
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8, fused=True)
+
+
+def trainable(module: Any) -> Owned:
+    """The weights of a module that learn."""
+    return Owned([parameter for parameter in module.parameters() if parameter.requires_grad])
+
+
+def learning_rates(schedule: str, peak: float, steps: int, warmup_ratio: float) -> Callable[[int], float]:
+    """The learning rate of step k, from 1.
+
+    Warm-up step k has k / warm-up steps of the peak; after it comes transformers' schedule of that name, begun so
+    that the first step after warm-up has the peak. No step has rate 0 unless the peak is 0.
+    """
+    warmup = min(steps, -(-int(steps * warmup_ratio * 1_000_000) // 1_000_000))
+    scratch = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    extra = {"min_lr_rate": 0.1} if schedule == "cosine_with_min_lr" else {}
+    factor = get_scheduler(schedule, scratch, num_warmup_steps=warmup, num_training_steps=steps,
+                           scheduler_specific_kwargs=extra).lr_lambdas[0]
+
+    def rate(step: int) -> float:
+        return peak * (step / warmup if step <= warmup else float(factor(step - 1)))
+
+    return rate
+
+
+class Updater(Protocol):
+    """Changes the weights once per step."""
+
+    optimizer: torch.optim.Optimizer
+    owned: Owned
+
+    def apply(self, step: int, finite: torch.Tensor) -> float:
+        """Apply the gradients of step `step` (from 1), or nothing where `finite` is False; its learning rate."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Plain values beside the optimiser's own state."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state()`."""
+        ...
+
+
+class Scheduled:
+    """Our optimiser with a learning rate that is a function of the step.
+
+    Args:
+        optimizer: of `build_optimizer`.
+        owned: the weights that it changes.
+        rate: the learning rate of step k, from 1.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, owned: Owned, rate: Callable[[int], float]) -> None:
+        self.optimizer = optimizer
+        self.owned = owned
+        self.rate = rate
+
+    def apply(self, step: int, finite: torch.Tensor) -> float:
+        """As `Updater` says; the device decides, and the host does not wait for it."""
+        rate = self.rate(step)
+        step_if_finite(self.optimizer, rate, finite.to(self.owned.parts[0].device))
+        return rate
+
+    def state(self) -> dict[str, Any]:
+        """As `Updater` says: the rate is a function of the step."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """As `Updater` says."""
+
+
+class Given:
+    """An optimiser, and perhaps a scheduler, that the user brought. They keep their own learning rate.
+
+    Args:
+        optimizer: over weights of the model.
+        scheduler: has `step()`, called after each update.
+    """
+
+    def __init__(self, optimizer: Any, scheduler: Any | None) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.owned = Owned(parameters_of(optimizer))
+
+    def apply(self, step: int, finite: torch.Tensor) -> float:
+        """As `Updater` says. Not every optimiser can leave a step out on the device, so the host asks."""
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        if bool(finite):
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return rate
+
+    def state(self) -> dict[str, Any]:
+        """As `Updater` says."""
+        return {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """As `Updater` says."""
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+
+def why_not_kept(updater: Updater) -> str | None:
+    """Why no checkpoint could hold an optimiser or scheduler that the user brought; None if one can."""
+    optimizer = updater.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return f"the optimizer, a {type(optimizer).__name__}, is no torch.optim.Optimizer"
+    try:
+        for group in optimizer.param_groups:
+            check_plain({name: value for name, value in group.items() if name != "params"}, "the optimizer")
+        check_plain(updater.state(), "the scheduler")
+    except (UsageError, AttributeError) as error:
+        return str(error)
+    return None
+
+
+def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any = None,
+                  scheduler: Any = None) -> tuple[Updater, list[torch.nn.Parameter]]:
+    """What changes a model's weights: our optimiser and schedule, or those that the user brought.
+
+    Args:
+        module: the policy.
+        options: of the run.
+        steps: planned optimiser steps.
+        optimizer, scheduler: the user's own.
+
+    Returns:
+        The updater, and weights that learn no more because the user's optimiser does not hold them.
+    """
+    if optimizer is None:
+        rate = learning_rates(options.schedule, options.learning_rate, steps, options.warmup_ratio)
+        owned = trainable(module)
+        return Scheduled(build_optimizer(options.optimizer, owned, options.weight_decay), owned, rate), []
+    updater = Given(optimizer, scheduler)
+    held = {id(parameter) for parameter in updater.owned.weights}
+    idle = [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in held]
+    for parameter in idle:  # no gradient that nobody would use
+        parameter.requires_grad_(False)
+    return updater, idle
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """What it changes."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def check_given(optimizer: Any, module: Any) -> None:
+    """An optimiser that the user brought must change this model's weights.
+
+    Raises:
+        UsageError: if it holds others.
+    """
+    if optimizer is None:
+        return
+    own = {id(parameter) for parameter in module.parameters()}
+    if not all(id(parameter) in own for parameter in parameters_of(optimizer)):
+        raise UsageError("optimizer holds weights that are not the model's: build it from model.parameters() of the "
+                         "module that is passed as model")
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finite: torch.Tensor) -> None:
+    """Apply the gradients, or nothing at all where `finite` (a boolean scalar on the device) is False."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.grad_scale = None
+    optimizer.found_inf = (~finite).float().reshape(())
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

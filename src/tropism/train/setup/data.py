@@ -1,0 +1,263 @@
+"""Everything that can be checked before the first step, checked before the model is even loaded."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tropism.data.audit.audit import Audit
+from tropism.data.audit.findings import Finding, leakage
+from tropism.data.batching.pack import plant
+from tropism.data.formats import View
+from tropism.data.load import Report, load_rows
+from tropism.data.options import DataOptions, LengthOptions
+from tropism.data.row_facts import facts_of
+from tropism.data.row_table import RowTable
+from tropism.data.rows import EncodedRow
+from tropism.data.schedule import GivenSchedule, Schedule
+from tropism.data.split import split_by_prompt
+from tropism.data.tokenization.chat_template import check_effect, look_at_template, make_renderer
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.truncate import Limits
+from tropism.data.tree import PromptTree
+from tropism.errors import DataError, UsageError
+from tropism.methods import Method
+from tropism.methods.build import describe
+from tropism.model.load import max_positions
+from tropism.observe.console import Voice
+from tropism.train.options import RunOptions
+
+_DEFAULT_MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data of a run.
+
+    Args:
+        train, evaluation: rows; `evaluation` may be empty.
+        audit: of the training source; `eval_audit` of a separate evaluation source.
+        renderer: what made the ids.
+        max_length: tokens of a prompt with its completion.
+    """
+
+    train: Sequence[EncodedRow]
+    evaluation: Sequence[EncodedRow]
+    audit: Audit
+    eval_audit: Audit | None
+    renderer: Renderer
+    max_length: int
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of the data as it was understood: ids of the rows in order, and their labels."""
+        return {name: data_fingerprint(rows) for name, rows in (("data", self.train), ("eval_data", self.evaluation))
+                if rows}
+
+    @cached_property
+    def of_template(self) -> list[Finding]:
+        """What the chat template is like, where it was used."""
+        return look_at_template(self.renderer) if self.renderer.saw_messages else []
+
+    def prompts_on_both_sides(self) -> int:
+        """Evaluation prompts that training sees too; never any under `eval_fraction`."""
+        return len(np.intersect1d(facts_of(self.train).split, facts_of(self.evaluation).split))
+
+    def to_json(self) -> dict[str, Any]:
+        """Content of `audit.json`."""
+        report = self.audit.to_json(self.renderer.text.decode)
+        findings = leakage(self.train, self.evaluation) + self.of_template
+        report["findings"] += [finding.to_json() for finding in findings]
+        report["split"] = {"train": len(self.train), "eval": len(self.evaluation),
+                           "prompts_on_both_sides": self.prompts_on_both_sides()}
+        if self.eval_audit is not None:
+            report["eval"] = self.eval_audit.to_json(self.renderer.text.decode)
+        return report
+
+
+def data_fingerprint(rows: Sequence[EncodedRow]) -> str:
+    """Hash of rows as they are trained: prompt, completions and label of each, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    contents = rows.contents() if isinstance(rows, RowTable) else (
+        (row.prompt_key, [completion.key for completion in row.completions[:2]], row.desirable) for row in rows)
+    for prompt, completions, desirable in contents:
+        for part in (prompt, *completions, str(desirable).encode()):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def steps_fingerprint(steps: GivenSchedule) -> str:
+    """Hash of which rows each step takes, where the seed and the options do not say it."""
+    return hashlib.blake2b(repr(steps.steps).encode(), digest_size=16).hexdigest()
+
+
+Source = str | Iterable[dict[str, Any]]
+"""A file, or rows as dicts."""
+
+
+def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View, train: Source | None = None,
+                 evaluation: Source | None = None, *, cache: Path | None = None, most: int | None = None,
+                 report: Report = lambda done, total: None) -> Prepared:
+    """Read, render and split the data.
+
+    Args:
+        configs: of the policy, and of the models it is held against.
+        train, evaluation: in place of the files that the options name.
+        cache: directory in which rendered rows are kept.
+        most: training rows that are read at most.
+        report: told how many records were read.
+
+    Raises:
+        UsageError: for options that cannot go together.
+        DataError: for data that cannot be trained on.
+    """
+    if options.eval_data and options.eval_fraction:
+        raise UsageError("eval_data and eval_fraction exclude each other: hold out rows of --data, or bring your own")
+    renderer = make_renderer(tokenizer, limits(options, *configs), options)
+
+    def load(source: Source, most: int | None = None) -> Audit:
+        return load_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options,
+                         cache=cache, most=most, report=report)
+
+    audit = load(options.data if train is None else train, most)
+    rows, eval_audit = audit.rows, None
+    held_out: Sequence[EncodedRow] = []
+    other = options.eval_data if evaluation is None else evaluation
+    if options.eval_fraction:
+        rows, held_out = split_by_prompt(audit.rows, options.eval_fraction)
+    elif other is not None:
+        eval_audit = load(other)
+        held_out = eval_audit.rows
+    check_effect(options, renderer)
+    if view == "unpaired":
+        check_classes(rows, audit.source)
+    return Prepared(rows, held_out, audit, eval_audit, renderer, renderer.limits.max_length)
+
+
+def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View, rows: Sequence[EncodedRow],
+                 evaluation: Sequence[EncodedRow]) -> Prepared:
+    """The same for rows that came as token ids, which are neither rendered nor cut.
+
+    Raises:
+        DataError: for rows that cannot be trained on.
+    """
+    renderer = Renderer(tokenizer, limits(options, *configs))
+    eos = renderer.text.eos_id
+    renderer.stop_ids |= set() if eos is None else {eos}
+    known = [positions for config in configs if (positions := max_positions(config)) is not None]
+    longest = min(known, default=None) if options.max_length is None else options.max_length
+    needed = 0
+    for row in (*rows, *evaluation):
+        tokens = len(row.prompt_ids) + max(len(completion.ids) for completion in row.completions)
+        if longest is not None and tokens > longest:
+            what = "the model was made for" if options.max_length is None else "max_length allows"
+            raise DataError(f"{row.place}: {tokens} tokens, and {what} at most {longest}; cut the rows where they are "
+                            "made")
+        needed = max(needed, tokens)
+    audits = [Audit(source="token ids given in Python", read=len(part), rows=part) for part in (rows, evaluation)]
+    if not rows:
+        raise DataError("no rows were given")
+    if view == "unpaired":
+        check_classes(rows, audits[0].source)
+    return Prepared(rows, evaluation, audits[0], audits[1] if evaluation else None, renderer,
+                    max(needed, renderer.limits.max_length))
+
+
+def limits(options: LengthOptions, *configs: Any) -> Limits:
+    """Token limits from options and models: the policy, and what it is held against.
+
+    Raises:
+        UsageError: if more is asked for than the model can do, or a prompt may fill everything.
+    """
+    known = [positions for config in configs if (positions := max_positions(config)) is not None]
+    longest = min(known, default=None)
+    if options.max_length is not None and longest is not None and options.max_length > longest:
+        what = "the model was" if longest == known[0] else "reference or teacher was"
+        raise UsageError(f"max_length {options.max_length}: {what} made for at most {longest} tokens")
+    max_length = options.max_length or min(_DEFAULT_MAX_LENGTH, longest or _DEFAULT_MAX_LENGTH)
+    if options.max_prompt_length is not None and options.max_prompt_length >= max_length:
+        raise UsageError(f"max_prompt_length {options.max_prompt_length} leaves nothing of max_length {max_length} "
+                         "for a completion")
+    return Limits(max_length, options.max_prompt_length)
+
+
+def labels_of(rows: Sequence[EncodedRow]) -> list[bool | None]:
+    """The label of each row."""
+    return [None if label < 0 else bool(label) for label in facts_of(rows).desirable.tolist()]
+
+
+def check_classes(rows: Sequence[EncodedRow], source: str) -> None:
+    """KTO learns from the contrast of two classes.
+
+    Raises:
+        DataError: with the counts, if a class is absent.
+    """
+    desirable = sum(map(bool, labels_of(rows)))
+    if desirable in (0, len(rows)):
+        raise DataError(f"{source}: {desirable} desirable / {len(rows) - desirable} undesirable training rows: this "
+                        "method needs both. With answers you like only, supervised fine-tuning is the method")
+
+
+def make_schedule(options: DataOptions, run: RunOptions, rows: Sequence[EncodedRow], needs_partners: bool) -> Schedule:
+    """The plan of the run.
+
+    Raises:
+        UsageError: where no step could have partners.
+    """
+    prompts = facts_of(rows).prompt_numbers
+    return Schedule(tuple(prompts.tolist()), run.batch_size, run.seed, run.epochs, run.max_steps, options.shuffle,
+                    options.group_prompts, needs_partners)
+
+
+def probe_trees(rows: Sequence[EncodedRow], budget: int) -> list[PromptTree]:
+    """Up to three trees for the start-up comparison: rather short, and more than one so that leaks show."""
+    facts = facts_of(rows)
+    lengths = facts.prompt_tokens * facts.sides + facts.tokens.sum(1)
+    by_length = np.argsort(lengths, kind="stable").tolist()
+    quarter = len(by_length) // 4
+    chosen: dict[bytes, int] = {}
+    for i in by_length[quarter:] + by_length[:quarter]:
+        chosen.setdefault(rows[i].prompt_key, i)
+        if len(chosen) == 3 or sum(rows[j].flat_tokens for j in chosen.values()) > budget:
+            break
+    return [planted.tree for planted in plant(rows, list(chosen.values()))]
+
+
+def introduce(data: Prepared, method: Method, voice: Voice) -> None:
+    """Say what was read, and what is minimised."""
+    for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
+        if audit is not None:
+            voice.say(f"{name}: {audit.source}: {audit.summary()}")
+            if audit.format:
+                voice.say(f"  {audit.format}")
+            for drop in audit.dropped[:3]:
+                voice.say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
+            for notice in audit.notices():
+                voice.warn(notice)
+    for finding in data.of_template:
+        if finding.severity != "info":
+            voice.warn(finding.text)
+    voice.say(f"method: {describe(method)}")
+    if seen := data.prompts_on_both_sides():
+        voice.warn(f"{seen} evaluation prompts are also trained on: figures on them are not held out")
+    if method.view == "unpaired":
+        voice.say(f"labels: {describe_weights(method, data.train)}")
+
+
+def describe_weights(method: Method, rows: Sequence[EncodedRow]) -> str:
+    """Class counts, weights, and how their ratio stands to what the KTO paper advises."""
+    desirable = sum(map(bool, labels_of(rows)))
+    counts = f"{desirable} desirable, {len(rows) - desirable} undesirable"
+    options = next((term.options for term in method.terms if "desirable_weight" in term.options), None)
+    if options is None:
+        return counts
+    weights = options["desirable_weight"], options["undesirable_weight"]
+    ratio = weights[0] * desirable / (weights[1] * (len(rows) - desirable))
+    text = (f"{counts}; weights {weights[0]:g} and {weights[1]:g}: "
+            f"weighted ratio {ratio:.2f} (the KTO paper advises 1 to 1.5)")
+    if not 1 - 1e-9 <= ratio <= 1.5 + 1e-9:
+        text += ". `--desirable-weight auto --undesirable-weight auto` balances the classes"
+    return text

@@ -1,0 +1,41 @@
+"""What a run may be given from Python as an object."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tropism.data.rows import EncodedRow
+from tropism.data.schedule import GivenSchedule
+from tropism.train.setup.data import Source
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What comes from Python as an object, in place of a name among the options.
+
+    Args:
+        model, reference, teacher: transformers modules.
+        tokenizer: of the policy.
+        optimizer, scheduler: over weights of `model`.
+        train, evaluation: rows as dicts, or a file.
+        rows, eval_rows: rows as token ids.
+        steps: which of `rows` each step takes.
+    """
+
+    model: Any = None
+    reference: Any = None
+    teacher: Any = None
+    tokenizer: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    train: Source | None = None
+    evaluation: Source | None = None
+    rows: list[EncodedRow] | None = None
+    eval_rows: list[EncodedRow] = field(default_factory=list)
+    steps: GivenSchedule | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the manifest: what came as an object and is told by none of the options."""
+        given = {name: type(value).__name__ for name in ("optimizer", "scheduler")
+                 if (value := getattr(self, name)) is not None}
+        return {"given": given} if given else {}

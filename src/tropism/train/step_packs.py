@@ -1,0 +1,230 @@
+"""A step made ready on the host: trees shared over ranks, packed and laid out. No result depends on how."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tropism.data.batching.collate import Batch, Layout, collate, collate_leaves
+from tropism.data.batching.pack import Mismatched, Planted, cost, fill, mismatch, plant, share, size
+from tropism.data.row_facts import facts_of
+from tropism.data.rows import EncodedRow
+from tropism.data.schedule import GivenSchedule, Steps
+from tropism.data.tree import PromptTree
+from tropism.distributed.world import World
+from tropism.errors import UsageError
+from tropism.methods import Method, Units
+
+_REPORT_EVERY = 100  # steps that are surveyed: some tens of milliseconds
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Some trees of a step with their rows, as one forward and backward pass.
+
+    Args:
+        trees: the trees, in the batch's order.
+        batch: their tensors.
+        units: the rows that look at them.
+        rows: which rows those are.
+        counts: what each term of the method would divide by, over these rows.
+    """
+
+    trees: tuple[PromptTree, ...]
+    batch: Batch
+    units: Units
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MismatchedPack:
+    """Mismatched trees as one forward pass; `counts[c]` units have completion c as their partner."""
+
+    trees: tuple[PromptTree, ...]
+    batch: Batch
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Leaves(MismatchedPack):
+    """Mismatched completions that continue the prompts of the step's only pack, which are not computed again."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What this rank does in a step.
+
+    Args:
+        step: its number, from 1.
+        units: units of the step over all ranks.
+        counts: what each term of the method divides by: units or tokens of the step, over all ranks.
+        packs, mismatched: of this rank; every rank has equally many, empty ones included.
+        leaves: in place of `mismatched`, where the whole step is one pack per rank.
+        flat_tokens: prompt + completion tokens of all ranks' rows, as if flat.
+        computed_tokens: tokens of all ranks' packs.
+    """
+
+    step: int
+    units: int
+    counts: tuple[int, ...]
+    packs: tuple[Pack, ...]
+    mismatched: tuple[MismatchedPack, ...]
+    leaves: Leaves | None
+    flat_tokens: int
+    computed_tokens: int
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Prepares steps for one rank."""
+
+    rows: Sequence[EncodedRow]
+    schedule: Steps
+    method: Method
+    layout: Layout
+    budget: int
+    max_length: int
+    world: World
+    reuse_prompts: bool = True
+    """Let mismatched completions continue the main pass's prompts where they can (not with a live reference,
+    which would need its own)."""
+    balanced: bool = False
+    """Steps of several packs begin with a pass for the routers' load-balancing loss."""
+
+    def survey(self, report: Callable[[int, int], None] = lambda done, total: None) -> tuple[list[PromptTree], int]:
+        """Every tree of the schedule that the reference will score, mismatched ones included; and how many prompts
+        exceed a pack.
+
+        Args:
+            report: called with (steps done, steps in all) now and then, by all ranks alike.
+        """
+        found: list[PromptTree] = []
+        oversized: set[bytes] = set()
+        wide = self.method.needs_reference_point
+        heavy = self._heavy_rows()
+        for step in range(1, self.schedule.total_steps + 1) if wide or heavy.any() else ():
+            if step % _REPORT_EVERY == 0:
+                report(step, self.schedule.total_steps)
+            rows = self.schedule.step(step)
+            if not wide and not heavy[rows].any():
+                continue
+            trees = all_trees(self.rows, rows, self.method, self.max_length)
+            oversized |= {tree.prompt_ids.tobytes() for tree in trees if size(tree, self.layout) > self.budget}
+            if wide:  # otherwise a row is scored with the same in every epoch
+                found += trees
+        if not wide and self.method.needs_reference:
+            found = own_trees(self.rows, self.schedule)
+        return found, len(oversized)
+
+    def _heavy_rows(self) -> npt.NDArray[np.bool_]:
+        """`[n]` rows of prompts whose completions might not fit into a pack if all of them met in one step."""
+        facts = facts_of(self.rows)
+        tokens = np.bincount(facts.prompt_numbers, facts.prompt_tokens * facts.sides + facts.tokens.sum(axis=1))
+        heavy: npt.NDArray[np.bool_] = (tokens > self.budget)[facts.prompt_numbers]
+        return heavy
+
+    def work(self, step: int) -> StepWork:
+        """Everything of a step that does not need the model."""
+        indices = self.schedule.step(step)
+        planted = plant(self.rows, indices)
+        partners: list[Mismatched] = []
+        if self.method.needs_reference_point:
+            partners = mismatch(self.rows, indices, self.max_length)
+        # Trees and mismatched trees stand in the same order, one of each per prompt, and stay together.
+        costs = [3 * cost(planted[i].tree) + (cost(partners[i].tree) if partners else 0) for i in range(len(planted))]
+        shares = share(costs, self.world.parts)
+        own = shares[self.world.part]
+        packs = self._packs([entry.tree for entry in planted], shares)
+        leaves = None
+        lone: list[list[int]] = []
+        if partners and self.layout == "tree" and self.reuse_prompts and len(packs) == 1:
+            leaves = make_leaves([partners[i] for i in own], [planted[i] for i in own])
+        elif partners:
+            lone = self._packs([entry.tree for entry in partners], shares)
+        passes = 2 if self.method.looks_ahead or (self.balanced and len(packs) > 1) else 1
+        trees = passes * [entry.tree for entry in planted] + [entry.tree for entry in partners]
+        saved = sum(len(entry.tree.prompt_ids) for entry in partners) if leaves else 0
+        return StepWork(
+            step, len(indices), self.method.counts(self.rows[index] for index in indices),
+            tuple(make_pack([planted[i] for i in pack], self.rows, self.layout, self.method) for pack in packs),
+            tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone), leaves,
+            sum(self.rows[index].flat_tokens for index in indices),
+            sum(size(tree, self.layout) for tree in trees) - saved)
+
+    def _packs(self, trees: Sequence[PromptTree], shares: Sequence[Sequence[int]]) -> list[list[int]]:
+        """This rank's packs as indices of trees, with empty ones up to the largest number that any rank has."""
+        filled = [[[rank[i] for i in pack] for pack in self._fill([trees[i] for i in rank])] for rank in shares]
+        own = filled[self.world.part]
+        return own + [[]] * (max(map(len, filled)) - len(own))
+
+    def _fill(self, trees: Sequence[PromptTree]) -> list[list[int]]:
+        return fill([size(tree, self.layout) for tree in trees], self.budget)
+
+
+def own_trees(rows: Sequence[EncodedRow], schedule: Steps) -> list[PromptTree]:
+    """A tree for each row that the schedule takes, without mismatched completions."""
+    taken = {index for step in range(1, schedule.total_steps + 1) for index in schedule.step(step)}
+    return [plant(rows, [index])[0].tree for index in sorted(taken)]
+
+
+def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method, max_length: int) -> list[PromptTree]:
+    """Trees and, where the method needs them and they exist, mismatched trees of some rows taken together."""
+    trees = [entry.tree for entry in plant(rows, indices)]
+    if method.needs_reference_point and has_partners(rows, indices):
+        trees += [entry.tree for entry in mismatch(rows, indices, max_length)]
+    return trees
+
+
+def has_partners(rows: Sequence[EncodedRow], indices: Sequence[int]) -> bool:
+    """Whether each of some rows has a completion of another prompt to be compared with."""
+    return (all(rows[index].partner is not None for index in indices)
+            or len({rows[index].prompt_key for index in indices}) > 1)
+
+
+def check_partners(steps: GivenSchedule, rows: Sequence[EncodedRow], method: Method) -> GivenSchedule:
+    """Steps that were given, if each has a partner for each of its rows, where the method needs them.
+
+    Raises:
+        UsageError: naming the first step that has not.
+    """
+    for number, own in enumerate(steps.steps, start=1):
+        if method.needs_reference_point and not has_partners(rows, own):
+            raise UsageError(f"step {number}: all of its {len(own)} rows have one prompt, and KTO needs completions of "
+                             "another prompt in the same step; mix the batches, set accumulation_steps, or take "
+                             "kl_source='batch'")
+    return steps
+
+
+def make_pack(planted: Sequence[Planted], rows: Sequence[EncodedRow], layout: Layout, method: Method) -> Pack:
+    """Trees with their rows as a pack."""
+    members: list[tuple[int, ...]] = []
+    indices: list[int] = []
+    offset = 0
+    for entry in planted:
+        members += [tuple(offset + position for position in positions) for positions in entry.members]
+        indices += entry.rows
+        offset += len(entry.tree.completions)
+    labels = [rows[index].desirable for index in indices]
+    desirable = None if None in labels else torch.tensor(labels, dtype=torch.bool)
+    width = len(members[0]) if members else 4  # an empty pack has no units of any view
+    trees = tuple(entry.tree for entry in planted)
+    return Pack(trees, collate(trees, layout),
+                Units(torch.tensor(members, dtype=torch.int64).reshape(-1, width), desirable), tuple(indices),
+                method.counts(rows[index] for index in indices))
+
+
+def make_mismatched_pack(entries: Sequence[Mismatched], layout: Layout) -> MismatchedPack:
+    """Mismatched trees as a pack."""
+    trees = tuple(entry.tree for entry in entries)
+    counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
+    return MismatchedPack(trees, collate(trees, layout), counts)
+
+
+def make_leaves(entries: Sequence[Mismatched], roots: Sequence[Planted]) -> Leaves:
+    """Mismatched completions as the continuation of a pack's prompts."""
+    trees = tuple(entry.tree for entry in entries)
+    counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
+    return Leaves(trees, collate_leaves(trees, [root.tree for root in roots]), counts)

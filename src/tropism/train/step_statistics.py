@@ -1,0 +1,101 @@
+"""What some losses take from the whole step: ranks of log-ratios (AOT), and the running mean of rewards (BCO)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tropism.distributed.world import World
+from tropism.losses.scored import Scored
+from tropism.losses.transport import partners
+from tropism.methods import Method, Units, Wide
+
+Found = Sequence[tuple[Scored | None, Units]]
+"""Packs of this rank as a pass without gradient found them; None for an empty one."""
+
+
+class RunningMean:
+    """Mean of all rewards seen in training, on the device. A step that is not finite leaves no trace in it.
+
+    Args:
+        sums: `[2]` sum and count so far, or None where nothing was seen.
+    """
+
+    def __init__(self, sums: Tensor | None = None) -> None:
+        self.sums = sums
+        self._next: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """The mean; 0 while nothing was seen."""
+        if self.sums is None:
+            return torch.zeros((), dtype=torch.float64)
+        return self.sums[0] / self.sums[1].clamp(min=1)
+
+    def propose(self, sums: Tensor) -> Tensor:
+        """The mean with `[2]` sum and count of one more step, which counts once it is settled."""
+        self._next = sums if self.sums is None else self.sums + sums
+        return self._next[0] / self._next[1]
+
+    def settle(self, finite: Tensor) -> None:
+        """Keep what was proposed, or forget it where `finite`, a scalar on the device, is False."""
+        if self._next is not None:
+            before = torch.zeros_like(self._next) if self.sums is None else self.sums
+            self.sums, self._next = torch.where(finite, self._next, before), None
+
+    def state(self) -> list[float] | None:
+        """Plain values that `restore` takes."""
+        return None if self.sums is None else self.sums.tolist()
+
+    def restore(self, state: list[float] | None, device: torch.device) -> None:
+        """Go on from `state()`."""
+        self.sums = None if state is None else torch.tensor(state, dtype=torch.float64, device=device)
+
+
+def rewards_of_step(method: Method, found: Found, device: torch.device) -> Tensor:
+    """`[2]` sum and count of this rank's rewards."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for scored, units in found:
+        if scored is not None:
+            rewards = method.unit_rewards(scored, units)
+            sums += torch.stack((rewards.sum(), torch.ones_like(rewards).sum()))
+    return sums
+
+
+def ranks_of_step(method: Method, found: Found, rows: Sequence[tuple[int, ...]], world: World,
+                  device: torch.device) -> list[Wide]:
+    """For each pair of this rank's packs, what stands at its rank among all pairs of the step.
+
+    Pairs are sorted in the order of their rows, so that the result does not depend on packs or ranks.
+    """
+    own: dict[int, tuple[float, ...]] = {}
+    for (scored, units), indices in zip(found, rows, strict=True):
+        if scored is not None:
+            own |= dict(zip(indices, map(tuple, side_values(method, scored, units).tolist()), strict=True))
+    everywhere = {index: values for part in world.of_parts(own) for index, values in part.items()}
+    order = sorted(everywhere)
+    place = {index: position for position, index in enumerate(order)}
+    columns = sorted_partners(torch.tensor([everywhere[index] for index in order], dtype=torch.float64))
+    wide = []
+    for indices in rows:
+        at = torch.tensor([place[index] for index in indices], dtype=torch.int64)
+        partner, of_chosen, of_rejected = (column[at].to(device) for column in columns)
+        wide.append(Wide(partner=partner, chosen_partner=of_chosen, rejected_partner=of_rejected))
+    return wide
+
+
+def side_values(method: Method, scored: Scored, units: Units) -> Tensor:
+    """`[U, 4]` of each pair: policy margin, reference margin, log-ratio of the chosen and of the rejected side."""
+    chosen, rejected = method.sides(scored, units)
+    return torch.stack((chosen.logps - rejected.logps, chosen.reference_logps - rejected.reference_logps,
+                        chosen.logratios, rejected.logratios), dim=1).detach()
+
+
+def sorted_partners(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`[N]` each: the reference margin of a pair's rank, and the other side's log-ratio for both of its sides.
+
+    Args:
+        values: `[N, 4]` of `side_values`, of all pairs that are sorted together.
+    """
+    policy, reference, chosen, rejected = values.unbind(1)
+    return partners(policy, reference), partners(chosen, rejected), partners(rejected, chosen)
