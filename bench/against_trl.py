@@ -25,6 +25,7 @@ from sides import Job, Taken, ours, trl
 from tropism.config import METHODS
 from tropism.methods import LOSSES
 from tropism.model import load
+from tropism.model.source import ModelSource
 from tropism.train.setup.data import build_method, make_schedule, prepare_data
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -166,7 +167,7 @@ def make_job(args: argparse.Namespace) -> Job:
     options = METHODS[args.method](
         model=args.model, data=args.data, output="unused", batch_size=args.batch_size, max_steps=args.steps,
         max_length=args.max_length, group_prompts=args.group_prompts, microbatch_tokens=args.microbatch_tokens)
-    source, row = load.Source.of(args.model), LOSSES[options.loss]  # type: ignore[attr-defined]
+    source, row = ModelSource.of(args.model), LOSSES[options.loss]  # type: ignore[attr-defined]
     rows = prepare_data(options, load.load_tokenizer(source), load.load_config(source), row.view).train
     schedule = make_schedule(options, options, rows, row.needs_reference_point)
     return Job(options, args.precision, rows, schedule, args.micro_batch, args.threads)

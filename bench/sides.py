@@ -18,12 +18,15 @@ from tropism.distributed import connect
 from tropism.methods import LOSSES
 from tropism.model import load
 from tropism.model.layout_check import choose_layout
+from tropism.model.source import ModelSource
+from tropism.train.engine import Engine
 from tropism.train.frozen import reference as references
 from tropism.train.memory import keep_freed_memory
 from tropism.train.optimizer import build_optimizer, trainable
-from tropism.train.setup.data import build_method, probe_trees
-from tropism.train.step import Engine, train_step
-from tropism.train.step_packs import Planner
+from tropism.train.setup.checks import probe_trees
+from tropism.train.setup.data import build_method
+from tropism.train.step import train_step
+from tropism.train.step_packs import StepPlanner
 
 LEARNING_RATE, MAX_GRAD_NORM = 1e-6, 1.0
 TrlBatch = dict[str, torch.Tensor]
@@ -95,11 +98,11 @@ def ours(pipe: Connection, job: Job) -> None:
     options, precision = job.options, job.precision
     budget = options.microbatch_tokens or 2048
     with connect() as world, tempfile.TemporaryDirectory() as store:
-        module = load.load_model(load.Source.of(options.model), precision, world.device)  # type: ignore[arg-type]
+        module = load.load_model(ModelSource.of(options.model), precision, world.device)  # type: ignore[arg-type]
         model, probe = choose_layout(module, precision, world.device, probe_trees(job.rows, budget),  # type: ignore
                                      options.layout)
         method = build_method(LOSSES[options.loss], options.model_dump(), job.rows)  # type: ignore[attr-defined]
-        planner = Planner(job.rows, job.schedule, method, model.layout, budget, options.max_length or 2048, world)
+        planner = StepPlanner(job.rows, job.schedule, method, model.layout, budget, options.max_length or 2048, world)
         reference = references.build(model, planner.trees(), budget, Path(store), world)
         optimizer = build_optimizer("adamw", trainable(module), 0.0)
         engine = Engine(model, reference, method, optimizer, world, MAX_GRAD_NORM,
@@ -178,7 +181,7 @@ class Rival:
             settings |= {"precompute_ref_log_probs": True, "gradient_checkpointing": False}
         data = datasets.Dataset.from_list(self._examples(rows[:2]))  # the trainer wants one; batches are made below
         self.trainer = Given(model=job.options.model, args=config(**settings), train_dataset=data,
-                             processing_class=load.load_tokenizer(load.Source.of(job.options.model)))
+                             processing_class=load.load_tokenizer(ModelSource.of(job.options.model)))
         if self.trainer.args.gradient_checkpointing:
             self.trainer.model.gradient_checkpointing_enable(self.trainer.args.gradient_checkpointing_kwargs)
         self.model, self.trainer.optimizer = self.trainer.accelerator.prepare(

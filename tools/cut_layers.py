@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from tropism.model import load
+from tropism.model import load, save
+from tropism.model.source import ModelSource
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
     arguments.add_argument("output", type=Path)
     arguments.add_argument("--keep", type=int, required=True)
     options = arguments.parse_args()
-    source = load.Source.of(options.model)
+    source = ModelSource.of(options.model)
     model = load.load_model(source, "fp32", torch.device("cpu"))
     layers = model.get_decoder().layers
     if not 0 < options.keep <= len(layers):
@@ -35,7 +36,7 @@ def main() -> None:
     config.num_hidden_layers = options.keep
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[index] for index in kept]
-    load.export(model, load.load_tokenizer(source), options.output, torch.float32, [])
+    save.export(model, load.load_tokenizer(source), options.output, torch.float32, [])
     print(f"{options.output}: layers {', '.join(map(str, kept))} of {len(layers)}")
 
 

@@ -20,6 +20,7 @@ from tropism.methods.build import build_method, effective
 from tropism.model import load
 from tropism.model import moe_router as router
 from tropism.model.layout_check import choose_layout
+from tropism.model.source import ModelSource
 from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
 from tropism.observe.lock import Ownership
@@ -29,35 +30,34 @@ from tropism.observe.track import check as check_trackers
 from tropism.train.checkpoints import resume
 from tropism.train.checkpoints.find import Origin, find
 from tropism.train.checkpoints.saver import Notes, check_metric
+from tropism.train.engine import Engine
 from tropism.train.evaluation.evaluator import Evaluator, evenly
-from tropism.train.failure import give_up
+from tropism.train.failure import record_failure
 from tropism.train.frozen import reference as references
 from tropism.train.frozen import teacher as teachers
 from tropism.train.frozen.score_store import ROWS, check_writable
-from tropism.train.loop import check_first_step
 from tropism.train.memory import keep_freed_memory
 from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.optimizer import build_updater, check_given
 from tropism.train.options import TeacherOptions
 from tropism.train.preemption import Halt
-from tropism.train.router_loss import build_balance
+from tropism.train.router_loss import build_router_loss
 from tropism.train.session import RunResult, Session, result_of
 from tropism.train.setup import models
+from tropism.train.setup.announce import announce_data, announce_plan, sharding_lines
+from tropism.train.setup.checks import check_first_step, probe_trees
 from tropism.train.setup.data import (
-    Prepared,
-    introduce,
+    PreparedData,
     labels_of,
     make_schedule,
     prepare_data,
     prepare_rows,
-    probe_trees,
     steps_fingerprint,
 )
-from tropism.train.setup.parallel import introduce_plan, spread, table
-from tropism.train.setup.policy import Start
-from tropism.train.setup.python_objects import Objects
-from tropism.train.step import Engine
-from tropism.train.step_packs import Planner, all_trees, check_partners, own_trees
+from tropism.train.setup.parallel import parallelize
+from tropism.train.setup.policy import PolicyBuilder
+from tropism.train.setup.python_objects import PythonObjects
+from tropism.train.step_packs import StepPlanner, all_trees, check_partners, own_trees
 
 
 def run(options: MethodOptions, voice: Voice | None = None, began: float | None = None) -> RunResult:
@@ -85,18 +85,19 @@ class Run:
     """
 
     def __init__(self, options: MethodOptions, world: World, voice: Voice | None = None,
-                 objects: Objects | None = None) -> None:
+                 objects: PythonObjects | None = None) -> None:
         self.options = options
-        self.objects = objects or Objects()
+        self.objects = objects or PythonObjects()
         given = any(getattr(self.objects, name) is not None for name in ("model", "reference", "teacher"))
-        self.world = world = spread(world, options.parallel, "a module that is given stays whole in each process; name "
-                                    "the model instead" if given else "")
+        self.world = world = parallelize(
+            world, options.parallel,
+            "a module that is given stays whole in each process; name the model instead" if given else "")
         self.voice = voice or Voice(loud=world.is_main)
         self.values = options.values
         self.numerics = models.numerics_of(options, world)
         self.store = options.store_root
-        self.named = load.Source.of(options.model) if self.objects.model is None else self.objects.model
-        self.start = Start.of(self.named, options.lora, self.objects.optimizer, world)
+        self.named = ModelSource.of(options.model) if self.objects.model is None else self.objects.model
+        self.start = PolicyBuilder.of(self.named, options.lora, self.objects.optimizer, world)
         self.reference = self._other("reference")
         self.teacher = self._other("teacher")
         self.live = self.values.get("reference") == "live"
@@ -108,14 +109,14 @@ class Run:
         given, value = getattr(self.objects, name), self.values.get(name)
         if given is not None or value is None or (name, value) == ("reference", "live"):
             return models.given(given, name)
-        return load.Source.of(value)
+        return ModelSource.of(value)
 
     def _open(self) -> None:
         """Tokenizer, data and method: all that can be checked before a model is loaded."""
         options, objects, remote = self.options, self.objects, self.options.trust_remote_code
         check_trackers(options.track.split(",") if options.track else [])
         named = self.named
-        if isinstance(named, load.Source):
+        if isinstance(named, ModelSource):
             config = load.load_config(named, trust_remote_code=remote)
         else:
             config = named.config
@@ -123,7 +124,7 @@ class Run:
         self.start.check(config, remote, options.parallel.tensor)
         router.check_option(options.router_aux_weight, config)
         self.tokenizer = objects.tokenizer or load.load_tokenizer(
-            named if isinstance(named, load.Source) else load.Source.of(config.name_or_path), trust_remote_code=remote)
+            named if isinstance(named, ModelSource) else ModelSource.of(config.name_or_path), trust_remote_code=remote)
         models.tokenizer_of(self.reference, "reference", self.tokenizer, remote)
         models.check_teacher(self.teacher, config, self.tokenizer, self.values.get("top_k"), remote)
         configs = [config, *(models.config_of(other, remote) for other in (self.reference, self.teacher)
@@ -131,7 +132,7 @@ class Run:
         if objects.rows is not None:
             data = prepare_rows(options, self.tokenizer, configs, options.view, objects.rows, objects.eval_rows)
         else:
-            def read() -> Prepared:
+            def read() -> PreparedData:
                 with self.voice.bar("read") as report, self.world.main_first():
                     return prepare_data(options, self.tokenizer, configs, options.view, objects.train,
                                         objects.evaluation, cache=self.store / ROWS, report=report,
@@ -146,7 +147,7 @@ class Run:
         if self.method.ld_alpha is not None:
             data = replace(data, train=[row.with_shared_lengths() for row in data.train],
                            evaluation=[row.with_shared_lengths() for row in data.evaluation])
-        self.data: Prepared = data
+        self.data: PreparedData = data
         prints = self.world.gather(data.fingerprints())
         if any(other != prints[0] for other in prints):
             raise UsageError("the processes read different data; each needs all of it, since the steps are shared out "
@@ -186,8 +187,8 @@ class Run:
         self.halt = Halt(self.world, options.max_seconds, began)
         origin = self.world.broadcast(self.world.on_main(
             lambda: find(directory, options.resume, options.fall_back)))
-        introduce(self.data, self.method, self.voice)
-        introduce_plan(options, self.data, self.schedule, len(self.held_out), self.numerics.precision, self.world,
+        announce_data(self.data, self.method, self.voice)
+        announce_plan(options, self.data, self.schedule, len(self.held_out), self.numerics.precision, self.world,
                        self.objects, self.voice)
         for note in models.turned_off(self.config, options.router_aux_weight):
             self.voice.say(note)
@@ -204,7 +205,8 @@ class Run:
                 self.trained = True
                 return session.train()
         except BaseException as error:
-            give_up(directory, manifest, error, self.world, self.numerics.budget, self.objects == Objects())
+            record_failure(directory, manifest, error, self.world, self.numerics.microbatch_tokens,
+                           self.objects == PythonObjects())
             raise
         finally:
             self.halt = Halt(self.world)  # what was asked of this sitting concerns no other
@@ -266,7 +268,7 @@ class Run:
             resume.begin_again(directory, origin)
         directory.write_config(self._written())
         directory.write_json("audit.json", self.data.to_json())
-        model = self.named.absolute if isinstance(self.named, load.Source) else options.model
+        model = self.named.absolute if isinstance(self.named, ModelSource) else options.model
         facts = {
             "method": options.method, "model": model, "seed": options.seed,
             "world_size": self.world.size, "device": str(self.world.device), "precision": self.numerics.precision,
@@ -294,21 +296,21 @@ class Run:
         module, self.facts = self.start.begin(self.numerics, options.seed, self.voice,
                                               method.needs_reference and self.reference is None)
         self.halt.check()
-        probes = probe_trees(self.data.train, self.numerics.budget)
+        probes = probe_trees(self.data.train, self.numerics.microbatch_tokens)
         model, probe = choose_layout(module, self.numerics.precision, world.device, probes, options.layout)
         model = replace(model, sum_once=self.numerics.sum_once)
         self.voice.say(f"layout: {probe.layout}; differs from the model's own forward by at most "
                        f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
-        self.start.narrow(module, model.precision, sharded=False)
+        self.start.round_weights(module, model.precision, sharded=False)
         if world.size > 1 and world.mesh is None and len(set(world.gather(references.fingerprint(model)))) > 1:
             raise ModelError("the processes hold different weights; load or seed the model equally on all of them")
-        self.planner = Planner(self.data.train, self.schedule, method, model.layout, self.numerics.budget,
-                               self.data.max_length, world, reuse_prompts=not self.live,
-                               balanced=options.router_aux_weight > 0)
+        self.planner = StepPlanner(self.data.train, self.schedule, method, model.layout,
+                                   self.numerics.microbatch_tokens, self.data.max_length, world,
+                                   reuse_prompts=not self.live, balanced=options.router_aux_weight > 0)
         trees, oversized = self.planner.survey(self.halt.watching(lambda done, total: None))
         if oversized:
             self.voice.warn(f"{oversized} prompts with their completions exceed microbatch_tokens "
-                            f"{self.numerics.budget} and get a pass of their own")
+                            f"{self.numerics.microbatch_tokens} and get a pass of their own")
         held_out = all_trees(self.held_out, range(len(self.held_out)), method, self.data.max_length)
         reference = teacher = None
         if self.teacher is not None:
@@ -323,10 +325,11 @@ class Run:
         updater, self._idle = build_updater(module, options, self.schedule.total_steps, self.objects.optimizer,
                                             self.objects.scheduler)
         engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
-                        rounding=probe.per_root_token, balance=build_balance(options.router_aux_weight, model, probes))
+                        rounding=probe.per_root_token,
+                        balance=build_router_loss(options.router_aux_weight, model, probes))
         self.facts |= {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
         if world.mesh is not None:
-            for line in table(engine.modules, world):
+            for line in sharding_lines(engine.modules, world):
                 self.voice.say(line)
         self._check(engine, fresh)
         self.engine = engine
@@ -352,7 +355,7 @@ class Run:
     @cached_property
     def evaluator(self) -> Evaluator:
         """Evaluates the held-out rows; the first time says what the initial policy makes of them."""
-        return Evaluator(self.held_out, self.numerics.budget, self.data.max_length)
+        return Evaluator(self.held_out, self.numerics.microbatch_tokens, self.data.max_length)
 
     def evaluate(self) -> dict[str, float]:
         """The evaluation record of the policy as it is now.

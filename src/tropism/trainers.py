@@ -25,7 +25,7 @@ from tropism.config import (
     takes_bool,
 )
 from tropism.data.dataloaders.steps import read_batches
-from tropism.data.options import FormatOptions
+from tropism.data.formats.options import FormatOptions
 from tropism.data.rows_from_trees import rows_of_trees
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tree import PromptTree
@@ -34,7 +34,7 @@ from tropism.errors import UsageError
 from tropism.model.options import RATE_OF_ADAPTERS
 from tropism.observe.console import Voice
 from tropism.observe.rundir import free_name
-from tropism.runner import Objects, Run, RunResult
+from tropism.runner import PythonObjects, Run, RunResult
 
 _RENDERING = (*FormatOptions.model_fields, *TemplateOptions.model_fields)
 """Options that say how text becomes token ids."""
@@ -139,7 +139,7 @@ class Trainer:
         self._check_data(values, objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source)
         self.options = make_options(self.options_class, values)  # before a dataloader is gone through
         self._read(objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source == "batch")
-        self.objects = Objects(**objects)
+        self.objects = PythonObjects(**objects)
         self._run: Run | None = None
 
     def _check_data(self, values: dict[str, Any], objects: dict[str, Any], train: Iterable[Any] | None,

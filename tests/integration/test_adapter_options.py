@@ -15,8 +15,8 @@ from tropism.cli.app import main
 from tropism.commands.export import export
 from tropism.config import read_yaml
 from tropism.errors import CheckpointError, ModelError, UsageError
-from tropism.model import load
 from tropism.model.options import LoraOptions, is_adapter
+from tropism.model.source import ModelSource
 from tropism.train.checkpoints.resume import check_options
 from tropism.trainers import SFTTrainer
 
@@ -64,7 +64,7 @@ def test_what_is_an_adapter(run: Path, tiny_model_dir: Path, tmp_path: Path) -> 
     """S1: a config beside it, as some trainers leave it, makes no model of it; weights do."""
     shutil.copytree(run / "model", tmp_path / "both")
     shutil.copy(tiny_model_dir / "config.json", tmp_path / "both")
-    assert load.Source.of(str(tmp_path / "both")).adapter == str(tmp_path / "both")
+    assert ModelSource.of(str(tmp_path / "both")).adapter == str(tmp_path / "both")
     shutil.copy(tiny_model_dir / "model.safetensors", tmp_path / "both")
     assert not is_adapter(tmp_path / "both")
 

@@ -14,7 +14,7 @@ from tropism.config import METHODS
 from tropism.data.rows import EncodedRow
 from tropism.distributed import World
 from tropism.observe.console import Voice
-from tropism.runner import Objects, Run
+from tropism.runner import PythonObjects, Run
 from tropism.train.interval import Interval
 from tropism.train.loop import Plan, train
 
@@ -135,7 +135,7 @@ def test_first_step(tiny_model_dir: Path, data_of: dict[str, Path], tmp_path: Pa
     run = Run(METHODS[method](
         model=str(tiny_model_dir), data=str(data), output="none", batch_size=9, max_steps=1, precision="fp64",
         learning_rate=RATE, optimizer="sgd", warmup_ratio=0.0, max_grad_norm=0.0, microbatch_tokens=100, **own,
-        **options), World(0, 1, torch.device("cpu")), Voice(loud=False), Objects(model=module))
+        **options), World(0, 1, torch.device("cpu")), Voice(loud=False), PythonObjects(model=module))
     record, = train(run.build(), run.planner, None, Plan(Interval(1), Interval(0)))
     assert len(run.planner.work(1).packs) > 2
     plain = Plain(tiny_model_dir)

@@ -21,6 +21,7 @@ from tropism.config import METHODS
 from tropism.distributed.state import dcp
 from tropism.errors import CheckpointError, ModelError, StoppedEarly, UsageError
 from tropism.model import load
+from tropism.model.source import ModelSource
 from tropism.train.frozen import reference as references
 from tropism.trainers import KTOTrainer, SFTTrainer
 
@@ -44,7 +45,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def merged(directory: Path) -> Any:
-    return load.load_model(load.Source.of(str(directory)), "fp32", torch.device("cpu"))
+    return load.load_model(ModelSource.of(str(directory)), "fp32", torch.device("cpu"))
 
 
 def test_the_result_loads_with_plain_peft(trained: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_an_adapter_as_reference_or_teacher(train: Callable[..., Any], start: Ca
     """Merged into its base: the figures are those of the merged model's directory."""
     whole = tmp_path / "whole"
     merged(trained / "model").save_pretrained(whole)
-    load.load_tokenizer(load.Source.of(str(trained / "model"))).save_pretrained(whole)
+    load.load_tokenizer(ModelSource.of(str(trained / "model"))).save_pretrained(whole)
     one, other = (records(train("dpo", max_steps=1, reference=str(path))) for path in (trained / "model", whole))
     assert one[0]["loss"] == pytest.approx(other[0]["loss"], abs=1e-6)
     one, other = (records(start("kd", tmp_path / f"kd-{path.name}", max_steps=1, teacher=path, lora=LORA))
@@ -320,11 +321,11 @@ def test_what_is_refused(tiny_model_dir: Path, answers: Path, trained: Path, tmp
     monkeypatch.undo()
     from tropism.distributed import World
     from tropism.model.options import LoraOptions
-    from tropism.train.setup.policy import Start
+    from tropism.train.setup.policy import PolicyBuilder
 
     monkeypatch.setattr("tropism.model.quantization.check_installed", lambda: None)
     with pytest.raises(UsageError, match="works on one process, and there are 2"):
-        Start.of(load.Source.of(str(tiny_model_dir)), LoraOptions(rank=2, quantize="nf4"), None,
+        PolicyBuilder.of(ModelSource.of(str(tiny_model_dir)), LoraOptions(rank=2, quantize="nf4"), None,
                  World(0, 2, torch.device("cpu")))
 
 

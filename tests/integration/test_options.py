@@ -21,7 +21,7 @@ from tropism.distributed import World, connect
 from tropism.errors import UsageError
 from tropism.methods import LOSSES
 from tropism.observe.console import Voice
-from tropism.runner import Objects, Run
+from tropism.runner import PythonObjects, Run
 from tropism.train.interval import Interval
 from tropism.train.loop import Plan, train
 from tropism.train.options import RunOptions, StoreOptions
@@ -135,7 +135,7 @@ class Bench:
         others = {name: self.other for name in ("reference", "teacher") if options.get(name) == "OTHER"}
         self.module.load_state_dict(self.initial)
         run = Run(settings, self.world, Voice(loud=False),
-                  Objects(model=self.module, tokenizer=self.tokenizer, **others))
+                  PythonObjects(model=self.module, tokenizer=self.tokenizer, **others))
         engine = run.build()
         self.module.load_state_dict(self.moved, strict=False)
         first, = train(engine, run.planner, None, Plan(Interval(1), Interval(0)))

@@ -14,9 +14,9 @@ from integration.resuming import answers  # noqa: F401
 from tropism.config import SFTOptions
 from tropism.distributed import World
 from tropism.errors import ModelError
+from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
 from tropism.runner import Run
-from tropism.train.frozen.reference import fingerprint
 from tropism.trainers import DPOTrainer, KDTrainer, SFTTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about kinds of layers

@@ -14,6 +14,7 @@ import torch
 from integration.conftest import weights
 from integration.resuming import during, lines
 from tropism.errors import OutputError, StoppedEarly, TropismError, UsageError
+from tropism.model import save
 from tropism.train import loop
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints import saver as keep
@@ -244,7 +245,7 @@ def test_the_space_that_is_asked_for_is_that_of_the_saves(train: Train, monkeypa
     from tropism.model import load
 
     asked: list[int] = []
-    real = load.check_space
+    real = save.check_space
     monkeypatch.setattr(load, "check_space", lambda *args: asked.append(args[4]) or real(*args))
     monkeypatch.setattr(keep.Saver, "estimate_bytes", lambda self: 1)
     result = train("dpo", max_steps=10, save_every=save_every, keep=0)

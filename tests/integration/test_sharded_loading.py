@@ -35,11 +35,12 @@ def _load(rank: int, size: int, port: int, folder: str, models: list[str]) -> No
     """How far each model is from what one process loads, or the error."""
     join(rank, size, port)
     from tropism.distributed import connect
-    from tropism.distributed.shard import Spreading, describe, gathered
-    from tropism.model.bf16_weights import narrow
-    from tropism.model.load import Source, load_model
+    from tropism.distributed.shard import Sharding, gathered, shard_sizes
+    from tropism.model.bf16_weights import round_to_bf16
+    from tropism.model.fingerprint import weight_hashes
+    from tropism.model.load import load_model
     from tropism.model.load_sharded import load_sharded
-    from tropism.train.frozen.reference import weight_hashes
+    from tropism.model.source import ModelSource
 
     found: list[Any] = []
     with connect() as plain:
@@ -47,19 +48,19 @@ def _load(rank: int, size: int, port: int, folder: str, models: list[str]) -> No
         assert world.mesh is not None
         for name in models:
             try:
-                module = load_sharded(Source.of(name), "fp32", world, Spreading(world.mesh))
+                module = load_sharded(ModelSource.of(name), "fp32", world, Sharding(world.mesh))
             except ModelError as error:
                 found.append(str(error))
                 continue
             ours = gathered(module.state_dict(), torch.float32, True)
-            theirs = load_model(Source.of(name), "fp32", torch.device("cpu")).state_dict()
+            theirs = load_model(ModelSource.of(name), "fp32", torch.device("cpu")).state_dict()
             assert ours.keys() == theirs.keys()
             tied = module.get_input_embeddings().weight is module.get_output_embeddings().weight
             found.append([max(float((ours[key] - theirs[key]).abs().max()) for key in ours), tied])
-        frozen = load_sharded(Source.of(models[0]), "bf16", world, Spreading(world.mesh, torch.bfloat16))
+        frozen = load_sharded(ModelSource.of(models[0]), "bf16", world, Sharding(world.mesh, torch.bfloat16))
         before = weight_hashes(frozen.requires_grad_(False))
-        narrow(frozen)
-        found.append([before == weight_hashes(frozen), describe(frozen)[-1]])
+        round_to_bf16(frozen)
+        found.append([before == weight_hashes(frozen), shard_sizes(frozen)[-1]])
     say(folder, rank, found)
 
 

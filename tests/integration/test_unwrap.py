@@ -13,6 +13,7 @@ from integration.resuming import answers  # noqa: F401
 from tropism.errors import ModelError
 from tropism.model import load
 from tropism.model.adapters import merge as adapter_merge
+from tropism.model.source import ModelSource
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about ends that are tied
 
@@ -42,7 +43,7 @@ def test_the_module_saves_as_a_plain_model(tiny_model_dir: Path, answers: Path, 
         run = tropism.SFTTrainer(given, train_dataset=str(answers), max_steps=2, samples=0, quiet=True,
                                  learning_rate=1e-2, output=str(tmp_path / f"run-{merge}"), lora=None if own else lora,
                                  ).fit()
-        wanted = logits(load.load_model(load.Source.of(str(run.model)), "fp32", torch.device("cpu"))) if merge else (
+        wanted = logits(load.load_model(ModelSource.of(str(run.model)), "fp32", torch.device("cpu"))) if merge else (
             before)
         assert torch.allclose(logits(module), wanted, atol=1e-5) is merge
         plain = tropism.unwrap(given, merge)

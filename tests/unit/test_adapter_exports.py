@@ -14,10 +14,11 @@ from transformers import GenerationConfig
 
 from exporting import filled_run, logits
 from tropism.commands.export import export
-from tropism.commands.export.source import Run
+from tropism.commands.export.source import ExportedRun
 from tropism.errors import ModelError
 from tropism.model import load
 from tropism.model.adapters import files as adapter_files
+from tropism.model.source import ModelSource
 from unit.test_export_adapters import IDS, base, run_of, trained  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed")
@@ -39,7 +40,7 @@ def test_nothing_is_looked_up_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
     monkeypatch.setattr(GenerationConfig, "from_pretrained", lambda name: asked.append(str(name)))
-    run = Run(Path("run"), {"model": "a LlamaForCausalLM given in Python (from x/y)"}, {})
+    run = ExportedRun(Path("run"), {"model": "a LlamaForCausalLM given in Python (from x/y)"}, {})
     chosen = Chosen(Path("run/checkpoints/step-1"), 1, {"stop_ids": [3]}, True)
     assert beside.generation_of(run, chosen, run.base, None, None)[0].eos_token_id == 3
     assert asked == []
@@ -78,7 +79,7 @@ def test_weights_left_over_or_gone(base: Callable[[bool], Path], tmp_path: Path)
     """S1: where an adapter's directory stands for a model, all of its file must count."""
     model = trained(base(False), "lora")
     model.save_pretrained(tmp_path / "adapter")
-    source = load.Source.of(str(tmp_path / "adapter"))
+    source = ModelSource.of(str(tmp_path / "adapter"))
     silent(load.load_model, source, "fp32", torch.device("cpu"))
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     strange = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"

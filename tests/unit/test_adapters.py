@@ -13,8 +13,9 @@ from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
 from tropism.model.adapters import structure as adapters
 from tropism.model.adapters.targets import linear_names, new_config
-from tropism.model.bf16_weights import narrow
+from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.options import LoraOptions
+from tropism.model.source import ModelSource
 
 IDS = torch.randint(5, 40, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -247,22 +248,22 @@ def test_sources_that_are_adapters(tmp_path: Path, tiny_model_dir: Path) -> None
     adapters.fill(model, 0, torch.float32)
     learnt(model)
     adapter_files.save(model, tmp_path, torch.float32)
-    source = load.Source.of(str(tmp_path))
+    source = ModelSource.of(str(tmp_path))
     assert (source.name, source.adapter) == (str(tiny_model_dir), str(tmp_path))
     assert source.absolute == str(tmp_path)
-    assert source.base == load.Source.of(str(tiny_model_dir))
+    assert source.base == ModelSource.of(str(tiny_model_dir))
     merged = load.load_model(source, "fp32", torch.device("cpu"))
     assert torch.allclose(logits(merged), logits(model), atol=1e-5)
     file = tmp_path / "adapter_config.json"
     file.write_text(file.read_text().replace(str(tiny_model_dir), "/nowhere/at/all"))
     with pytest.raises(ModelError, match=r"an adapter of /nowhere/at/all.*give --model BASE --lora\.adapter"):
-        load.Source.of(str(tmp_path))
+        ModelSource.of(str(tmp_path))
 
 
 def test_narrow_weights_give_the_same_products() -> None:
     """Under autocast the frozen weights may be held in bfloat16: logits and gradients are the same, to the bit."""
     wide, slim = (adapt(llama(False), modules_to_save="embed_tokens") for _ in range(2))
-    narrow(slim)
+    round_to_bf16(slim)
     assert slim.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.bfloat16
     assert slim.lm_head.weight.dtype == torch.bfloat16
     kept = {name for name, weight in slim.named_parameters() if weight.dtype == torch.float32}
@@ -279,7 +280,7 @@ def test_narrow_weights_give_the_same_products() -> None:
 
 def test_weights_of_dora_and_tied_heads_stay_wide() -> None:
     model = adapt(llama(), dora=True, targets="q_proj")
-    narrow(model)
+    round_to_bf16(model)
     assert model.model.layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.float32
     assert model.lm_head.weight.dtype == torch.float32
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16

@@ -10,6 +10,7 @@ from tropism.commands.export import export
 from tropism.errors import ModelError
 from tropism.model import load
 from tropism.model.adapters import merge as adapter_merge
+from tropism.model.source import ModelSource
 from unit.test_adapters import llama, logits
 from unit.test_export_adapters import run_of
 
@@ -55,11 +56,11 @@ def test_what_does_not_say_the_same_is_refused(tmp_path: Path) -> None:
 
 def test_what_peft_cannot_merge(tiny_model_dir: Path, tmp_path: Path) -> None:
     """X1: a bias of the adapter has no place in a layer without one: by a sentence, by its name and exported."""
-    source = load.Source.of(str(tiny_model_dir))
+    source = ModelSource.of(str(tiny_model_dir))
     model = learnt(load.load_model(source, "fp32", torch.device("cpu")), lora_bias=True)
     run = run_of(model, tiny_model_dir, tmp_path / "run")
     with pytest.raises(ModelError, match=r"could not be merged: .*; export it alone"):
         export(run, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ModelError, match="model: the adapter could not be merged: "):
-        load.load_model(load.Source.of(str(run / "model")), "fp32", torch.device("cpu"))
+        load.load_model(ModelSource.of(str(run / "model")), "fp32", torch.device("cpu"))

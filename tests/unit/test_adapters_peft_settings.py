@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tropism.errors import ModelError
-from tropism.model import load
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
+from tropism.model.source import ModelSource
 from unit.test_adapters import adapt, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about settings that it does not know
@@ -46,7 +46,7 @@ def test_adapters_that_are_not_served(tmp_path: Path, change: dict[str, Any], me
 def test_values_that_mean_nothing(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     """X1: by file and setting, wherever the adapter is used."""
     place = changed(tmp_path, change)
-    for use in (adapter_files.read_config, lambda path: load.Source.of(str(path)),
+    for use in (adapter_files.read_config, lambda path: ModelSource.of(str(path)),
                 lambda path: adapter_merge.merged(llama(), path)):
         with pytest.raises(ModelError, match=f"adapter_config.json: {message}"):
             use(place)
@@ -55,12 +55,12 @@ def test_values_that_mean_nothing(tmp_path: Path, change: dict[str, Any], messag
 def test_settings_that_peft_does_not_know(tmp_path: Path) -> None:
     """S1: peft leaves them out with a warning, and computes another model; those that say nothing do no harm."""
     place = changed(tmp_path, {"use_hydra": True, "use_other": False, "more": None})
-    for use in (adapter_files.read_config, lambda path: load.Source.of(str(path)),
+    for use in (adapter_files.read_config, lambda path: ModelSource.of(str(path)),
                 lambda path: adapter_merge.merged(llama(), path)):
         with pytest.raises(ModelError, match=r"use_hydra is a setting that peft .* does not know"):
             use(place)
     with pytest.raises(ModelError, match="peft_type is 'NOPE', a kind of adapter that peft"):
-        load.Source.of(str(changed(tmp_path, {"peft_type": "NOPE"})))
+        ModelSource.of(str(changed(tmp_path, {"peft_type": "NOPE"})))
     changed(tmp_path, {"use_other": False, "more": None})
     assert adapter_files.read_config(place).r == 3
     assert adapter_merge.merged(llama(), place)

@@ -8,13 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from helpers import CHATML, build_tokenizer, case_rows, case_yaml, chat, encoded, expected, said, supervised_text
+from tropism.data.audit.template_findings import find_in_template
 from tropism.data.load import load_rows
 from tropism.data.rows import Row
 from tropism.data.tokenization.chat_template import (
     NAMES,
     TemplateOptions,
     check_effect,
-    look_at_template,
     make_renderer,
     parse_kwargs,
     template_text,
@@ -64,7 +64,7 @@ def test_templates_of_ours(name: str, auto_bos: bool) -> None:
     assert supervised_text(tokenizer, found) == answer
     assert not found.notes
     assert found.prompt_ids.tolist().count(0) <= 1
-    assert [finding.name for finding in look_at_template(renderer)] == (
+    assert [finding.name for finding in find_in_template(renderer)] == (
         ["no_bos"] if auto_bos and not prompt.startswith("<|bos|>") else [])
     assert tokenizer.chat_template == template_text(name)  # what the exported model must use
     with pytest.raises(DataError, match=rf"f:1: the chat template {name} refuses.*has no place for tools"):
@@ -131,7 +131,7 @@ def test_kwargs_reach_the_template(value: str, opened: str) -> None:
     assert found.prompt_ids.tolist() == tokenizer.apply_chat_template(
         [said("user", "Hi")], add_generation_prompt=True, enable_thinking=value == "true")["input_ids"]
     assert supervised_text(tokenizer, found) == "Yes<|end|>"
-    assert [finding.name for finding in look_at_template(renderer)] == (["generation_prompt_adds"] if opened else [])
+    assert [finding.name for finding in find_in_template(renderer)] == (["generation_prompt_adds"] if opened else [])
 
 
 def test_all_turns_need_a_template_that_does_not_change_them() -> None:
@@ -164,22 +164,22 @@ def test_a_template_without_markers_gets_derived_spans() -> None:
     assert tokenizer.decode(found.prompt_ids.tolist()) == "user> Hi\n"
     assert supervised_text(tokenizer, found) == "assistant> Yes<|eos|>"
     assert found.notes == {"eos_added"}
-    assert [finding.name for finding in look_at_template(renderer)] == ["no_generation_prompt"]
+    assert [finding.name for finding in find_in_template(renderer)] == ["no_generation_prompt"]
 
 
 def test_odd_templates_are_noticed() -> None:
     """T1: two BOS; tokens that the tokenizer does not know."""
     twice = Renderer(build_tokenizer(chat_template="{{ bos_token }}{{ bos_token }}" + CHATML), LIMITS)
-    assert [(finding.name, finding.severity) for finding in look_at_template(twice)] == [("two_bos", "warning")]
+    assert [(finding.name, finding.severity) for finding in find_in_template(twice)] == [("two_bos", "warning")]
     every_turn = Renderer(build_tokenizer(bos_token="<|user|>", chat_template=(
         "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|user|>{% endif %}")), LIMITS)
-    assert "two_bos" not in [finding.name for finding in look_at_template(every_turn)]
+    assert "two_bos" not in [finding.name for finding in find_in_template(every_turn)]
     foreign = Renderer(build_tokenizer(chat_template=template_text("chatml")), LIMITS)
-    finding, = look_at_template(foreign)
+    finding, = find_in_template(foreign)
     assert finding.name == "template_tokens"
     assert "<|im_end|>, <|im_start|>" in finding.text
-    assert look_at_template(Renderer(build_tokenizer(chat_template=None), LIMITS)) == []
+    assert find_in_template(Renderer(build_tokenizer(chat_template=None), LIMITS)) == []
 
 
 @pytest.mark.parametrize("prompt", ["Be brief.", "", "say <|end|>"])

@@ -9,7 +9,7 @@ from tropism.errors import UsageError
 from tropism.methods import Method
 from tropism.methods.build import build_method
 from tropism.observe.metrics import METRICS, direction
-from tropism.train.monitor.early_stopping import DEFAULT_PATIENCE, Rule, Stopper, evaluation_keys, make_rule
+from tropism.train.monitor.early_stopping import DEFAULT_PATIENCE, EarlyStopping, Rule, evaluation_keys, make_rule
 
 
 def method(view: Any = "unpaired", loss: str = "kto") -> Method:
@@ -18,7 +18,7 @@ def method(view: Any = "unpaired", loss: str = "kto") -> Method:
 
 def stops(rule: Rule, values: list[float]) -> int | None:
     """The evaluation, from 0, at which a run would end."""
-    stopper = Stopper(rule)
+    stopper = EarlyStopping(rule)
     return next((place for place, value in enumerate(values) if stopper.see(place, {rule.metric: value})), None)
 
 
@@ -40,10 +40,10 @@ def test_when_a_run_stops(rule: Rule, values: list[float], at: int | None) -> No
 def test_a_resumed_run_stops_at_the_same_step(cut: int) -> None:
     """C1: the state goes through JSON."""
     values, rule = [0.5, 0.7, 0.6, 0.65, 0.66, 0.6], Rule("rewards/auc", 3)
-    before = Stopper(rule)
+    before = EarlyStopping(rule)
     for place, value in enumerate(values[:cut]):
         before.see(place, {"rewards/auc": value})
-    after = Stopper(rule)
+    after = EarlyStopping(rule)
     after.restore(json.loads(json.dumps(before.state())))
     found = [after.see(place, {"rewards/auc": value}) for place, value in enumerate(values) if place >= cut]
     assert [cut + place for place, now in enumerate(found) if now] == [step for step in (4, 5) if step >= cut]
@@ -52,21 +52,21 @@ def test_a_resumed_run_stops_at_the_same_step(cut: int) -> None:
 
 def test_the_state_of_another_metric_says_nothing() -> None:
     """C1: a run that goes on with another metric begins anew, with another patience or delta it goes on counting."""
-    before = Stopper(Rule("loss", 3))
+    before = EarlyStopping(Rule("loss", 3))
     for step, value in enumerate((4.0, 5.0, 6.0)):
         before.see(step, {"loss": value})
-    other = Stopper(Rule("rewards/auc", 3))
+    other = EarlyStopping(Rule("rewards/auc", 3))
     other.restore(before.state())
     assert (other.best, other.without) == (None, 0)
     assert not other.see(3, {"rewards/auc": 0.5})
     assert other.best == 0.5
-    shorter = Stopper(Rule("loss", 2))
+    shorter = EarlyStopping(Rule("loss", 2))
     shorter.restore(before.state())
     assert (shorter.best, shorter.over) == (4.0, True)
 
 
 def test_the_reason_names_metric_step_value_and_patience() -> None:
-    stopper = Stopper(Rule("loss", 2))
+    stopper = EarlyStopping(Rule("loss", 2))
     assert [stopper.see(step, {"loss": value}) for step, value in ((0, 1.0), (10, 0.5), (20, 0.6), (30, 0.7))] == [
         False, False, False, True]
     assert stopper.reason == "loss was best at step 10 (0.5) and not better for 2 evaluations"
@@ -99,7 +99,7 @@ def test_options_that_would_do_nothing_are_refused() -> None:
 def test_an_evaluation_without_the_metric_is_an_error() -> None:
     """K4: an AUC of one class does not exist; step 0 says so, before anything is trained."""
     with pytest.raises(UsageError, match="the evaluation at step 0 does not have it; it has loss"):
-        Stopper(Rule("rewards/auc", 2)).see(0, {"loss": 0.5, "kl": 0.0})
+        EarlyStopping(Rule("rewards/auc", 2)).see(0, {"loss": 0.5, "kl": 0.0})
 
 
 @pytest.mark.parametrize(("view", "loss", "has", "has_not"), [

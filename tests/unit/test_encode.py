@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from helpers import CHATML, build_tokenizer, chat
+from tropism.data.formats.options import FormatOptions
 from tropism.data.load import load_rows
-from tropism.data.options import FormatOptions
 from tropism.data.rows import EncodedRow
 from tropism.data.tokenization import encode
 from tropism.data.tokenization.encode import BlockCache, fingerprint

@@ -15,7 +15,8 @@ from exporting import IDS, filled_run, logits
 from tropism.commands.export import export, weights, write
 from tropism.commands.export.weights import filled, rounded, skeleton
 from tropism.errors import CheckpointError, ModelError, OutputError, OutputExistsError, TropismError, UsageError
-from tropism.model import load
+from tropism.model import load, save
+from tropism.model.source import ModelSource
 from tropism.train.checkpoints import files as checkpoint
 
 
@@ -70,7 +71,7 @@ def test_a_weight_that_does_not_fit_is_refused(value: float, text: str) -> None:
 
 def test_every_weight_is_filled(tiny_model_dir: Path) -> None:
     """S1: none missing, left over or of another size; a tied head needs no name of its own."""
-    config = load.load_config(load.Source.of(str(tiny_model_dir)))
+    config = load.load_config(ModelSource.of(str(tiny_model_dir)))
     model = skeleton(config)
     assert {weight.device.type for weight in model.parameters()} == {"meta"}
     stored = {name: torch.rand(weight.shape) for name, weight in model.named_parameters()}
@@ -255,7 +256,7 @@ def test_whole_or_not_at_all(run: Path, tmp_path: Path, monkeypatch: pytest.Monk
         if what == "interrupted":
             patch.setattr(AutoTokenizer.from_pretrained(run / "model").__class__, "save_pretrained", _interrupt)
         else:
-            patch.setattr(load, "write_model", _lose(load.write_model))
+            patch.setattr(load, "write_model", _lose(save.write_model))
         with pytest.raises(error, match=text):
             export(run, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -10,7 +10,7 @@ from tropism.distributed import World
 from tropism.errors import StoppedEarly, TropismError
 from tropism.observe.manifest import Manifest
 from tropism.observe.rundir import RunDirectory
-from tropism.train.failure import give_up
+from tropism.train.failure import record_failure
 
 GLOO = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3461\nmore"
 
@@ -24,7 +24,7 @@ def test_the_manifest_has_the_sentence_that_is_said(tmp_path: Path, error: BaseE
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     with pytest.raises(TropismError, match=sentence) as raised:
-        give_up(directory, Manifest(directory, {}), error, World(0, size, torch.device("cpu")), 2048, True)
+        record_failure(directory, Manifest(directory, {}), error, World(0, size, torch.device("cpu")), 2048, True)
     found = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert (found["status"], found["error"]) == ("failed", str(raised.value))
 
@@ -43,6 +43,6 @@ def test_a_run_that_was_stopped_says_which_command_goes_on(monkeypatch: pytest.M
     monkeypatch.setattr(World, "on_main", lambda self, action: action())
     world = World(0, size, torch.device("cpu"))
     with pytest.raises(StoppedEarly) as raised:
-        give_up(RunDirectory(Path("RUN")), None, StoppedEarly("it got SIGTERM"), world, 2048, True)
+        record_failure(RunDirectory(Path("RUN")), None, StoppedEarly("it got SIGTERM"), world, 2048, True)
     assert str(raised.value) == (f"stopped: it got SIGTERM. There is no checkpoint yet: {command} begins at step 1, "
                                  "with the scores that are in the store")

@@ -10,10 +10,10 @@ from helpers import chat, row
 from tropism.data.audit import findings
 from tropism.data.audit import layout_savings as savings
 from tropism.data.audit.audit import Audit
-from tropism.data.audit.findings import Finding, by_severity, histogram, leakage, of_rows, refuses
+from tropism.data.audit.findings import Finding, by_severity, find_in_rows, histogram, leakage, refuses
 from tropism.data.audit.layout_savings import layout_savings
-from tropism.data.batching.pack import plant
-from tropism.data.row_facts import Facts
+from tropism.data.batching.pack import build_trees
+from tropism.data.row_facts import RowFacts
 from tropism.data.rows import Dropped, EncodedRow, Reason
 from tropism.data.schedule import Schedule
 from tropism.data.tokenization.render import Renderer
@@ -34,7 +34,7 @@ def many(count: int, lengths: tuple[int, int] = (3, 3)) -> list[EncodedRow]:
 
 def test_nothing_odd() -> None:
     """K3: balanced data without oddities gives facts only, the weights that `auto` chooses among them."""
-    found = of_rows(many(30))
+    found = find_in_rows(many(30))
     assert {finding.severity for finding in found} == {"info"}
     assert by_name(found)["balance"].figures == {"desirable": 30, "undesirable": 30, "auto_desirable_weight": 1.0,
                                                  "auto_undesirable_weight": 1.0}
@@ -44,36 +44,36 @@ def test_nothing_odd() -> None:
 
 def test_balance() -> None:
     """K3, K4: the implied weights; one class alone, and a class that is too small."""
-    found = by_name(of_rows([row([1], [2, 3], desirable=True)] * 3))
+    found = by_name(find_in_rows([row([1], [2, 3], desirable=True)] * 3))
     assert found["one_class"].severity == "warning"
     assert "3 desirable / 0 undesirable" in found["one_class"].text
-    found = by_name(of_rows(many(2)[:3]))
+    found = by_name(find_in_rows(many(2)[:3]))
     assert (found["balance"].severity, found["balance"].figures["auto_undesirable_weight"]) == ("info", 2.0)
     lopsided = [*(row([n], [n, 3], desirable=True) for n in range(50)), row([1], [2, 3], desirable=False)]
-    assert by_name(of_rows(lopsided))["balance"].severity == "notice"
+    assert by_name(find_in_rows(lopsided))["balance"].severity == "notice"
 
 
 def test_left_out() -> None:
     """D3: reasons with counts, and a warning where it is more than a tenth."""
     dropped = [Dropped("f:1", Reason.EMPTY_COMPLETION), Dropped("f:5", Reason.EMPTY_COMPLETION),
                Dropped("f:9", Reason.MISSING_FIELD)]
-    finding = by_name(of_rows(many(2), dropped))["left_out"]
+    finding = by_name(find_in_rows(many(2), dropped))["left_out"]
     assert finding.severity == "warning"
     assert "3 (43 %), 2 empty_completion, 1 missing_field" in finding.text
     assert finding.places == ("f:1", "f:5", "f:9")
-    assert by_name(of_rows(many(30), dropped))["left_out"].severity == "notice"
+    assert by_name(find_in_rows(many(30), dropped))["left_out"].severity == "notice"
 
 
 def test_duplicates_and_conflicts() -> None:
     """DESIGN 6: rows that repeat, completions with both labels, pairs that contradict each other."""
     rows = [row([1], [2, 3], desirable=True, id="f:1"), row([1], [2, 3], desirable=True, id="f:2"),
             row([1], [2, 3], desirable=False, id="f:3"), row([2], [2, 3], desirable=False, id="f:4")]
-    found = by_name(of_rows(rows))
+    found = by_name(find_in_rows(rows))
     assert found["duplicates"].places == ("f:2",)
     assert found["both_labels"].places == ("f:3",)
     assert found["both_labels"].severity == "warning"
     pairs = [row([1], [2, 3], [4, 5], id="f:1"), row([1], [4, 5], [2, 3], id="f:2"), row([2], [4, 5], [2, 3], id="f:3")]
-    found = by_name(of_rows(pairs))
+    found = by_name(find_in_rows(pairs))
     assert found["both_orders"].places == ("f:2",)
     assert "duplicates" not in found
     assert "both_labels" not in found
@@ -81,27 +81,27 @@ def test_duplicates_and_conflicts() -> None:
 
 def test_answers_of_one_token() -> None:
     """D1: an answer of which nothing is left but its end."""
-    assert by_name(of_rows([row([1], [2, 3]), row([1], [1], id="f:2")]))["one_token"].places == ("f:2",)
+    assert by_name(find_in_rows([row([1], [2, 3]), row([1], [1], id="f:2")]))["one_token"].places == ("f:2",)
 
 
 @pytest.mark.parametrize(("lengths", "severity", "auc"), [
     ((9, 3), "warning", 1.0), ((3, 9), "warning", 0.0), ((3, 3), "info", 0.5)])
 def test_length_tells_the_label(lengths: tuple[int, int], severity: str, auc: float) -> None:
-    finding = by_name(of_rows(many(25, lengths)))["length"]
+    finding = by_name(find_in_rows(many(25, lengths)))["length"]
     assert (finding.severity, finding.figures["auc"]) == (severity, auc)
     pairs = [row([n], [n] * lengths[0], [n + 1] * lengths[1]) for n in range(25)]
-    finding = by_name(of_rows(pairs))["length"]
+    finding = by_name(find_in_rows(pairs))["length"]
     assert (finding.severity, finding.figures["auc"]) == (severity, auc)
-    assert "length" not in by_name(of_rows(pairs[:10]))  # too few to say anything
+    assert "length" not in by_name(find_in_rows(pairs[:10]))  # too few to say anything
 
 
 def test_length_auc_counts_ties_as_one_half() -> None:
     """By hand: lengths 1, 2, 3 against 2, 2: (0 + 0.5 + 1) / 3."""
     good = [row([n], [7] * length, desirable=True) for n in range(10) for length in (1, 2, 3)]
     bad = [row([n, n], [7] * 2, desirable=False) for n in range(30)]
-    assert by_name(of_rows([*good, *bad]))["length"].figures["auc"] == pytest.approx(0.5)
+    assert by_name(find_in_rows([*good, *bad]))["length"].figures["auc"] == pytest.approx(0.5)
     good = [row([n], [7] * length, desirable=True) for n in range(10) for length in (2, 2, 3)]
-    assert by_name(of_rows([*good, *bad]))["length"].figures["auc"] == pytest.approx(2 / 3)
+    assert by_name(find_in_rows([*good, *bad]))["length"].figures["auc"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("text", [
@@ -120,28 +120,28 @@ def test_label_that_is_tied_to_refusals() -> None:
     """By class, where somebody reads the ids; not at all where nobody does."""
     said = {7: "Sure!", 8: "I'm sorry, no."}
     rows = [row([n], [8 if n % 2 else 7, 3], desirable=n % 2 == 0, id=f"f:{n + 1}") for n in range(60)]
-    finding = by_name(of_rows(rows, decode=lambda ids: said[ids[0]]))["refusals"]
+    finding = by_name(find_in_rows(rows, decode=lambda ids: said[ids[0]]))["refusals"]
     assert finding.severity == "warning"
     assert finding.figures == {"desirable": 0.0, "undesirable": 1.0}
     assert "learn to refuse less" in finding.text
-    assert "refusals" not in by_name(of_rows(rows))
+    assert "refusals" not in by_name(find_in_rows(rows))
     singles = [row([n], [8 if n == 3 else 7, 3], id=f"f:{n}") for n in range(10)]
-    finding = by_name(of_rows(singles, decode=lambda ids: said[ids[0]]))["refusals"]
+    finding = by_name(find_in_rows(singles, decode=lambda ids: said[ids[0]]))["refusals"]
     assert (finding.severity, finding.places) == ("info", ("f:3",))
 
 
 def test_one_source_dominates_and_tells_the_label() -> None:
     rows = many(30)
-    found = by_name(of_rows(rows, origins={"source": ["gold" if r.desirable else "bot" for r in rows]}))
+    found = by_name(find_in_rows(rows, origins={"source": ["gold" if r.desirable else "bot" for r in rows]}))
     assert found["label_from_source"].severity == "warning"
     assert found["label_from_source"].figures["told"] == 1.0
     assert "dominated_by_source" not in found
     voters = {"annotator": ["1" if n % 10 else "2" for n in range(60)], "source": ["one"] * 60}
-    found = by_name(of_rows(rows, origins=voters))
+    found = by_name(find_in_rows(rows, origins=voters))
     assert "90 % of the rows have annotator '1'" in found["dominated_by_annotator"].text
     assert "label_from_annotator" not in found
     each = {"user_id": [str(n) for n in range(60)], "rater": [None] * 60}  # every value once; no plain value
-    assert not [name for name in by_name(of_rows(rows, origins=each)) if "user_id" in name or "rater" in name]
+    assert not [name for name in by_name(find_in_rows(rows, origins=each)) if "user_id" in name or "rater" in name]
 
 
 def test_leakage() -> None:
@@ -198,7 +198,7 @@ def test_layouts_are_counted_as_they_are_planted(count: int, sides: int) -> None
     for group, name in ((False, "tree_tokens"), (True, "grouped_tokens")):
         plan = Schedule(prompts, 8, 0, group_prompts=group)
         assert figures[name] == sum(planted.tree.tokens for step in range(1, plan.total_steps + 1)
-                                    for planted in plant(rows, plan.step(step)))
+                                    for planted in build_trees(rows, plan.step(step)))
 
 
 def test_layouts_of_many_rows_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_warnings_come_first() -> None:
 
 
 def test_no_rows() -> None:
-    assert of_rows([]) == []
+    assert find_in_rows([]) == []
 
 
 # --- many rows --------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Table(Sequence[EncodedRow]):
         self.count, self.paired, self.touched = count, paired, 0
         numbers = np.arange(count, dtype=np.uint64)
         first, second = numbers % 5 + 2, (numbers % 3 + 2) * paired
-        self.facts = Facts(
+        self.facts = RowFacts(
             prompt=numbers // 2, prompt_tokens=np.full(count, 3),
             completion=np.stack([2 * numbers + 1, (2 * numbers + 2) * paired], axis=1),
             tokens=np.stack([first, second], axis=1), learned=np.stack([first, second], axis=1),
@@ -292,6 +292,6 @@ def test_refusals_among_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The share is that of the answers that were read, and the text says how many these are."""
     monkeypatch.setattr(findings, "_READ", 30)
     rows = [row([n], [n % 3, 3]) for n in range(90)]
-    found = by_name(of_rows(rows, decode=lambda ids: "I'm sorry" if ids[0] == 0 else "Sure"))["refusals"]
+    found = by_name(find_in_rows(rows, decode=lambda ids: "I'm sorry" if ids[0] == 0 else "Sure"))["refusals"]
     assert found.figures["chosen"] == 1.0  # every third row
     assert found.text == "answers that open with a refusal: 30 (100 %), going by 30 of 90 answers, evenly spread"

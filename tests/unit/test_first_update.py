@@ -6,7 +6,7 @@ from torch import nn
 
 from tropism.errors import NothingLearntError
 from tropism.observe.metrics import Tally
-from tropism.train.monitor.first_update import FirstStep, snapshot
+from tropism.train.monitor.first_update import FirstUpdate, snapshot
 from tropism.train.step import StepOutcome
 
 YES, NO, NORM = torch.tensor(True), torch.tensor(False), torch.tensor(0.5)
@@ -25,14 +25,14 @@ def model() -> nn.Module:
 
 def test_a_step_that_changes_nothing_is_an_error_with_counts() -> None:
     """N4."""
-    first = FirstStep(model())
+    first = FirstUpdate(model())
     with pytest.raises(NothingLearntError) as error:
         first.look(outcome(1e-6, YES, NORM))
     assert "28 of 49 weights in 2 tensors" in str(error.value)
     assert "head" in str(error.value)
     assert "rounding of float32" in str(error.value)
     with pytest.raises(NothingLearntError, match="gradient is exactly 0"):
-        FirstStep(model()).look(outcome(1e-6, YES, torch.tensor(0.0)))
+        FirstUpdate(model()).look(outcome(1e-6, YES, torch.tensor(0.0)))
 
 
 @pytest.mark.parametrize(("norm", "size", "allowed"), [
@@ -41,7 +41,7 @@ def test_where_the_loss_is_zero_there_is_nothing_to_learn(norm: float, size: flo
     """N4: a student that is its teacher stays as it is; a loss above 0 without a gradient is an error still."""
     done = outcome(1e-3, YES, torch.tensor(norm))
     done.size = torch.tensor(size)
-    first = FirstStep(model())
+    first = FirstUpdate(model())
     if allowed:
         first.look(done)
         assert first.done
@@ -53,7 +53,7 @@ def test_where_the_loss_is_zero_there_is_nothing_to_learn(norm: float, size: flo
 def test_a_rate_of_zero_and_a_step_left_out_say_nothing() -> None:
     """N4: a rate of 0 is allowed; the next step is looked at."""
     module = model()
-    first = FirstStep(module)
+    first = FirstUpdate(module)
     first.look(outcome(0.0, YES, NORM))
     first.look(outcome(1e-3, NO, NORM))
     assert not first.done
@@ -78,7 +78,7 @@ def test_an_adamw_step_at_a_small_rate_changes_float32_weights() -> None:
     """N3, N4: 5e-6 is far above the rounding of weights of size 0.02 to 1."""
     module = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(module.parameters(), lr=5e-6)
-    first = FirstStep(module)
+    first = FirstUpdate(module)
     module(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     first.look(outcome(5e-6, YES, NORM))
@@ -86,5 +86,5 @@ def test_an_adamw_step_at_a_small_rate_changes_float32_weights() -> None:
 
 
 def test_a_run_that_goes_on_does_not_look_again() -> None:
-    first = FirstStep(model(), done=True)
+    first = FirstUpdate(model(), done=True)
     first.look(outcome(1.0, YES, NORM))

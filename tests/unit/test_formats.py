@@ -6,7 +6,7 @@ import pytest
 
 from helpers import case_rows, expected
 from tropism.data.formats import FORMATS, Reading, View, recognise, understand
-from tropism.data.options import FormatOptions
+from tropism.data.formats.options import FormatOptions
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
 

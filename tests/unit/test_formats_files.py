@@ -7,8 +7,8 @@ import pytest
 
 from formats_made import KINDS, MADE, write
 from tropism.data.formats import FORMATS
+from tropism.data.formats.options import FormatOptions
 from tropism.data.load import load_rows, view_of_source
-from tropism.data.options import FormatOptions
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
 

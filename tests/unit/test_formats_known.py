@@ -6,8 +6,8 @@ from typing import Any, get_args
 import pytest
 
 from tropism.data.formats import FORMATS, View, pair_by_prompt, recognise, understand, view_of
+from tropism.data.formats.options import FormatName, FormatOptions
 from tropism.data.formats.recognise import renamed
-from tropism.data.options import FormatName, FormatOptions
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tropism.data.formats.options import FormatOptions
 from tropism.data.load import load_rows, view_of_source
-from tropism.data.options import FormatOptions
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
 from tropism.errors import DataError

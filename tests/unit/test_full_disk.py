@@ -16,7 +16,7 @@ import torch
 from tropism.commands.inspect import _write as write_page
 from tropism.commands.scoring.scores import write, write_figures
 from tropism.errors import OutputError
-from tropism.model import load
+from tropism.model import save
 from tropism.observe.files import append_line, write_whole
 from tropism.observe.lock import owned
 from tropism.observe.rundir import RunDirectory
@@ -115,7 +115,7 @@ def test_a_model_that_does_not_fit_leaves_nothing_behind(small_disk: Path, tiny_
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     fill(small_disk, 64 * 1024)
     with pytest.raises(OutputError, match=r"the model could not be written.*bytes are needed"):
-        load.export(model, tokenizer, small_disk / "model", torch.float32, [2])
+        save.export(model, tokenizer, small_disk / "model", torch.float32, [2])
     assert content(small_disk) == {}
     assert not (small_disk / ".model.partial").exists()
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from helpers import case_yaml, expected
-from tropism.data.mismatch import partners
+from tropism.data.batching.pack import partners
 from tropism.losses import Scored
 from tropism.losses.pairwise import sigmoid
 from tropism.losses.unpaired import kto
-from tropism.train.step import pool, reference_moments
+from tropism.train.step_statistics import pool, reference_moments
 
 BETA, DESIRABLE_WEIGHT, UNDESIRABLE_WEIGHT = 0.1, 1.0, 1.33
 LABELS = [True, False, True, True, False, False]

@@ -12,13 +12,13 @@ from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion
 from tropism.losses import Scored
 from tropism.losses.transport import partners
-from tropism.methods import LOSSES, Method, Units, Wide
+from tropism.methods import LOSSES, Method, StepInputs, Units
 from tropism.methods.build import build_method
 
 LABELS = [True, False, True, True, False, False]
 LOGRATIOS = [2.0, -3.0, 4.0, -1.5, 5.0, -0.5]
 LN2 = math.log(2)
-NOTHING = Wide()
+NOTHING = StepInputs()
 
 
 def doubles(*values: float) -> Tensor:
@@ -51,7 +51,8 @@ def one_pair(reference: bool = True) -> tuple[Scored, Units]:
     return scored, Units(torch.tensor([[0, 1]]), None)
 
 
-def means_of(method: Method, scored: Scored, units: Units, wide: Wide = NOTHING, **changes: Any) -> dict[str, float]:
+def means_of(method: Method, scored: Scored, units: Units, wide: StepInputs = NOTHING,
+             **changes: Any) -> dict[str, float]:
     """The record that one pack makes."""
     count = len(units.members)
     counts = changes.get("counts", (count,) * len(method.terms))
@@ -76,7 +77,7 @@ def test_each_term_has_its_own_options_and_inputs_from_the_step() -> None:
     """L2, L3: a mixture is the losses side by side, in their order."""
     scored, units = one_pair()
     mixed = method_of("paired", "simpo,ipo,aot,sft", beta=0.1, simpo_gamma=0.25)
-    wide = Wide(partner=doubles(2.5))
+    wide = StepInputs(partner=doubles(2.5))
     alone = [method_of("paired", "simpo", beta=0.1, simpo_gamma=0.25), method_of("paired", "ipo"),
              method_of("paired", "aot")]
     wanted = [method.losses(scored, units, wide)[0] for method in alone]
@@ -88,7 +89,7 @@ def test_each_term_has_its_own_options_and_inputs_from_the_step() -> None:
 def test_likelihood_of_unpaired_data_is_that_of_desirable_completions() -> None:
     """L1: an undesirable completion is not imitated, and gets no gradient from the term."""
     scored, units = fixture([0, 1, 3])
-    _, likelihood = method_of("unpaired", "kto,sft").losses(scored, units, Wide(reference_point=doubles(0.0)[0]))
+    _, likelihood = method_of("unpaired", "kto,sft").losses(scored, units, StepInputs(reference_point=doubles(0.0)[0]))
     assert likelihood.tolist() == [18.0, 0.0, 36.5]
     gradient, = torch.autograd.grad(likelihood.sum(), scored.logps)
     assert gradient.tolist() == [-1.0, 0.0, -1.0]
@@ -243,7 +244,7 @@ def test_first_step_values(view: Any, name: str, change: dict[str, Any]) -> None
     same = -40 * torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     scored = Scored(same, same.clone(), torch.arange(1, 13))
     zero, margins = nothing(1)[0], same[:6] - same[6:]
-    wide = Wide(zero, zero, partners(margins, margins), nothing(6), nothing(6))
+    wide = StepInputs(zero, zero, partners(margins, margins), nothing(6), nothing(6))
     pairs = torch.stack((torch.arange(6), torch.arange(6, 12)), dim=1)
     units = (Units(torch.cat((pairs, pairs), 1), None) if view == "paired"
              else Units(torch.arange(6)[:, None], torch.tensor(labels)))
@@ -307,7 +308,7 @@ def test_rewards_within_rounding_are_ties() -> None:
 def test_kto_metrics_count_each_class() -> None:
     """K4: rewards of case A by class are 0.15 and 0.05; an absent class is absent from the record."""
     method = method_of("unpaired", "kto", undesirable_weight=1.33)
-    wide = Wide(reference_point=doubles(0.5)[0])
+    wide = StepInputs(reference_point=doubles(0.5)[0])
     means = means_of(method, *fixture(list(range(6))), wide)
     assert means.keys() == {*method.metric_keys, "rewards/margins"}
     assert means["loss"] == pytest.approx(0.569918842, abs=1e-9)

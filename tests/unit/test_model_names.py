@@ -9,8 +9,10 @@ import torch
 from tropism.distributed import World
 from tropism.errors import ModelError, TropismError, UsageError
 from tropism.model import load
+from tropism.model import source as model_source
 from tropism.model.options import LoraOptions
-from tropism.train.setup.policy import Start
+from tropism.model.source import ModelSource
+from tropism.train.setup.policy import PolicyBuilder
 
 
 def test_a_run_is_no_model(tmp_path: Path) -> None:
@@ -19,17 +21,17 @@ def test_a_run_is_no_model(tmp_path: Path) -> None:
     run.mkdir()
     (run / "manifest.json").write_text("{}")
     with pytest.raises(ModelError, match=r"run: is a run; it has no result yet"):
-        load.Source.of(str(run))
+        ModelSource.of(str(run))
     (run / "model").mkdir()
     with pytest.raises(ModelError, match=f"run: is a run; name its result: {run / 'model'}"):
-        load.Source.of(str(run))
+        ModelSource.of(str(run))
 
 
 def test_where_an_adapter_should_be(tmp_path: Path, tiny_model_dir: Path) -> None:
     """X1: a directory that is not there, one without an adapter, and a run, which has one."""
     def refused(match: str, path: Path) -> None:
         with pytest.raises(UsageError, match=match):
-            Start.of(load.Source.of(str(tiny_model_dir)), LoraOptions(adapter=str(path)), None,
+            PolicyBuilder.of(ModelSource.of(str(tiny_model_dir)), LoraOptions(adapter=str(path)), None,
                      World(0, 1, torch.device("cpu")))
 
     refused(f"adapter {tmp_path}/nowhere: no such directory$", tmp_path / "nowhere")
@@ -44,10 +46,10 @@ def test_a_mistyped_path_is_said_before_the_hub_is_asked(tmp_path: Path, monkeyp
     """X1: `runs/nothing` beside `runs` may be a hub id, and is taken for one; `owner/name` says nothing."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    load._say_missing.cache_clear()
+    model_source._say_missing.cache_clear()
     for _ in range(2):
-        assert load.Source.of("owner/name").name == "owner/name"
-        source = load.Source.of("runs/nothing")
+        assert ModelSource.of("owner/name").name == "owner/name"
+        source = ModelSource.of("runs/nothing")
     assert capsys.readouterr().out == (
         "note: runs/nothing: no such directory, though runs is one; looked for as a hub id (owner/name)\n")
 

@@ -30,7 +30,7 @@ from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.layout_check import choose_layout
 from tropism.model.moe_router import Experts, Routed, balance_loss, check_option, load, probabilities
 from tropism.observe.metrics import Tally
-from tropism.train.router_loss import Balance, build_balance, token_weights
+from tropism.train.router_loss import RouterLoss, build_router_loss, token_weights
 from tropism.train.setup.models import turned_off
 from tropism.train.step_packs import Pack
 from unit.test_collate import sequences, trees, visible_path
@@ -170,7 +170,7 @@ def without_float32(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)
 
 
-def step_gradient(model: LanguageModel, balance: Balance, packs: Sequence[Pack]) -> tuple[Tensor, dict[str, float]]:
+def step_gradient(model: LanguageModel, balance: RouterLoss, packs: Sequence[Pack]) -> tuple[Tensor, dict[str, float]]:
     """Gradient of the weighted load-balancing loss of a step of one rank, and its tally."""
     model.module.zero_grad()
     tally = Tally()
@@ -196,7 +196,7 @@ def test_tree_and_padded_layout_agree(family: str, tied: bool, monkeypatch: pyte
     found = []
     for layout in ("tree", "padded"):
         model = LanguageModel(module, layout, "fp64", CPU)
-        balance = build_balance(0.5, model, FOREST)
+        balance = build_router_loss(0.5, model, FOREST)
         assert balance is not None
         together = pack_of(FOREST, [*rows[0], [3], [4], [4]], layout)
         empty = pack_of([], [], layout)
@@ -279,10 +279,10 @@ def test_refusals_name_the_option() -> None:
         patched.setattr(gate, "forward", lambda self, states: (told(self, states)[0].softmax(-1),
                                                                *told(self, states)[1:]))
         with pytest.raises(ModelError, match=r"^router_aux_weight: .* probabilities already"):
-            build_balance(0.1, LanguageModel(module, "tree", "fp64", CPU), FOREST)
+            build_router_loss(0.1, LanguageModel(module, "tree", "fp64", CPU), FOREST)
     module.config.num_local_experts = 3
     with pytest.raises(ModelError, match=r"^router_aux_weight: .* \(13, 4\), not one for each token and expert"):
-        build_balance(0.1, LanguageModel(module, "tree", "fp64", CPU), FOREST)
+        build_router_loss(0.1, LanguageModel(module, "tree", "fp64", CPU), FOREST)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,8 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import row, tree
-from tropism.data.batching.pack import cost, fill, mismatch, plant, scoring_packs, share, size
-from tropism.data.mismatch import partners
+from tropism.data.batching.pack import build_trees, cost, first_fit, mismatch, partners, scoring_packs, share, size
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion, PromptTree, score_key
 
@@ -31,7 +30,7 @@ def test_plant_loses_and_splits_nothing(rows: list[EncodedRow], random) -> None:
     """L1: every row is in one tree, and its members are its own completions, in its order."""
     indices = list(range(len(rows)))
     random.shuffle(indices)
-    planted = plant(rows, indices)
+    planted = build_trees(rows, indices)
     assert sorted(index for entry in planted for index in entry.rows) == sorted(indices)
     for entry in planted:
         for index, members in zip(entry.rows, entry.members, strict=True):
@@ -42,7 +41,7 @@ def test_plant_loses_and_splits_nothing(rows: list[EncodedRow], random) -> None:
 @given(ROWS)
 def test_plant_computes_each_prompt_and_completion_once(rows: list[EncodedRow]) -> None:
     """DESIGN, Rows and steps: equal prompts share a tree, equal completions of it are one, and no other is there."""
-    planted = plant(rows, range(len(rows)))
+    planted = build_trees(rows, range(len(rows)))
     found = [flat(entry.tree, completion) for entry in planted for completion in entry.tree.completions]
     assert len({tuple(entry.tree.prompt_ids.tolist()) for entry in planted}) == len(planted)
     assert Counter(found) == dict.fromkeys({flat(r, completion) for r in rows for completion in r.completions}, 1)
@@ -52,7 +51,7 @@ def test_duplicates_count_though_computed_once() -> None:
     """DESIGN, Rows and steps: three equal rows are one completion with three members."""
     rows = [row([1, 2], [3, 4], desirable=True), row([1, 2], [3, 4], desirable=False),
             row([1, 2], [5], desirable=True), row([1, 2], [3, 4], desirable=True)]
-    (entry,) = plant(rows, [0, 1, 2, 3])
+    (entry,) = build_trees(rows, [0, 1, 2, 3])
     assert len(entry.tree.completions) == 2
     assert entry.members == ((0,), (0,), (1,), (0,))
     assert entry.tree.tokens == 2 + 1 + 0
@@ -64,7 +63,7 @@ def test_equal_ids_with_other_masks_are_other_completions() -> None:
     last = Completion(ids.ids, ids.loss_mask & [False, False, True])
     rows = [row([1], [3, 4, 5], desirable=True), row([1], [3, 4, 5], desirable=True)]
     rows[1] = EncodedRow("x", "x", rows[1].prompt_ids, (last,), True, b"")
-    (entry,) = plant(rows, [0, 1])
+    (entry,) = build_trees(rows, [0, 1])
     assert entry.members == ((0,), (1,))
     assert [completion.length for completion in entry.tree.completions] == [3, 1]
 
@@ -94,7 +93,7 @@ def test_mismatched_trees_hold_each_partner_as_often_as_it_is_one(
 def test_mismatched_trees_stand_in_the_order_of_the_trees(rows: list[EncodedRow]) -> None:
     """A tree and its mismatched tree go to the same rank: they are found by their position."""
     indices = range(len(rows))
-    planted, partnered = plant(rows, indices), mismatch(rows, indices, LONGEST)
+    planted, partnered = build_trees(rows, indices), mismatch(rows, indices, LONGEST)
     assert [entry.tree.prompt_ids.tolist() for entry in planted] == [
         entry.tree.prompt_ids.tolist() for entry in partnered]
 
@@ -124,7 +123,7 @@ def test_partners_that_came_with_the_rows_are_taken() -> None:
         [[7, 8], [6]], [[7, 8, 9]]]
     assert [entry.counts for entry in found] == [(2, 1), (1,)]
     assert [entry.tree.prompt_ids.tolist() for entry in found] == [
-        entry.tree.prompt_ids.tolist() for entry in plant(rows, range(4))]
+        entry.tree.prompt_ids.tolist() for entry in build_trees(rows, range(4))]
 
 
 def test_given_partners_need_no_second_prompt() -> None:
@@ -159,7 +158,7 @@ SIZES = st.lists(st.integers(1, 30), max_size=40)
 @example([40, 1, 39], 40)
 def test_packs_hold_everything_within_the_budget(sizes: list[int], budget: int) -> None:
     """DESIGN, Rows and steps: a tree is in one pack; only a single tree may exceed the budget."""
-    packs = fill(sizes, budget)
+    packs = first_fit(sizes, budget)
     assert sorted(index for pack in packs for index in pack) == list(range(len(sizes)))
     for pack in packs:
         assert pack == sorted(pack)
@@ -169,7 +168,7 @@ def test_packs_hold_everything_within_the_budget(sizes: list[int], budget: int) 
 @given(SIZES, st.integers(1, 40))
 def test_packs_are_not_wasteful(sizes: list[int], budget: int) -> None:
     """First fit: no two packs could be one, so at most twice as many as needed."""
-    fills = sorted(sum(sizes[index] for index in pack) for pack in fill(sizes, budget))
+    fills = sorted(sum(sizes[index] for index in pack) for pack in first_fit(sizes, budget))
     assert len(fills) < 2 or fills[0] + fills[1] > budget
 
 
@@ -186,9 +185,9 @@ def test_shares_are_complete_and_balanced(sizes: list[int], ranks: int) -> None:
 def test_share_and_fill_are_pure() -> None:
     """C1: ties are broken by position, so that every rank comes to the same shares."""
     assert share([2.0, 2.0, 2.0, 1.0], 2) == [[0, 2], [1, 3]]
-    assert fill([3, 3, 3, 3], 6) == [[0, 1], [2, 3]]
+    assert first_fit([3, 3, 3, 3], 6) == [[0, 1], [2, 3]]
     assert share([], 3) == [[], [], []]
-    assert fill([], 5) == []
+    assert first_fit([], 5) == []
 
 
 def test_size_by_layout() -> None:
@@ -279,6 +278,6 @@ class Counted(int):
 def test_packing_does_not_try_each_tree_in_each_pack() -> None:
     """A million rows must not take hours: the work for one tree grows like a logarithm of their number."""
     Counted.comparisons = 0
-    packs = fill([Counted(100 + i % 900) for i in range(20_000)], 2048)
+    packs = first_fit([Counted(100 + i % 900) for i in range(20_000)], 2048)
     assert sum(map(len, packs)) == 20_000
     assert 20_000 < Counted.comparisons < 20_000 * 40

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from helpers import chat, row
-from tropism.data.row_facts import Facts, facts_of, first_of, groups, key_number, prompt_hash, spread
+from tropism.data.row_facts import RowFacts, facts_of, first_of, groups, key_number, prompt_hash, spread
 from tropism.data.rows import EncodedRow
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
@@ -76,9 +76,9 @@ def test_columns_are_of_one_length_and_wide() -> None:
     good = {"prompt": [1, 2], "prompt_tokens": np.array([60_000, 1], np.int32), "completion": [[1, 2], [3, 4]],
             "tokens": np.array([[60_000, 9]] * 2, np.uint16), "learned": [[1, 1]] * 2, "desirable": [-1, -1],
             "split": [1, 2], "notes": {}}
-    assert (Facts(**good).prompt_tokens * Facts(**good).tokens[:, 0]).tolist() == [3_600_000_000, 60_000]
+    assert (RowFacts(**good).prompt_tokens * RowFacts(**good).tokens[:, 0]).tolist() == [3_600_000_000, 60_000]
     with pytest.raises(ValueError, match=r"tokens has shape \(2,\), not \(2, 2\)"):
-        Facts(**good | {"tokens": [1, 2]})
+        RowFacts(**good | {"tokens": [1, 2]})
 
 
 def test_no_rows() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tropism.data import row_table as table
-from tropism.data.row_facts import Facts, facts_of
+from tropism.data.row_facts import RowFacts, facts_of
 from tropism.data.row_table import Block, RowTable, TableBuilder
 from tropism.data.rows import Dropped, EncodedRow, Reason
 from tropism.data.split import split_by_prompt
@@ -62,7 +62,7 @@ def build(groups: list, label: bool | None = None, through: Path | None = None) 
     return builder.table()
 
 
-def assert_same_facts(ours: Facts, theirs: Facts) -> None:
+def assert_same_facts(ours: RowFacts, theirs: RowFacts) -> None:
     for name in ("prompt", "prompt_tokens", "completion", "tokens", "learned", "desirable", "split"):
         assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
     assert ours.notes.keys() == theirs.notes.keys()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers import tree
-from tropism.data.batching.pack import plant
+from tropism.data.batching.pack import build_trees
 from tropism.data.rows_from_trees import rows_of_trees
 from tropism.data.tree import Completion, token_ids
 from tropism.errors import DataError
@@ -52,7 +52,7 @@ def test_rows_of_a_tree_share_it_again() -> None:
     rows = rows_of_trees([(THREE, [False, True, False]), (ONE, [True])], "unpaired")
     assert len({row.id for row in rows}) == 4
     assert rows[0].split_key == rows[1].split_key != rows[3].split_key
-    planted = plant(rows, [0, 1, 2, 3])
+    planted = build_trees(rows, [0, 1, 2, 3])
     assert [entry.rows for entry in planted] == [(0, 1, 2), (3,)]
     assert [len(entry.tree.completions) for entry in planted] == [3, 1]
 

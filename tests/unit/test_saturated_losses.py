@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tropism.losses.scored import Scored
-from tropism.methods import LOSSES, Units, Wide
+from tropism.methods import LOSSES, StepInputs, Units
 from tropism.methods.build import build_method
 
 EDGE = 6.9068  # sigmoid(6.9068) = 0.999
@@ -24,7 +24,7 @@ def shown(view: Any, values: list[float], labels: list[bool], **options: Any) ->
     scored = Scored(flat, torch.full_like(flat, -40.0), torch.ones(len(flat), dtype=torch.int64))
     units = Units(torch.arange(len(flat)).reshape(-1, width), None if width == 2 else torch.tensor(labels))
     zero = torch.zeros((), dtype=torch.float64)
-    losses = method.losses(scored, units, Wide(zero, zero))
+    losses = method.losses(scored, units, StepInputs(zero, zero))
     slopes, = torch.autograd.grad(losses[0].sum(), flat)
     found = method.metrics(scored, units, losses, method.counts([]) or (1,), torch.zeros_like(flat)).get("saturated")
     return (None if found is None else float(found[0])), slopes.reshape(-1, width)[:, 0].abs() / method.beta

@@ -6,7 +6,7 @@ import torch
 from tropism.distributed import World, connect
 from tropism.errors import UsageError
 from tropism.train.options import ParallelOptions
-from tropism.train.setup.parallel import spread, unfit
+from tropism.train.setup.parallel import parallelize, unusable_sizes
 
 
 @pytest.mark.parametrize(("options", "world", "sizes"), [
@@ -28,7 +28,7 @@ def test_sizes_that_do_not_come_out_are_named(options: dict[str, int], world: in
 
 
 @pytest.mark.parametrize(("options", "whole", "learns", "sentence"), [
-    ({"offload": True}, "", True, "parallel.offload needs weights that are spread"),
+    ({"offload": True}, "", True, "parallel.offload needs weights that are parallelize"),
     ({"reduce_once": True}, "", True, "parallel.reduce_once has no effect"),
     ({"shard": 2}, "a module stays whole", True, "parallel.shard: a module stays whole"),
     ({"tensor": 2}, "a module stays whole", True, "parallel.tensor: a module stays whole"),
@@ -37,7 +37,7 @@ def test_sizes_that_do_not_come_out_are_named(options: dict[str, int], world: in
 def test_options_without_effect_are_refused(options: dict[str, int], whole: str, learns: bool, sentence: str) -> None:
     """L3."""
     with pytest.raises(UsageError, match=sentence):
-        spread(World(0, 1, torch.device("cpu")), ParallelOptions(**options), whole, learns)
+        parallelize(World(0, 1, torch.device("cpu")), ParallelOptions(**options), whole, learns)
 
 
 @pytest.mark.parametrize(("recorded", "given", "count", "left_out"), [
@@ -52,7 +52,7 @@ def test_options_without_effect_are_refused(options: dict[str, int], whole: str,
 def test_as_few_recorded_options_as_can_be_are_left_out(recorded: dict[str, int], given: dict[str, int], count: int,
                                                         left_out: list[str]) -> None:
     """C2: what one number of processes saved another goes on from."""
-    assert unfit(recorded, given, count) == left_out
+    assert unusable_sizes(recorded, given, count) == left_out
 
 
 @pytest.mark.parametrize(("variables", "sentence"), [

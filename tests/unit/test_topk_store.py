@@ -15,7 +15,7 @@ from tropism.cli.app import main
 from tropism.errors import OutputError, ReferenceMismatchError
 from tropism.train.frozen import topk_store as topk
 from tropism.train.frozen.score_store import ScoreStore, clean, entries
-from tropism.train.frozen.topk_store import Entry, TopKStore, bytes_per_token
+from tropism.train.frozen.topk_store import TopkEntry, TopKStore, bytes_per_token
 
 NAME = "0123456789abcdef" * 2
 K = 3
@@ -25,7 +25,8 @@ def key(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def entry(number: int, tokens: int | None = None, k: int = K, dtype: Any = np.float32, vocabulary: int = 50) -> Entry:
+def entry(number: int, tokens: int | None = None, k: int = K, dtype: Any = np.float32,
+          vocabulary: int = 50) -> TopkEntry:
     """What a teacher might say of a completion: `k` distinct tokens by falling probability, and the rest."""
     generator = np.random.default_rng(number)
     logits = generator.normal(size=(tokens or 1 + number % 4, vocabulary))
@@ -174,24 +175,24 @@ def test_a_renamed_file_is_damaged(tmp_path: Path) -> None:
     assert store_at(tmp_path).damaged == [other]
 
 
-def _cut_short(ids: Any, logps: Any, tail: Any) -> Entry:
+def _cut_short(ids: Any, logps: Any, tail: Any) -> TopkEntry:
     return ids, logps, np.full_like(tail, -50.0)
 
 
-def _renormalised(ids: Any, logps: Any, tail: Any) -> Entry:
+def _renormalised(ids: Any, logps: Any, tail: Any) -> TopkEntry:
     return ids, logps - np.log(np.exp(logps).sum(-1, keepdims=True)), tail
 
 
-def _of_logits(ids: Any, logps: Any, tail: Any) -> Entry:
+def _of_logits(ids: Any, logps: Any, tail: Any) -> TopkEntry:
     return ids, logps + 1.0, tail
 
 
-def _not_a_number(ids: Any, logps: Any, tail: Any) -> Entry:
+def _not_a_number(ids: Any, logps: Any, tail: Any) -> TopkEntry:
     return ids, logps, np.where(np.arange(len(tail)) == 0, np.nan, tail).astype(tail.dtype)
 
 
 @pytest.mark.parametrize("spoil", [_cut_short, _renormalised, _of_logits, _not_a_number])
-def test_what_no_teacher_says_stops_the_run(tmp_path: Path, spoil: Callable[..., Entry]) -> None:
+def test_what_no_teacher_says_stops_the_run(tmp_path: Path, spoil: Callable[..., TopkEntry]) -> None:
     """R4, L4: an intact file of probabilities that do not add up to 1 is an error, with the remedy."""
     store_at(tmp_path).add({key(0): entry(0), key(1): spoil(*entry(1))}, 50)
     with pytest.raises(ReferenceMismatchError, match="do not add up to 1") as caught:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers import row, tree
 from tropism.data.batching.collate import collate, collate_leaves
-from tropism.data.batching.pack import plant
+from tropism.data.batching.pack import build_trees
 from tropism.data.tree import Completion, PromptTree
 from tropism.model.language_model import LanguageModel
 
@@ -88,7 +88,7 @@ def test_carriers_hold_what_they_carry_and_nothing_twice(forks: list[Completion]
 def test_beginnings_cost_nothing() -> None:
     """Promise 2: a pair with the beginnings of both sides is packed as large as the pair alone."""
     pair = row([1, 2, 3], [4, 5, 6, 7], [8, 9])
-    (plain,), (longer,) = plant([pair], [0]), plant([pair.with_shared_lengths()], [0])
+    (plain,), (longer,) = build_trees([pair], [0]), build_trees([pair.with_shared_lengths()], [0])
     assert longer.tree.tokens == plain.tree.tokens == 3 + 3 + 1
     assert longer.members == ((0, 1, 2, 1),)
     batch = collate([longer.tree], "tree")

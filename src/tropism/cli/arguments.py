@@ -82,11 +82,11 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     if not recorded:
         return values
     from tropism.distributed.world import processes
-    from tropism.train.setup.parallel import unfit  # both import torch: a run does too
+    from tropism.train.setup.parallel import unusable_sizes  # both import torch: a run does too
 
     sizes = {name: value for name in ("shard", "replicate", "tensor") if (value := _value_of(f"{group}{name}", given))}
     count = processes()
-    left_out = [f"{group}{name}" for name in unfit(recorded, sizes, count)]
+    left_out = [f"{group}{name}" for name in unusable_sizes(recorded, sizes, count)]
     if left_out:
         said = " and ".join(f"{name} {_spell(values[name])}" for name in left_out)
         _note(f"{path} has {said}, which does not fit the number of processes, now {count}; the run goes on without")

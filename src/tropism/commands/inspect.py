@@ -1,7 +1,7 @@
 """What a file is to a method and a model, before anything is spent: findings, and rows token by token."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,18 @@ from tropism.config import METHODS, InspectOptions
 from tropism.data.audit.audit import Audit
 from tropism.data.audit.findings import Finding, by_severity, histogram, leakage
 from tropism.data.audit.layout_savings import layout_savings
+from tropism.data.audit.template_findings import find_in_template
 from tropism.data.formats import View
 from tropism.data.load import check_embedding, load_rows, view_of_source
 from tropism.data.row_facts import first_of
 from tropism.data.rows import EncodedRow
-from tropism.data.tokenization.chat_template import check_effect, look_at_template, make_renderer
+from tropism.data.sources.open import DataSource
+from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.tokenizer import Piece, visible
 from tropism.errors import DataError, ModelError, OutputError, TropismError
 from tropism.model import load
+from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.observe.files import write_whole
 from tropism.observe.page import render_page
@@ -32,7 +35,6 @@ _STYLES = {"warning": "bold red", "notice": "yellow", "info": "cyan"}
 _SHOWN = (64, 160)  # pieces of a prompt and of a completion that a terminal shows; a page has them all
 _LISTED = 20  # rows left out that are listed with their reasons
 
-Source = str | Path | Iterable[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Inspection:
                                + ", ".join(finding.name for finding in self.warnings))
 
 
-def inspect(data: Source, options: InspectOptions, voice: Voice | None = None) -> Inspection:
+def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = None) -> Inspection:
     """Look at data as training would see it; needs tokenizer and config of the model, not its weights.
 
     Args:
@@ -130,7 +132,7 @@ def inspect(data: Source, options: InspectOptions, voice: Voice | None = None) -
     """
     if not isinstance(data, str | Path):
         data = list(data)  # gone through more than once
-    source = load.Source.of(options.model)
+    source = ModelSource.of(options.model)
     tokenizer = load.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
     config = load.load_config(source, trust_remote_code=options.trust_remote_code)
     renderer = make_renderer(tokenizer, limits(options, config), options)
@@ -146,7 +148,7 @@ def inspect(data: Source, options: InspectOptions, voice: Voice | None = None) -
     if eval_audit is not None:
         findings += leakage(audit.rows, eval_audit.rows)
     if renderer.saw_messages:
-        findings += look_at_template(renderer)
+        findings += find_in_template(renderer)
     findings += _refused_by_the_model([audit.rows, eval_audit.rows if eval_audit else []], config, renderer)
     shown = [_shown(row, renderer) for row in _choose(audit, options.rows)]
     return Inspection(options.model, view, audit, eval_audit, by_severity(findings), shown,

@@ -18,6 +18,7 @@ from tropism.errors import CheckpointError, ModelError, TropismError, UsageError
 from tropism.model import load
 from tropism.model.language_model import LanguageModel
 from tropism.model.options import LoraOptions
+from tropism.model.source import ModelSource
 from tropism.observe.checksums import differences, file_hash
 from tropism.observe.console import Voice
 from tropism.observe.files import write_whole
@@ -26,7 +27,7 @@ from tropism.train.checkpoints import files as checkpoint
 from tropism.train.frozen.teacher import shared_vocabulary, stored_name
 from tropism.train.setup.data import prepare_data
 from tropism.train.setup.models import Numerics
-from tropism.train.setup.policy import Start
+from tropism.train.setup.policy import PolicyBuilder
 
 State = Literal["same", "differs", "gone", "unknown"]
 
@@ -178,7 +179,7 @@ def _of_inputs(options: MethodOptions, manifest: Mapping[str, Any], directory: P
     try:
         if _from_python(options.model):
             raise ModelError("the model was given in Python")
-        tokenizer = load.load_tokenizer(load.Source.of(options.model), trust_remote_code=remote)
+        tokenizer = load.load_tokenizer(ModelSource.of(options.model), trust_remote_code=remote)
     except ModelError as error:
         gone = _state_of_missing(options.model)
         for what in ("tokenizer", "template", *(name for name in ("data", "eval_data") if name in prints)):
@@ -205,7 +206,7 @@ def _of_data(options: MethodOptions, manifest: Mapping[str, Any], tokenizer: Any
     try:
         for name in (options.model, options.values.get("reference"), options.values.get("teacher")):
             if name not in (None, "live"):
-                configs.append(load.load_config(load.Source.of(str(name)), trust_remote_code=options.trust_remote_code))
+                configs.append(load.load_config(ModelSource.of(str(name)), trust_remote_code=options.trust_remote_code))
         data = prepare_data(options, tokenizer, configs, options.view, most=options.most_rows)
     except TropismError as error:
         paths = [Path(path).expanduser() for path in (options.data, options.eval_data) if path]
@@ -237,7 +238,7 @@ def _weights(what: str, name: str, options: MethodOptions, manifest: Mapping[str
     try:
         cpu = torch.device("cpu")
         lora = options.lora if what == "initial weights" else LoraOptions()
-        start = Start.of(load.Source.of(name), lora, None, World(0, 1, cpu), merge=what != "initial weights")
+        start = PolicyBuilder.of(ModelSource.of(name), lora, None, World(0, 1, cpu), merge=what != "initial weights")
         module = start.module(Numerics(precision, cpu, 0, options.trust_remote_code), options.seed)
     except (ModelError, UsageError) as error:
         return Check(what, _state_of_missing(name), str(error))
@@ -256,8 +257,8 @@ def _weights(what: str, name: str, options: MethodOptions, manifest: Mapping[str
 
 
 def _vocabulary(name: str, module: Any, options: MethodOptions) -> int:
-    tokenizer = load.load_tokenizer(load.Source.of(options.model), trust_remote_code=options.trust_remote_code)
-    student = load.load_config(load.Source.of(options.model), trust_remote_code=options.trust_remote_code)
+    tokenizer = load.load_tokenizer(ModelSource.of(options.model), trust_remote_code=options.trust_remote_code)
+    student = load.load_config(ModelSource.of(options.model), trust_remote_code=options.trust_remote_code)
     return shared_vocabulary(tokenizer, student.get_text_config().vocab_size,
                                     len(module.get_output_embeddings().weight))
 

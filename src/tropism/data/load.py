@@ -10,24 +10,24 @@ from typing import Any
 from tropism.data.audit.audit import Audit
 from tropism.data.audit.findings import ORIGINS
 from tropism.data.formats import Reading, View, pair_by_prompt, recognise, understand, view_of
+from tropism.data.formats.options import FormatOptions
 from tropism.data.formats.recognise import renamed
-from tropism.data.options import FormatOptions
 from tropism.data.row_table import RowTable, TableBuilder
 from tropism.data.rows import Dropped, EncodedRow, RawRow, Row
-from tropism.data.sources.open import Source, open_source
+from tropism.data.sources.open import DataSource, open_source
 from tropism.data.tokenization.encode import Encoder, default_workers
 from tropism.data.tokenization.render import Renderer
 from tropism.errors import DataError
 
 _HEAD = 10_000  # records of a part by whose columns its format is recognised
 
-Report = Callable[[int, int | None], None]
+ReportProgress = Callable[[int, int | None], None]
 
 
 def load_rows(
-    source: Source, renderer: Renderer, view: View, *, strict: bool = False, workers: int | None = 0,
+    source: DataSource, renderer: Renderer, view: View, *, strict: bool = False, workers: int | None = 0,
     options: FormatOptions | None = None, cache: Path | None = None, most: int | None = None,
-    report: Report = lambda done, total: None,
+    report: ReportProgress = lambda done, total: None,
 ) -> Audit:
     """Read, understand, render and truncate every row of a source.
 
@@ -89,7 +89,7 @@ def load_rows(
     return audit
 
 
-def view_of_source(source: Source, options: FormatOptions | None = None) -> View:
+def view_of_source(source: DataSource, options: FormatOptions | None = None) -> View:
     """What a source holds: pairs, labelled completions, or completions.
 
     Raises:
@@ -99,7 +99,7 @@ def view_of_source(source: Source, options: FormatOptions | None = None) -> View
     return view_of([row for part in _open(source, options) for row in part.head], options)
 
 
-class _Part:
+class _LoadedPart:
     """Records of a part of a source, the first of which have been looked at.
 
     Attributes:
@@ -131,10 +131,10 @@ class _Part:
             yield renamed([row], self._renames)[0] if self._renames else row
 
 
-def _open(source: Source, options: FormatOptions, most: int | None = None) -> list[_Part]:
+def _open(source: DataSource, options: FormatOptions, most: int | None = None) -> list[_LoadedPart]:
     """The parts of a source; each has a format of its own."""
     head = _HEAD if most is None else min(_HEAD, most)
-    parts = [_Part(part.name, part.read(), options.renames, head) for part in open_source(source)]
+    parts = [_LoadedPart(part.name, part.read(), options.renames, head) for part in open_source(source)]
     for column in options.renames:
         if not any(column in part.columns for part in parts):
             found = dict.fromkeys(key for part in parts for key in part.columns)

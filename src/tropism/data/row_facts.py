@@ -20,7 +20,7 @@ _TYPES = {"prompt": np.uint64, "prompt_tokens": np.int64, "completion": np.uint6
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
+class RowFacts:
     """Rows as columns, without token ids. Of a row's completions the first two count.
 
     Args:
@@ -93,10 +93,10 @@ class Facts:
         return int((self.prompt_tokens * self.sides).sum() - once.sum())
 
 
-def facts_of(rows: Sequence[EncodedRow]) -> Facts:
+def facts_of(rows: Sequence[EncodedRow]) -> RowFacts:
     """The facts that rows bring along as `facts`, else what one pass over them finds."""
     known = getattr(rows, "facts", None)
-    if isinstance(known, Facts):
+    if isinstance(known, RowFacts):
         return known
     notes: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
@@ -110,7 +110,7 @@ def facts_of(rows: Sequence[EncodedRow]) -> Facts:
                 found[number, side] = column(completion)
         return found
 
-    return Facts(
+    return RowFacts(
         prompt=np.array([prompt_hash(row.prompt_ids) for row in rows], dtype=np.uint64),
         prompt_tokens=np.array([len(row.prompt_ids) for row in rows], dtype=np.int64),
         completion=both(lambda completion: key_number(completion.key), np.uint64),

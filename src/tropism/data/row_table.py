@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tropism.data.row_facts import Facts, facts_of, prompt_hash
+from tropism.data.row_facts import RowFacts, facts_of, prompt_hash
 from tropism.data.rows import Dropped, EncodedRow, Reason
 from tropism.data.tree import Completion
 
@@ -119,7 +119,7 @@ class Block:
                 [keys[16 * side : 16 * side + 16] for side in range(int(self.sides[number]))])
 
     def facts(self) -> dict[str, Any]:
-        """Columns of `Facts` but for labels and notes, of all rows."""
+        """Columns of `RowFacts` but for labels and notes, of all rows."""
         two = self.sides == 2
         tokens = np.stack([self.first_tokens, np.diff(self.starts) - self.prompt_tokens - self.first_tokens], axis=1)
         borders = self.starts[:-1] + self.prompt_tokens
@@ -278,7 +278,7 @@ class RowTable(Sequence[EncodedRow]):
         return RowTable(self._sidecars, self._blocks[numbers], self._offsets[numbers])
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> RowFacts:
         """What an audit asks, without a look at any row as an object."""
         if not self._sidecars:
             return facts_of([])
@@ -301,7 +301,7 @@ class RowTable(Sequence[EncodedRow]):
 
         joined: dict[str, Any] = {name: np.concatenate([column[name] for column in columns])[position]
                                   for name in columns[0]}
-        return Facts(**joined, notes={note: rows for note, found in notes.items() if len(rows := numbers(found))})
+        return RowFacts(**joined, notes={note: rows for note, found in notes.items() if len(rows := numbers(found))})
 
     def split_keys(self) -> list[bytes]:
         """`split_key` of each row."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from tropism.data.tree import Completion, TokenIds
 
@@ -101,3 +101,6 @@ class EncodedRow:
         """A pair followed by the beginnings of both sides, of as many supervised tokens as the shorter side has."""
         shared = min(completion.length for completion in self.completions)
         return replace(self, completions=(*self.completions, *(side.first(shared) for side in self.completions)))
+
+
+View = Literal["unpaired", "paired", "single"]

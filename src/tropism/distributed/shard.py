@@ -33,7 +33,7 @@ _WITHIN, _TRAVELS = "tropism_within", "tropism_travels_in"
 
 
 @dataclass(frozen=True)
-class Spreading:
+class Sharding:
     """How models are spread.
 
     Args:
@@ -47,7 +47,7 @@ class Spreading:
     offload: bool = False
 
 
-def shard(module: torch.nn.Module, layers: Sequence[torch.nn.Module], how: Spreading) -> None:
+def shard(module: torch.nn.Module, layers: Sequence[torch.nn.Module], how: Sharding) -> None:
     """Shard a model in place, layer by layer; what lies outside of layers is one unit more.
 
     Layers are gathered for their forward and backward pass, and what is outside for the time of both. Norms keep the
@@ -322,7 +322,7 @@ class Owned:
         return total.sqrt().to(self.parts[0].dtype)
 
 
-def describe(module: torch.nn.Module) -> tuple[int, int, int, int, int]:
+def shard_sizes(module: torch.nn.Module) -> tuple[int, int, int, int, int]:
     """(weights that are divided, weights in all, elements held here, elements in all, bytes held here)."""
     weights = list(module.parameters())
     parts = [part_of(weight) for weight in weights]

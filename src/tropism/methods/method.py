@@ -37,7 +37,7 @@ class Units:
 
 
 @dataclass(frozen=True, slots=True)
-class Wide:
+class StepInputs:
     """What losses take from the whole step; each a constant for the gradient.
 
     Args:
@@ -90,7 +90,7 @@ class Method:
     wpo: bool = False
 
     def needs(self, wide: str) -> bool:
-        """Whether some term takes this field of `Wide`."""
+        """Whether some term takes this field of `StepInputs`."""
         return any(wide in term.row.wide for term in self.terms)
 
     @property
@@ -142,7 +142,7 @@ class Method:
                                      + (1 - self.ld_alpha) * shared.reference_logps))
         return sides[0], sides[1]
 
-    def losses(self, scored: Scored, units: Units, wide: Wide) -> list[PerUnit]:
+    def losses(self, scored: Scored, units: Units, wide: StepInputs) -> list[PerUnit]:
         """`[U]` loss of each unit, for each term; neither weighted nor divided."""
         found = []
         for term in self.terms:
@@ -271,7 +271,7 @@ class Method:
         units = Units(members, None if self.view == "paired" else torch.tensor([bool(label) for label in labels]))
         none, each = torch.zeros((), dtype=torch.float64), torch.zeros(number, dtype=torch.float64)
         plain = replace(self, ld_alpha=None)
-        return float(plain.total(plain.losses(scored, units, Wide(none, none, each, each, each)),
+        return float(plain.total(plain.losses(scored, units, StepInputs(none, none, each, each, each)),
                                  [number] * len(self.terms)))
 
 
@@ -279,3 +279,9 @@ def _confidence(scored: Scored, units: Units) -> PerUnit:
     """`[U]` WPO's weight of each pair: how likely the policy is to write both sides itself."""
     assert scored.confidence is not None
     return scored.confidence[units.members[:, :2]].sum(dim=1).exp().detach()
+
+
+def to_device(units: Units, device: torch.device) -> Units:
+    """The same units on a device."""
+    desirable = None if units.desirable is None else units.desirable.to(device)
+    return Units(units.members.to(device), desirable)

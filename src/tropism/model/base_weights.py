@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tropism.distributed.shard import each_whole
 from tropism.model.adapters.structure import state_as_computed, switched_off
-from tropism.model.bf16_weights import tensor_hash
+from tropism.model.fingerprint import tensor_hash
 
 
 def base_hash(module: Any) -> str | None:

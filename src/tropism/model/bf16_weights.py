@@ -1,17 +1,16 @@
 """Frozen weights in half the memory: where autocast would round them for every product, they are rounded once."""
 
-import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from tropism.distributed.shard import convert, each_whole, is_sharded
 from tropism.model.adapters.structure import base_name
+from tropism.model.fingerprint import tensor_hash
 
 
-def narrow(module: Any) -> None:
+def round_to_bf16(module: Any) -> None:
     """Hold the frozen weights of linear layers in bfloat16, in place; all else stays as it is.
 
     Autocast rounds them in the same way whenever it uses them, so that no result changes. Not those of adapters, nor of
@@ -19,7 +18,7 @@ def narrow(module: Any) -> None:
     keeps the hashes of what it held, so that its fingerprint stays what it was. A sharded model must not have computed
     yet; all processes call this together.
     """
-    weights = narrowable(module)
+    weights = roundable(module)
     hashes = each_whole(weights, lambda name, weight: tensor_hash(weight))
     known: dict[str, str] = getattr(module, "hashes_before_narrowing", {})
     module.hashes_before_narrowing = known | dict(zip(map(base_name, weights), hashes, strict=True))
@@ -30,7 +29,7 @@ def narrow(module: Any) -> None:
         weight.data = weight.data.to(torch.bfloat16)
 
 
-def narrowable(module: Any) -> dict[str, torch.nn.Parameter]:
+def roundable(module: Any) -> dict[str, torch.nn.Parameter]:
     """Frozen float32 weights of linear layers by name."""
     shared = {id(layer.weight) for layer in module.modules() if isinstance(layer, torch.nn.Embedding)}
     apart = {id(weight) for layer in module.modules() if getattr(layer, "lora_magnitude_vector", None)
@@ -42,7 +41,3 @@ def narrowable(module: Any) -> dict[str, torch.nn.Parameter]:
             and not layer.weight.requires_grad and id(layer.weight) not in shared | apart}
 
 
-def tensor_hash(tensor: Tensor) -> str:
-    """Hash of the bits of a tensor."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=16).hexdigest()

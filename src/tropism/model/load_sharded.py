@@ -12,14 +12,15 @@ from transformers import GenerationConfig
 from transformers.utils import cached_file
 
 from tropism.distributed.peers import Peers
-from tropism.distributed.shard import Spreading, fill, region_of, shard
+from tropism.distributed.shard import Sharding, fill, region_of, shard
 from tropism.distributed.tensor import divide
 from tropism.distributed.world import World
 from tropism.errors import ModelError
 from tropism.model.adapters.structure import base_name
 from tropism.model.head.vocab_parallel import Divided
 from tropism.model.language_model import Precision
-from tropism.model.load import Source, load_config, load_model, skeleton, weights_dtype
+from tropism.model.load import load_config, load_model, skeleton, weights_dtype
+from tropism.model.source import ModelSource
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -27,7 +28,7 @@ Read = Callable[[str, Tensor, tuple[slice, ...]], Tensor]
 """Gives the part of a weight: its name, the weight, and which part."""
 
 
-def load_sharded(source: Source, precision: Precision, world: World, how: Spreading, *,
+def load_sharded(source: ModelSource, precision: Precision, world: World, how: Sharding, *,
                  trust_remote_code: bool = False, change: Callable[[Any], None] = lambda module: None) -> Any:
     """A causal model in evaluation mode, spread over processes. All of them call this together.
 
@@ -119,7 +120,7 @@ def _tied(names: dict[str, set[str]]) -> set[str]:
     return {name for name, others in names.items() if len(others) > 1}
 
 
-def _files(source: Source) -> dict[str, str] | None:
+def _files(source: ModelSource) -> dict[str, str] | None:
     """The safetensors file of each weight by its name there; None where there is none."""
     if source.gguf_file or source.adapter:
         return None
@@ -169,7 +170,7 @@ def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:
     return read
 
 
-def _from_main(source: Source, precision: Precision, world: World, module: Any, names: dict[str, set[str]],
+def _from_main(source: ModelSource, precision: Precision, world: World, module: Any, names: dict[str, set[str]],
                trust_remote_code: bool) -> Read:
     """Let the main process read the whole model, and hand out one weight after the other."""
     def load() -> dict[str, Tensor]:
@@ -189,7 +190,7 @@ def _from_main(source: Source, precision: Precision, world: World, module: Any, 
     return read
 
 
-def _generation(source: Source, module: Any) -> Any:
+def _generation(source: ModelSource, module: Any) -> Any:
     """The generation config that comes with a model, or what its config says."""
     try:
         return GenerationConfig.from_pretrained(source.name)

@@ -12,8 +12,8 @@ from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
 
 
-def give_up(directory: RunDirectory, manifest: Manifest | None, error: BaseException, world: World, budget: int,
-            by_name: bool) -> None:
+def record_failure(directory: RunDirectory, manifest: Manifest | None, error: BaseException, world: World,
+                   microbatch_tokens: int, by_name: bool) -> None:
     """The manifest's last word, and the error in the words of this run where it needs any. All ranks call this, those
     of a run that was stopped together.
 
@@ -21,7 +21,7 @@ def give_up(directory: RunDirectory, manifest: Manifest | None, error: BaseExcep
         directory: of the run.
         manifest: on the rank that writes it.
         error: with which it ends.
-        budget: tokens of a pack.
+        microbatch_tokens: tokens of a pack.
         by_name: all that the run is made of is named by its options, so the command line can go on with it.
 
     Raises:
@@ -31,7 +31,7 @@ def give_up(directory: RunDirectory, manifest: Manifest | None, error: BaseExcep
         kept = world.broadcast(bool(checkpoint.listed(directory.checkpoints)) if world.is_main else False)
         world.on_main(lambda: manifest.end("stopped", reason=str(error)) if manifest is not None else None)
         raise StoppedEarly(f"stopped: {error}. {_advice(directory, world, by_name, kept)}") from error
-    clear = _in_words(error, world, budget)
+    clear = _in_words(error, world, microbatch_tokens)
     if manifest is not None:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         with suppress(OutputError):  # a disk that is full or gone; the error itself says more
@@ -57,12 +57,12 @@ def _launch(size: int) -> str:
     return f"torchrun --nproc-per-node {here or size}"
 
 
-def _in_words(error: BaseException, world: World, budget: int) -> TropismError | None:
+def _in_words(error: BaseException, world: World, microbatch_tokens: int) -> TropismError | None:
     """An error that says too little in the words of this run."""
     first, _, _ = str(error).partition("\n")
     if world.size > 1 and lost_another(error):
         return TropismError(f"another process of the run has failed; the first error of the log says why ({first})")
     if isinstance(error, torch.OutOfMemoryError):
-        return TropismError(f"the GPU ran out of memory; --microbatch-tokens below {budget} takes less, and changes no "
-                            f"result ({first})")
+        return TropismError(f"the GPU ran out of memory; --microbatch-tokens below {microbatch_tokens} takes less, and "
+                            f"changes no result ({first})")
     return None

@@ -4,37 +4,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from tropism.errors import StoppedEarly
-from tropism.losses.scored import Scored
+from tropism.train.engine import Engine
 from tropism.train.interval import Due, Interval
-from tropism.train.monitor.first_update import FirstStep
-from tropism.train.monitor.nonfinite import BadStep
+from tropism.train.monitor.first_update import FirstUpdate
 from tropism.train.preemption import Halt
-from tropism.train.records import Progress, Window
-from tropism.train.step import Engine, train_step
-from tropism.train.step_packs import Planner, StepWork
+from tropism.train.records import Progress, Record, Window
+from tropism.train.step import train_step
+from tropism.train.step_packs import StepPacks, StepPlanner
 
 Evaluate = Callable[[Engine], dict[str, float]]
 """Gives the metrics of the policy as it is (an `Evaluator`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One line of `metrics.jsonl`."""
-
-    step: int
-    split: str
-    metrics: dict[str, float]
-    skipped: tuple[BadStep, ...] = ()
-    """Steps of its window that were not finite and left out."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The line as it is written."""
-        return {"step": self.step, "split": self.split, **self.metrics}
 
 
 @dataclass(frozen=True)
@@ -93,7 +75,7 @@ class _NoKeeper:
         """Nothing is awaited."""
 
 
-def train(engine: Engine, planner: Planner, evaluate: Evaluate | None, plan: Plan, progress: Progress | None = None,
+def train(engine: Engine, planner: StepPlanner, evaluate: Evaluate | None, plan: Plan, progress: Progress | None = None,
           keeper: Keeper | None = None, halt: Halt | None = None) -> Iterator[Record]:
     """Run what is left of the schedule, after what the step before still owes.
 
@@ -120,7 +102,7 @@ def train(engine: Engine, planner: Planner, evaluate: Evaluate | None, plan: Pla
     progress.evaluation_due = progress.evaluation_due and evaluate is not None
     yield from run.close(last and plan.save_every.every > 0)
     halt.check()
-    first = FirstStep(engine.model.module, progress.step > 0, engine.world.sum, engine.world.max)
+    first = FirstUpdate(engine.model.module, progress.step > 0, engine.world.sum, engine.world.max)
     for work in () if halt.ending else _prepared(planner, plan.workers, progress.step + 1):
         began = time.monotonic()
         outcome = train_step(engine, work)
@@ -146,7 +128,7 @@ class _Run:
     """What the loop does at a step, besides the step."""
 
     engine: Engine
-    planner: Planner
+    planner: StepPlanner
     evaluate: Evaluate | None
     plan: Plan
     progress: Progress
@@ -230,7 +212,7 @@ class _Now:
 class _Timers:
     """Decides what comes after each step."""
 
-    def __init__(self, plan: Plan, planner: Planner) -> None:
+    def __init__(self, plan: Plan, planner: StepPlanner) -> None:
         self.total = planner.schedule.total_steps
         self.dues = [Due(every, planner.schedule.epochs_after)
                      for every in (plan.log_every, plan.eval_every, plan.save_every)]
@@ -250,7 +232,7 @@ class _Timers:
         return _Now(bool(log), bool(evaluate), bool(save), bool(failed), stop)
 
 
-def _prepared(planner: Planner, workers: int, first: int) -> Iterator[StepWork]:
+def _prepared(planner: StepPlanner, workers: int, first: int) -> Iterator[StepPacks]:
     """Each step's work in order; with workers, some steps ahead."""
     steps = range(first, planner.schedule.total_steps + 1)
     if not workers:
@@ -264,27 +246,3 @@ def _prepared(planner: Planner, workers: int, first: int) -> Iterator[StepWork]:
             yield ahead.pop(0).result()
 
 
-def check_first_step(engine: Engine, planner: Planner) -> tuple[bool, str]:
-    """Before step 1 policy and reference must agree: every margin is 0 and the loss has its known value.
-
-    Returns:
-        Whether they agree within rounding, and the sentence that says what was found.
-    """
-    model, beta, reference = engine.model, engine.method.beta, engine.reference
-    assert reference is not None
-    found = (False, 0.0, 0)
-    with torch.no_grad():
-        for pack in planner.work(1).packs:
-            batch = pack.batch.to(model.device)
-            scored = Scored(model.logps(batch), reference.score(pack.trees, batch), batch.lengths)
-            gaps = scored.logratios.abs()
-            differs = not bool((beta * gaps <= engine.noise(scored)).all())  # NaN differs too
-            found = (found[0] or differs, found[1] + float(gaps.sum()), found[2] + len(gaps))
-    everywhere = engine.world.of_parts(found)
-    if any(differs for differs, _, _ in everywhere):
-        mean = sum(total for _, total, _ in everywhere) / sum(count for _, _, count in everywhere)
-        return False, (f"policy and reference differ before training: mean |log-ratio| {mean:.3g}. Is the reference "
-                       "another model, is dropout on, or do the two passes differ in mask, dtype or layout?")
-    known = engine.method.at_start([planner.rows[index].desirable for index in planner.schedule.step(1)])
-    return True, "policy and reference agree before training" + (
-        f"; the first loss will be {known:.6f}" if known is not None else "")

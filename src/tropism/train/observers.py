@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tropism.observe.console import Voice
-from tropism.train.loop import Record
-from tropism.train.monitor.early_stopping import Stopper
+from tropism.train.monitor.early_stopping import EarlyStopping
 from tropism.train.monitor.guards import Guards
+from tropism.train.records import Record
 
 Line = Callable[[dict[str, Any]], None]
 """Writes a line of a file."""
@@ -22,7 +22,8 @@ class Watch:
         notice, skipped: write a line of `notices.jsonl` and of `skipped.jsonl`.
     """
 
-    def __init__(self, guards: Guards, stopper: Stopper | None, voice: Voice, notice: Line, skipped: Line) -> None:
+    def __init__(self, guards: Guards, stopper: EarlyStopping | None, voice: Voice, notice: Line,
+                 skipped: Line) -> None:
         self.guards = guards
         self.stopper = stopper
         self.voice = voice

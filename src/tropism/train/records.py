@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from tropism.observe.metrics import means
-from tropism.train.evaluation.evaluator import point_record
+from tropism.train.engine import Engine
 from tropism.train.memory import peak_gib
 from tropism.train.monitor.nonfinite import BadStep, Tolerance
-from tropism.train.step import Engine, StepOutcome
+from tropism.train.step import StepOutcome
+from tropism.train.step_statistics import point_record
 
 
 @dataclass
@@ -147,3 +148,18 @@ class Progress:
         self.totals = {key: int(count) for key, count in state["totals"].items()}
         self.window = Window.restored(state["window"])
         self.tolerance.restore(state["tolerance"])
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    split: str
+    metrics: dict[str, float]
+    skipped: tuple[BadStep, ...] = ()
+    """Steps of its window that were not finite and left out."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as it is written."""
+        return {"step": self.step, "split": self.split, **self.metrics}

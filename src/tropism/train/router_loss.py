@@ -19,7 +19,7 @@ KEY = "router_aux"
 
 
 @dataclass(frozen=True)
-class Balance:
+class RouterLoss:
     """The load-balancing loss of a run.
 
     Args:
@@ -30,9 +30,9 @@ class Balance:
     weight: float
     experts: Experts
 
-    def of_step(self, model: LanguageModel, world: World, packs: Sequence[Pack]) -> "StepBalance":
+    def of_step(self, model: LanguageModel, world: World, packs: Sequence[Pack]) -> "StepRouterLoss":
         """Begin a step."""
-        return StepBalance(self, model, world, packs)
+        return StepRouterLoss(self, model, world, packs)
 
     def with_loss(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """A train record whose `loss` has the load-balancing loss in it, weighted."""
@@ -41,7 +41,7 @@ class Balance:
         return {**metrics, "loss": metrics["loss"] + self.weight * metrics[KEY]}
 
 
-class StepBalance:
+class StepRouterLoss:
     """The loss of one step. What is differentiated for a pack needs the load of the whole step.
 
     That load comes from a look ahead; a step of one pack per rank takes it from the pass that is differentiated.
@@ -54,7 +54,7 @@ class StepBalance:
         packs: of this rank.
     """
 
-    def __init__(self, balance: Balance, model: LanguageModel, world: World, packs: Sequence[Pack]) -> None:
+    def __init__(self, balance: RouterLoss, model: LanguageModel, world: World, packs: Sequence[Pack]) -> None:
         self.balance, self.model, self.world, self.packs = balance, model, world, packs
         self._own = torch.zeros(balance.experts.number + 1, dtype=torch.float64, device=model.device)
         self._pooled: Tensor | None = None
@@ -97,7 +97,7 @@ def token_weights(pack: Pack, model: LanguageModel) -> Tensor:
 
 
 @torch.no_grad()
-def build_balance(weight: float, model: LanguageModel, trees: Sequence[PromptTree]) -> Balance | None:
+def build_router_loss(weight: float, model: LanguageModel, trees: Sequence[PromptTree]) -> RouterLoss | None:
     """The load-balancing loss with this weight; None if it is 0.
 
     Args:
@@ -120,4 +120,4 @@ def build_balance(weight: float, model: LanguageModel, trees: Sequence[PromptTre
         if bool((layer >= 0).all()) and torch.allclose(layer.sum(-1), torch.ones_like(layer[:, 0]), atol=1e-2):
             raise ModelError(f"{OPTION}: what this model's code calls router logits are probabilities already; leave "
                              f"{OPTION} out")
-    return Balance(weight, experts)
+    return RouterLoss(weight, experts)

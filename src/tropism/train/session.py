@@ -12,7 +12,7 @@ import torch
 
 from tropism.distributed.shard import gathered
 from tropism.errors import OutputError, UsageError
-from tropism.model import load
+from tropism.model import load, save
 from tropism.model.adapters.structure import learning_names
 from tropism.observe.checksums import checksums
 from tropism.observe.console import Voice
@@ -22,21 +22,21 @@ from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import Trackers
 from tropism.train.checkpoints.resume import Origin
 from tropism.train.checkpoints.saver import Notes, Retention, Saver
+from tropism.train.engine import Engine
 from tropism.train.evaluation.evaluator import Evaluator
 from tropism.train.evaluation.samples import Sampler
 from tropism.train.interval import Interval
-from tropism.train.loop import Plan, Record, train
-from tropism.train.monitor.early_stopping import Stopper, make_rule
+from tropism.train.loop import Plan, train
+from tropism.train.monitor.early_stopping import EarlyStopping, make_rule
 from tropism.train.monitor.guards import Guards, Subject
 from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Watch
 from tropism.train.optimizer import why_not_kept
 from tropism.train.options import RunOptions
 from tropism.train.preemption import Halt
-from tropism.train.records import Progress
-from tropism.train.setup.data import Prepared
-from tropism.train.step import Engine
-from tropism.train.step_packs import Planner
+from tropism.train.records import Progress, Record
+from tropism.train.setup.data import PreparedData
+from tropism.train.step_packs import StepPlanner
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Session:
     options: RunOptions
     written: dict[str, Any]
     engine: Engine
-    planner: Planner
-    data: Prepared
+    planner: StepPlanner
+    data: PreparedData
     tokenizer: Any
     evaluator: Evaluator | None
     directory: RunDirectory
@@ -171,7 +171,7 @@ class Session:
             self.engine.world.on_main(lambda: self.directory.append_line(name, value))
 
         guards = Guards(Subject.of(method, getattr(options, "reference", None)))
-        return Watch(guards, Stopper(rule) if rule else None, self.voice,
+        return Watch(guards, EarlyStopping(rule) if rule else None, self.voice,
                      partial(line, "notices.jsonl"), partial(line, "skipped.jsonl"))
 
     @property
@@ -205,7 +205,7 @@ class Session:
 
     def _write_model(self, weights: dict[str, Any], path: Path) -> None:
         dtype = getattr(torch, self.options.export_dtype)
-        load.export(self.engine.model.module, self.tokenizer, path, dtype, self._stop_ids, weights)
+        save.export(self.engine.model.module, self.tokenizer, path, dtype, self._stop_ids, weights)
 
     def _check_space(self, saver: Saver | None) -> None:
         """The result and what is kept on the way fit on the disk."""
@@ -215,7 +215,7 @@ class Session:
             together = min(saves, options.keep + 1 + bool(options.keep_best)) if options.keep else saves
             more = max(0, together - len(saver.finished()))
             beside, copies = more * saver.estimate_bytes(), copies + more * options.checkpoint_model
-        load.check_space(self.engine.model.module, self.directory.path, getattr(torch, options.export_dtype), copies,
+        save.check_space(self.engine.model.module, self.directory.path, getattr(torch, options.export_dtype), copies,
                          beside)
 
     def _fewest_saves(self) -> int:
@@ -285,9 +285,9 @@ class Session:
             learning = learning_names(module)
             weights = gathered({name: weight for name, weight in module.state_dict().items()
                                 if learning is None or name in learning}, dtype, world.is_main)
-        world.on_main(lambda: load.export(module, self.tokenizer, self.directory.model, dtype, self._stop_ids, weights))
+        world.on_main(lambda: save.export(module, self.tokenizer, self.directory.model, dtype, self._stop_ids, weights))
         if self.initial is not None:
-            own = load.survived_rounding(module, self.initial, dtype)
+            own = save.survived_rounding(module, self.initial, dtype)
             changed, kept = map(sum, zip(*(world.gather(own) if world.mesh else [own]), strict=True))
             share = kept / changed if changed else 1.0
             self.voice.say(f"export in {self.options.export_dtype}: {share:.1%} of the changed weights survive it")

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from tropism.data.batching.collate import Batch, Layout, collate, collate_leaves
-from tropism.data.batching.pack import Mismatched, Planted, cost, fill, mismatch, plant, share, size
+from tropism.data.batching.pack import Mismatched, PlacedTree, build_trees, cost, first_fit, mismatch, share, size
 from tropism.data.row_facts import facts_of
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule, Steps
@@ -54,7 +54,7 @@ class Leaves(MismatchedPack):
 
 
 @dataclass(frozen=True)
-class StepWork:
+class StepPacks:
     """What this rank does in a step.
 
     Args:
@@ -78,14 +78,14 @@ class StepWork:
 
 
 @dataclass(frozen=True)
-class Planner:
+class StepPlanner:
     """Prepares steps for one rank."""
 
     rows: Sequence[EncodedRow]
     schedule: Steps
     method: Method
     layout: Layout
-    budget: int
+    microbatch_tokens: int
     max_length: int
     world: World
     reuse_prompts: bool = True
@@ -112,7 +112,8 @@ class Planner:
             if not wide and not heavy[rows].any():
                 continue
             trees = all_trees(self.rows, rows, self.method, self.max_length)
-            oversized |= {tree.prompt_ids.tobytes() for tree in trees if size(tree, self.layout) > self.budget}
+            oversized |= {tree.prompt_ids.tobytes() for tree in trees
+                          if size(tree, self.layout) > self.microbatch_tokens}
             if wide:  # otherwise a row is scored with the same in every epoch
                 found += trees
         if not wide and self.method.needs_reference:
@@ -123,13 +124,13 @@ class Planner:
         """`[n]` rows of prompts whose completions might not fit into a pack if all of them met in one step."""
         facts = facts_of(self.rows)
         tokens = np.bincount(facts.prompt_numbers, facts.prompt_tokens * facts.sides + facts.tokens.sum(axis=1))
-        heavy: npt.NDArray[np.bool_] = (tokens > self.budget)[facts.prompt_numbers]
+        heavy: npt.NDArray[np.bool_] = (tokens > self.microbatch_tokens)[facts.prompt_numbers]
         return heavy
 
-    def work(self, step: int) -> StepWork:
+    def work(self, step: int) -> StepPacks:
         """Everything of a step that does not need the model."""
         indices = self.schedule.step(step)
-        planted = plant(self.rows, indices)
+        planted = build_trees(self.rows, indices)
         partners: list[Mismatched] = []
         if self.method.needs_reference_point:
             partners = mismatch(self.rows, indices, self.max_length)
@@ -147,7 +148,7 @@ class Planner:
         passes = 2 if self.method.looks_ahead or (self.balanced and len(packs) > 1) else 1
         trees = passes * [entry.tree for entry in planted] + [entry.tree for entry in partners]
         saved = sum(len(entry.tree.prompt_ids) for entry in partners) if leaves else 0
-        return StepWork(
+        return StepPacks(
             step, len(indices), self.method.counts(self.rows[index] for index in indices),
             tuple(make_pack([planted[i] for i in pack], self.rows, self.layout, self.method) for pack in packs),
             tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone), leaves,
@@ -161,18 +162,18 @@ class Planner:
         return own + [[]] * (max(map(len, filled)) - len(own))
 
     def _fill(self, trees: Sequence[PromptTree]) -> list[list[int]]:
-        return fill([size(tree, self.layout) for tree in trees], self.budget)
+        return first_fit([size(tree, self.layout) for tree in trees], self.microbatch_tokens)
 
 
 def own_trees(rows: Sequence[EncodedRow], schedule: Steps) -> list[PromptTree]:
     """A tree for each row that the schedule takes, without mismatched completions."""
     taken = {index for step in range(1, schedule.total_steps + 1) for index in schedule.step(step)}
-    return [plant(rows, [index])[0].tree for index in sorted(taken)]
+    return [build_trees(rows, [index])[0].tree for index in sorted(taken)]
 
 
 def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method, max_length: int) -> list[PromptTree]:
     """Trees and, where the method needs them and they exist, mismatched trees of some rows taken together."""
-    trees = [entry.tree for entry in plant(rows, indices)]
+    trees = [entry.tree for entry in build_trees(rows, indices)]
     if method.needs_reference_point and has_partners(rows, indices):
         trees += [entry.tree for entry in mismatch(rows, indices, max_length)]
     return trees
@@ -198,7 +199,7 @@ def check_partners(steps: GivenSchedule, rows: Sequence[EncodedRow], method: Met
     return steps
 
 
-def make_pack(planted: Sequence[Planted], rows: Sequence[EncodedRow], layout: Layout, method: Method) -> Pack:
+def make_pack(planted: Sequence[PlacedTree], rows: Sequence[EncodedRow], layout: Layout, method: Method) -> Pack:
     """Trees with their rows as a pack."""
     members: list[tuple[int, ...]] = []
     indices: list[int] = []
@@ -223,7 +224,7 @@ def make_mismatched_pack(entries: Sequence[Mismatched], layout: Layout) -> Misma
     return MismatchedPack(trees, collate(trees, layout), counts)
 
 
-def make_leaves(entries: Sequence[Mismatched], roots: Sequence[Planted]) -> Leaves:
+def make_leaves(entries: Sequence[Mismatched], roots: Sequence[PlacedTree]) -> Leaves:
     """Mismatched completions as the continuation of a pack's prompts."""
     trees = tuple(entry.tree for entry in entries)
     counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)

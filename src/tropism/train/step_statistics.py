@@ -1,16 +1,19 @@
 """What some losses take from the whole step: ranks of log-ratios (AOT), and the running mean of rewards (BCO)."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tropism.distributed.world import World
 from tropism.losses.scored import Scored
 from tropism.losses.transport import partners
-from tropism.methods import Method, Units, Wide
+from tropism.methods import Method, StepInputs, Units
 
-Found = Sequence[tuple[Scored | None, Units]]
+ScoredPacks = Sequence[tuple[Scored | None, Units]]
 """Packs of this rank as a pass without gradient found them; None for an empty one."""
 
 
@@ -52,7 +55,7 @@ class RunningMean:
         self.sums = None if state is None else torch.tensor(state, dtype=torch.float64, device=device)
 
 
-def rewards_of_step(method: Method, found: Found, device: torch.device) -> Tensor:
+def rewards_of_step(method: Method, found: ScoredPacks, device: torch.device) -> Tensor:
     """`[2]` sum and count of this rank's rewards."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for scored, units in found:
@@ -62,8 +65,8 @@ def rewards_of_step(method: Method, found: Found, device: torch.device) -> Tenso
     return sums
 
 
-def ranks_of_step(method: Method, found: Found, rows: Sequence[tuple[int, ...]], world: World,
-                  device: torch.device) -> list[Wide]:
+def ranks_of_step(method: Method, found: ScoredPacks, rows: Sequence[tuple[int, ...]], world: World,
+                  device: torch.device) -> list[StepInputs]:
     """For each pair of this rank's packs, what stands at its rank among all pairs of the step.
 
     Pairs are sorted in the order of their rows, so that the result does not depend on packs or ranks.
@@ -80,7 +83,7 @@ def ranks_of_step(method: Method, found: Found, rows: Sequence[tuple[int, ...]],
     for indices in rows:
         at = torch.tensor([place[index] for index in indices], dtype=torch.int64)
         partner, of_chosen, of_rejected = (column[at].to(device) for column in columns)
-        wide.append(Wide(partner=partner, chosen_partner=of_chosen, rejected_partner=of_rejected))
+        wide.append(StepInputs(partner=partner, chosen_partner=of_chosen, rejected_partner=of_rejected))
     return wide
 
 
@@ -99,3 +102,41 @@ def sorted_partners(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     policy, reference, chosen, rejected = values.unbind(1)
     return partners(policy, reference), partners(chosen, rejected), partners(rejected, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePoint:
+    """KTO's z0 of a step, and the estimate it comes from; all on the device.
+
+    Args:
+        value: max(0, raw): clamped after pooling.
+        raw: mean log-ratio of the mismatched completions, over the units of all ranks.
+        stderr: its standard error over the distinct mismatched pairs; NaN if there are fewer than two.
+    """
+
+    value: Tensor
+    raw: Tensor
+    stderr: Tensor
+
+
+def reference_moments(logratios: Tensor, counts: Tensor) -> Tensor:
+    """`[5]` sums that pool over packs and ranks: S and n over units; m, sum and sum of squares over pairs."""
+    logratios = logratios.double()  # the spread of large log-ratios is a small difference of large squares
+    return torch.stack(((counts * logratios).sum(), counts.sum(),
+                        torch.ones_like(logratios).sum(), logratios.sum(), (logratios * logratios).sum()))
+
+
+def pool(moments: Tensor) -> ReferencePoint:
+    """The reference point from pooled sums: divided first, clamped then."""
+    total, units, pairs, pair_sum, pair_squares = moments.unbind()
+    raw = total / units
+    variance = (pair_squares - pair_sum * pair_sum / pairs).clamp(min=0) / (pairs - 1)
+    stderr = torch.where(pairs > 1, (variance / pairs).sqrt(), torch.full_like(raw, math.nan))
+    return ReferencePoint(raw.clamp(min=0), raw, stderr)
+
+
+def point_record(point: ReferencePoint) -> dict[str, float]:
+    """`kl`, `kl/raw` and, where it exists, `kl/stderr`."""
+    record = {"kl": float(point.value), "kl/raw": float(point.raw)}
+    stderr = float(point.stderr)
+    return record | ({"kl/stderr": stderr} if np.isfinite(stderr) else {})

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from tropism.commands.convert.parts import Found, Part
+from tropism.commands.convert.parts import ConvertedRecord, ConvertPart
 from tropism.commands.convert.records import SHAPES, is_mark
 from tropism.data.rows import Dropped, Row
 
@@ -58,7 +58,7 @@ class Account:
         if len(self.first) < _LISTED:
             self.first.append(row)
 
-    def look_at(self, part: Part, found: Found) -> None:
+    def look_at(self, part: ConvertPart, found: ConvertedRecord) -> None:
         """Note what the rows of a record do not say."""
         known, view = part.reading.format, part.reading.shape.view
         self.lost.update(f"{name}: columns that one renamed by --columns replaced" for name in found.replaced)

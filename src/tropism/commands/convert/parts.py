@@ -28,7 +28,7 @@ READ_BY_NAME = _BESIDE | _OF_CHATS | {
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ConvertedRecord:
     """A record and what it gives.
 
     Args:
@@ -43,7 +43,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ConvertPart:
     """A part of a source whose format is known.
 
     Args:
@@ -54,7 +54,7 @@ class Part:
         rest: the others.
     """
 
-    source: sources.Part
+    source: sources.SourcePart
     reading: Reading
     first_side: bool
     head: list[RawRow]
@@ -67,7 +67,7 @@ class Part:
         return (f"read as {self.reading.format.name} {self.reading.shape}, the chosen side of each pair; --format and "
                 "--columns read it otherwise")
 
-    def rows(self) -> Iterator[Found]:
+    def rows(self) -> Iterator[ConvertedRecord]:
         """Each record with its rows, once; pairs that are split are mixed as training mixes them."""
         names = self.reading.options.renames
         split = (self.reading.shape.view, self.reading.wanted) == ("paired", "unpaired")
@@ -78,7 +78,7 @@ class Part:
                 rows = [replace(row, desirable=None) if isinstance(row, Row) else row for row in rows[:1]]
             elif split and number % 2:
                 rows.reverse()
-            yield Found(raw, rows, [new for old, new in names.items()
+            yield ConvertedRecord(raw, rows, [new for old, new in names.items()
                                     if {old, new} <= given.record.keys() and new not in names])
 
     @property
@@ -94,7 +94,7 @@ class Part:
         return used | {"input"} if known.chat and shape.prompt == "instruction" else used
 
 
-def open_parts(source: sources.Source, options: ConvertOptions) -> list[Part]:
+def open_parts(source: sources.DataSource, options: ConvertOptions) -> list[ConvertPart]:
     """The parts of a source, each recognised by its first records.
 
     Raises:
@@ -112,7 +112,7 @@ def open_parts(source: sources.Source, options: ConvertOptions) -> list[Part]:
             found = dict.fromkeys(key for _, head, _ in opened for raw in head[:1000] for key in raw.record)
             raise DataError(f"{opened[0][0].name}: no row has the column '{column}' that --columns names; found: "
                             f"{', '.join(found) or 'none'}")
-    return [Part(part, *_reading(part.name, renamed(head, options.renames), options), head, rest)
+    return [ConvertPart(part, *_reading(part.name, renamed(head, options.renames), options), head, rest)
             for part, head, rest in opened]
 
 

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from tropism.commands.convert.parts import READ_BY_NAME, Part
+from tropism.commands.convert.parts import READ_BY_NAME, ConvertPart
 from tropism.data.formats.parts import as_messages, is_thumb
 from tropism.data.rows import Message, Row
 
@@ -62,7 +62,7 @@ def is_mark(message: Message, key: str) -> bool:
 # --- columns that no row is made of ----------------------------------------------------------------------------------
 
 
-def beside(record: dict[str, Any], part: Part) -> dict[str, Any]:
+def beside(record: dict[str, Any], part: ConvertPart) -> dict[str, Any]:
     """What a record holds besides its rows; null is nothing."""
     used = part.used(record)
     if part.reading.format.name == "rating":

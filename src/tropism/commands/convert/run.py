@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tropism.commands.convert.account import Account
-from tropism.commands.convert.parts import PEEKED, Found, Part, open_parts, turns_of
+from tropism.commands.convert.parts import PEEKED, ConvertedRecord, ConvertPart, open_parts, turns_of
 from tropism.commands.convert.records import beside, carried, record_of
 from tropism.commands.convert.target import check_target, writing
 from tropism.config import ConvertOptions
@@ -20,7 +20,7 @@ from tropism.observe.console import Voice
 _REPORTED = 1000  # records between two movements of the bar
 
 
-def convert(data: sources.Source, options: ConvertOptions, voice: Voice | None = None) -> Account:
+def convert(data: sources.DataSource, options: ConvertOptions, voice: Voice | None = None) -> Account:
     """Write the rows of a source in another shape.
 
     Args:
@@ -60,14 +60,14 @@ def convert(data: sources.Source, options: ConvertOptions, voice: Voice | None =
     return account
 
 
-def _rows(parts: list[Part], options: ConvertOptions, account: Account,
-          report: Callable[..., None] | None) -> Iterator[tuple[Part, RawRow, Row | Dropped]]:
+def _rows(parts: list[ConvertPart], options: ConvertOptions, account: Account,
+          report: Callable[..., None] | None) -> Iterator[tuple[ConvertPart, RawRow, Row | Dropped]]:
     """Every row with its part and record; the account learns of the records on the way."""
     found = _records(parts, options, account, report)
     if not options.pair_by_prompt:
         yield from ((part, one.raw, row) for part, one in found for row in one.rows)
         return
-    origins: dict[str, tuple[Part, RawRow]] = {}
+    origins: dict[str, tuple[ConvertPart, RawRow]] = {}
     rows: list[Row | Dropped] = []
     for part, one in found:
         origins[one.raw.place] = part, one.raw
@@ -75,8 +75,8 @@ def _rows(parts: list[Part], options: ConvertOptions, account: Account,
     yield from ((*origins[row.place], row) for row in pair_by_prompt(rows))
 
 
-def _records(parts: list[Part], options: ConvertOptions, account: Account,
-             report: Callable[..., None] | None) -> Iterator[tuple[Part, Found]]:
+def _records(parts: list[ConvertPart], options: ConvertOptions, account: Account,
+             report: Callable[..., None] | None) -> Iterator[tuple[ConvertPart, ConvertedRecord]]:
     for part in parts:
         for found in part.rows():
             account.read += 1
@@ -88,7 +88,8 @@ def _records(parts: list[Part], options: ConvertOptions, account: Account,
             yield part, found
 
 
-def _whole_record(part: Part, raw: RawRow, row: Row, options: ConvertOptions, account: Account) -> dict[str, Any]:
+def _whole_record(part: ConvertPart, raw: RawRow, row: Row, options: ConvertOptions,
+                  account: Account) -> dict[str, Any]:
     """A record with its id, where the source had one, and the columns that are taken along."""
     has_id = raw.record.get("id") is not None
     if options.to == "messages":

@@ -17,17 +17,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tropism.commands.export.source import ADAPTER_CONFIG, Chosen, Run
+from tropism.commands.export.source import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.commands.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
 from tropism.commands.export.write import check_tensors
 from tropism.distributed.state import read_model
 from tropism.errors import CheckpointError, ModelError, OutputError
-from tropism.model import load
+from tropism.model import load, save
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
 from tropism.model.adapters.structure import NAME
 from tropism.model.base_weights import base_hash
 from tropism.model.language_model import Precision
+from tropism.model.source import ModelSource
 
 WEIGHTS = "adapter_model.safetensors"
 _INNER = "base_model.model."
@@ -51,7 +52,7 @@ class Adapter:
     written: dict[str, Any] | None = None
 
 
-def read(run: Run, chosen: Chosen) -> Adapter:
+def read(run: ExportedRun, chosen: Chosen) -> Adapter:
     """The adapter of a result or a checkpoint, and whether all of it is there.
 
     Raises:
@@ -60,7 +61,7 @@ def read(run: Run, chosen: Chosen) -> Adapter:
     return _of_result(run, chosen) if chosen.trainer is None else _of_checkpoint(run, chosen)
 
 
-def _of_result(run: Run, chosen: Chosen) -> Adapter:
+def _of_result(run: ExportedRun, chosen: Chosen) -> Adapter:
     config = _config_in(chosen.path)
     try:
         weights = load_file(chosen.path / WEIGHTS)
@@ -74,7 +75,7 @@ def _of_result(run: Run, chosen: Chosen) -> Adapter:
     return adapter
 
 
-def _of_checkpoint(run: Run, chosen: Chosen) -> Adapter:
+def _of_checkpoint(run: ExportedRun, chosen: Chosen) -> Adapter:
     """A checkpoint has the weights by their names in the inner model; peft's own are made of those."""
     from peft import get_peft_model_state_dict
 
@@ -113,7 +114,7 @@ def _config_in(path: Path) -> Any:
         raise ModelError(f"{path}: no adapter config could be read: {adapter_files.first_line(error)}") from error
 
 
-def _base(run: Run, chosen: Chosen) -> str:
+def _base(run: ExportedRun, chosen: Chosen) -> str:
     """The model that the adapter of a run stands on: as whoever exports says, as the adapter's own file says, or what
     the run began with, which may have been an adapter or a module.
 
@@ -131,7 +132,7 @@ def _base(run: Run, chosen: Chosen) -> str:
     return run.base
 
 
-def _configs(run: Run, chosen: Chosen, begun: str) -> Iterator[Any]:
+def _configs(run: ExportedRun, chosen: Chosen, begun: str) -> Iterator[Any]:
     """The adapter's config from beside the checkpoint, from the result, from the manifest, and of runs whose manifest
     has none from what they began with.
 
@@ -153,7 +154,7 @@ def _configs(run: Run, chosen: Chosen, begun: str) -> Iterator[Any]:
         yield _config_in(Path(begun).expanduser())
 
 
-def _config_of_checkpoint(run: Run, chosen: Chosen, stored: Weights, module: Any) -> Any:
+def _config_of_checkpoint(run: ExportedRun, chosen: Chosen, stored: Weights, module: Any) -> Any:
     """The first of those that there are; else it follows from what the run was told and the names in the checkpoint.
 
     Args:
@@ -231,7 +232,7 @@ def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) ->
     else:
         content = {**adapter.written, "base_model_name_or_path": adapter.base}
         (path / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    load.as_readable_as(path / ADAPTER_CONFIG)
+    save.as_readable_as(path / ADAPTER_CONFIG)
     check_tensors([path / WEIGHTS], dtype)
     there = load_file(path / WEIGHTS)
     wrong = [name for name in there.keys() | weights.keys()
@@ -240,7 +241,7 @@ def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) ->
         raise OutputError(f"what was written does not read back as it should, and was removed: {min(wrong)}")
 
 
-def merged(run: Run, adapter: Adapter, precision: Precision, check_space: CheckSpace) -> tuple[Any, Weights]:
+def merged(run: ExportedRun, adapter: Adapter, precision: Precision, check_space: CheckSpace) -> tuple[Any, Weights]:
     """The model with the adapter in its weights, without memory of its own, and these weights.
 
     Args:
@@ -253,7 +254,7 @@ def merged(run: Run, adapter: Adapter, precision: Precision, check_space: CheckS
     from peft import get_peft_model, set_peft_model_state_dict
 
     check_space(number_of(skeleton(base_config(run, adapter.base, _MOVED), run.trust_remote_code)))
-    base = load.load_model(load.Source.of(adapter.base), precision, torch.device("cpu"),
+    base = load.load_model(ModelSource.of(adapter.base), precision, torch.device("cpu"),
                            trust_remote_code=run.trust_remote_code)
     known = run.manifest.get("base_weights")
     if known is not None and base_hash(base) != known:

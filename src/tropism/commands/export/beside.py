@@ -7,14 +7,15 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from tropism.commands.export.source import Chosen, Run
+from tropism.commands.export.source import Chosen, ExportedRun
 from tropism.data.tokenization.chat_template import template_text
 from tropism.errors import CheckpointError, ModelError, UsageError
-from tropism.model import load
+from tropism.model import load, save
+from tropism.model.source import ModelSource
 from tropism.observe.manifest import text_fingerprints
 
 
-def tokenizer_of(run: Run, chosen: Chosen, base: str | None = None) -> Any:
+def tokenizer_of(run: ExportedRun, chosen: Chosen, base: str | None = None) -> Any:
     """The tokenizer that was trained with, and its chat template.
 
     Args:
@@ -38,7 +39,7 @@ def tokenizer_of(run: Run, chosen: Chosen, base: str | None = None) -> Any:
                           f"{'; '.join(reasons)}")
 
 
-def _candidates(run: Run, chosen: Chosen, base: str | None, reasons: list[str]) -> Iterator[tuple[str, Any]]:
+def _candidates(run: ExportedRun, chosen: Chosen, base: str | None, reasons: list[str]) -> Iterator[tuple[str, Any]]:
     """Tokenizers by where they come from; why others cannot be had goes to `reasons`."""
     for place in (chosen.path / "model", run.directory.model):
         if (place / "tokenizer_config.json").is_file():
@@ -48,7 +49,7 @@ def _candidates(run: Run, chosen: Chosen, base: str | None, reasons: list[str]) 
                 reasons.append(str(error))
     for named in dict.fromkeys(filter(None, (None if run.given and base else run.base, base))):
         try:
-            tokenizer = load.load_tokenizer(load.Source.of(named), trust_remote_code=run.trust_remote_code)
+            tokenizer = load.load_tokenizer(ModelSource.of(named), trust_remote_code=run.trust_remote_code)
             if template := run.options.get("chat_template"):
                 tokenizer.chat_template = template_text(template)
             yield named, tokenizer
@@ -56,11 +57,11 @@ def _candidates(run: Run, chosen: Chosen, base: str | None, reasons: list[str]) 
             reasons.append(str(error))
 
 
-def _tokenizer_in(run: Run, place: Path) -> Any:
-    return load.load_tokenizer(load.Source(str(place)), trust_remote_code=run.trust_remote_code)
+def _tokenizer_in(run: ExportedRun, place: Path) -> Any:
+    return load.load_tokenizer(ModelSource(str(place)), trust_remote_code=run.trust_remote_code)
 
 
-def generation_of(run: Run, chosen: Chosen, base: str, tokenizer: Any,
+def generation_of(run: ExportedRun, chosen: Chosen, base: str, tokenizer: Any,
                   config: Any | None) -> tuple[GenerationConfig, list[str]]:
     """How text is generated: as before training, with the trained terminators among the stop ids.
 
@@ -83,14 +84,14 @@ def generation_of(run: Run, chosen: Chosen, base: str, tokenizer: Any,
         if result is None:
             notes.append("no record of the terminators that were trained; generation stops at the tokenizer's own end "
                          f"of text ({tokenizer.eos_token}) and at those that it had before")
-    load.add_stop_ids(before, stop_ids)
+    save.add_stop_ids(before, stop_ids)
     return before, notes
 
 
 def _named(name: str) -> GenerationConfig | None:
     """The generation config of a model by its name; of an adapter the one that lies beside it."""
     with suppress(ModelError):
-        source = load.Source.of(name)
+        source = ModelSource.of(name)
         place = Path(source.adapter or source.name)
         if place.is_dir():
             return _in(place)

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from tropism.commands.export.source import Chosen, Run
+from tropism.commands.export.source import Chosen, ExportedRun
 from tropism.config import METHODS
 from tropism.data.options import DataOptions
 from tropism.observe.metrics import BOOKKEEPING
@@ -26,7 +26,7 @@ _TRAINING = {"epochs": "epochs", "batch_size": "batch size", "learning_rate": "l
              "weight_decay": "weight decay", "max_grad_norm": "gradient clipped to", "seed": "seed"}
 
 
-def render(run: Run, chosen: Chosen, facts: Mapping[str, Any], name: str, adapter_config: Any = None) -> str:
+def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str, adapter_config: Any = None) -> str:
     """The card as Markdown with the hub's front matter.
 
     Args:
@@ -63,7 +63,7 @@ def render(run: Run, chosen: Chosen, facts: Mapping[str, Any], name: str, adapte
         fingerprints=list(facts["fingerprints"].items()))
 
 
-def _lora(run: Run, config: Any | None) -> list[tuple[str, Any]]:
+def _lora(run: ExportedRun, config: Any | None) -> list[tuple[str, Any]]:
     """What was asked of the adapter, with rank and scale as its own config has them; and what it began from."""
     if config is None:
         return []
@@ -93,12 +93,12 @@ def _front_matter(facts: Mapping[str, Any], method: str, adapter: bool) -> dict[
         "tags": ["tropism", method, *(["lora"] if facts["adapter"] else [])]}
 
 
-def _planned(run: Run) -> int | None:
+def _planned(run: ExportedRun) -> int | None:
     found = run.manifest.get("planned_steps")
     return None if found is None else int(found)
 
 
-def _training(run: Run, chosen: Chosen, options: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _training(run: ExportedRun, chosen: Chosen, options: Mapping[str, Any]) -> list[tuple[str, Any]]:
     manifest = run.manifest
     device = str(manifest.get("device", "?")) + (f" ({manifest['device_name']})" if "device_name" in manifest else "")
     rows: list[tuple[str, Any]] = [("optimiser steps", chosen.step)]
@@ -121,7 +121,7 @@ def _training(run: Run, chosen: Chosen, options: Mapping[str, Any]) -> list[tupl
     return rows
 
 
-def _data(run: Run) -> list[dict[str, Any]]:
+def _data(run: ExportedRun) -> list[dict[str, Any]]:
     found = []
     for title, audit in (("Training data", run.audit), ("Evaluation data", run.audit.get("eval"))):
         if not audit:
@@ -144,7 +144,7 @@ def _data(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def _measured(run: Run, chosen: Chosen) -> tuple[str, tuple[str, str], list[tuple[str, str, str]]]:
+def _measured(run: ExportedRun, chosen: Chosen) -> tuple[str, tuple[str, str], list[tuple[str, str, str]]]:
     """What the run's own evaluations say, before and of these weights."""
     nothing = ("", "")
     evaluations = [record for record in run.records if record.get("split") == "eval"]

@@ -11,7 +11,7 @@ import torch
 
 from tropism.commands.export import adapter as adapters
 from tropism.commands.export import beside, card
-from tropism.commands.export.source import Chosen, Run, choose, read_run
+from tropism.commands.export.source import Chosen, ExportedRun, choose, read_run
 from tropism.commands.export.weights import (
     CheckSpace,
     Rounding,
@@ -23,7 +23,8 @@ from tropism.commands.export.weights import (
 )
 from tropism.commands.export.write import check_space, check_target, read_back, shard_bytes, whole
 from tropism.errors import ModelError, UsageError
-from tropism.model import load
+from tropism.model import load, save
+from tropism.model.source import ModelSource
 from tropism.observe.checksums import checksums
 from tropism.observe.console import Voice
 from tropism.observe.manifest import libraries
@@ -79,7 +80,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
     path, place, voice = Path(to).expanduser(), Path(run).expanduser(), voice or Voice()
     if path.name in ("", "..") or path.is_symlink():
         path = path.resolve()  # what is written beside it needs its name, and takes the place of a directory only
-    wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size or load.SHARD_SIZE)
+    wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size or save.SHARD_SIZE)
     found = read_run(place)
     check_target(path, place)
     chosen = choose(found, checkpoint)
@@ -91,7 +92,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
     if base is not None:
         if not chosen.is_adapter:
             raise UsageError(f"--base: {place} trained all weights of its model; only an adapter has a base")
-        found = replace(found, other_base=load.Source.of(str(base)).absolute)
+        found = replace(found, other_base=ModelSource.of(str(base)).absolute)
     voice.say(f"{chosen.path}: step {chosen.step}, its files as they were written"
               if not chosen.notes else f"{chosen.path}: step {chosen.step}")
     for note in chosen.notes:
@@ -104,7 +105,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
 class _Work:
     """One export, after everything that was asked for was found to be possible."""
 
-    run: Run
+    run: ExportedRun
     chosen: Chosen
     path: Path
     merge: bool
@@ -134,7 +135,7 @@ class _Work:
         self._tell(notes)
         module.generation_config = generation
         with whole(self.path, needed) as partial:
-            load.write_model(module, tokenizer, partial, dtype, (), weights, self.shards)
+            save.write_model(module, tokenizer, partial, dtype, (), weights, self.shards)
             self._describe(partial, dtype, rounding, generation, tokenizer, base)
             read_back(partial, weights, dtype, run.trust_remote_code)
             files = checksums(partial)
@@ -223,10 +224,10 @@ def _common(weights: Weights) -> torch.dtype:
     return max(dtypes, key=lambda one: (one.itemsize, one is torch.bfloat16), default=torch.float32)
 
 
-def _config(run: Run, base: str) -> Any | None:
+def _config(run: ExportedRun, base: str) -> Any | None:
     """The base's config, where it is to be had: an adapter can be exported without."""
     try:
-        return load.load_config(load.Source.of(base), trust_remote_code=run.trust_remote_code)
+        return load.load_config(ModelSource.of(base), trust_remote_code=run.trust_remote_code)
     except ModelError:
         return None
 

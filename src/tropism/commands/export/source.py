@@ -19,7 +19,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class Run:
+class ExportedRun:
     """What a run directory holds; nothing of it is changed.
 
     Args:
@@ -73,7 +73,7 @@ class Chosen:
         path: RUN/model, or the checkpoint.
         step: after which the weights are these.
         trainer: content of the checkpoint's `trainer.json`; None for the result.
-        is_adapter: only an adapter of `Run.base` was trained.
+        is_adapter: only an adapter of `ExportedRun.base` was trained.
         notes: what a person should know.
         best: by which metric it is the best, and its value.
     """
@@ -92,7 +92,7 @@ class Chosen:
         return None if found is None else [int(token) for token in found]
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> ExportedRun:
     """Read what a run says of itself.
 
     Raises:
@@ -113,7 +113,7 @@ def read_run(path: Path) -> Run:
         records = RunDirectory(path).records()
     except (OSError, ValueError) as error:
         raise UsageError(f"{path / 'metrics.jsonl'}: cannot be read: {error}") from error
-    return Run(path, manifest, options, audit, records)
+    return ExportedRun(path, manifest, options, audit, records)
 
 
 def _read(file: Path, parse: Any) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _read(file: Path, parse: Any) -> dict[str, Any]:
     return found
 
 
-def choose(run: Run, named: str | None) -> Chosen:
+def choose(run: ExportedRun, named: str | None) -> Chosen:
     """The result, or the checkpoint that was named. Its files are compared with what was written.
 
     Args:
@@ -139,7 +139,7 @@ def choose(run: Run, named: str | None) -> Chosen:
     return _result(run) if named is None else _checkpoint(run, named)
 
 
-def _result(run: Run) -> Chosen:
+def _result(run: ExportedRun) -> Chosen:
     model, status = run.directory.model, run.manifest.get("status")
     if status != "done" or not model.is_dir():
         what = (f"has not come to its end (status: {status})" if status != "done" else "is done, but RUN/model is gone")
@@ -153,13 +153,13 @@ def _result(run: Run) -> Chosen:
     return Chosen(model, int(run.manifest.get("steps", 0)), None, (model / ADAPTER_CONFIG).is_file(), tuple(notes))
 
 
-def _instead(run: Run) -> str:
+def _instead(run: ExportedRun) -> str:
     steps = [one.path.name for one in checkpoint.listed(run.directory.checkpoints)]
     return (f"--checkpoint last exports {steps[-1]}" if steps else
             "It has no checkpoint that could be exported in its place")
 
 
-def _checkpoint(run: Run, named: str) -> Chosen:
+def _checkpoint(run: ExportedRun, named: str) -> Chosen:
     path, best = _find(run, named)
     try:
         trainer = checkpoint.verify(path)
@@ -173,7 +173,7 @@ def _checkpoint(run: Run, named: str) -> Chosen:
     return Chosen(path, int(trainer["step"]), trainer, is_adapter, (), best)
 
 
-def _find(run: Run, named: str) -> tuple[Path, tuple[str, float] | None]:
+def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]:
     """Where a checkpoint lies that was named, and by what it is the best if that was asked for."""
     root = run.directory.checkpoints
     finished = {one.step: one.path for one in checkpoint.listed(root)}
@@ -201,7 +201,7 @@ def _find(run: Run, named: str) -> tuple[Path, tuple[str, float] | None]:
     return path, None
 
 
-def _check_same(run: Run, path: Path, trainer: Mapping[str, Any]) -> None:
+def _check_same(run: ExportedRun, path: Path, trainer: Mapping[str, Any]) -> None:
     """A checkpoint from elsewhere may be of another run: the card would tell of what it was not made from."""
     theirs = trainer.get("fingerprints") or {}
     ours = {**(run.manifest.get("fingerprints") or {}),

@@ -10,10 +10,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tropism.commands.export.source import ADAPTER_CONFIG, Chosen, Run
+from tropism.commands.export.source import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.distributed.state import read_model
 from tropism.errors import CheckpointError, ModelError, UsageError
 from tropism.model import load
+from tropism.model.source import ModelSource
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
           "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -47,7 +48,7 @@ def number_of(model: Any) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def config_of(run: Run, chosen: Chosen) -> Any:
+def config_of(run: ExportedRun, chosen: Chosen) -> Any:
     """The architecture of what was trained, from a config alone.
 
     Raises:
@@ -55,11 +56,11 @@ def config_of(run: Run, chosen: Chosen) -> Any:
     """
     for place in (chosen.path / "model", run.directory.model):
         if (place / "config.json").is_file() and not (place / ADAPTER_CONFIG).is_file():
-            return load.load_config(load.Source.of(str(place)), trust_remote_code=run.trust_remote_code)
+            return load.load_config(ModelSource.of(str(place)), trust_remote_code=run.trust_remote_code)
     return base_config(run, run.base)
 
 
-def base_config(run: Run, name: str, moved: str = "") -> Any:
+def base_config(run: ExportedRun, name: str, moved: str = "") -> Any:
     """The config of the model that a run began with.
 
     Args:
@@ -69,19 +70,19 @@ def base_config(run: Run, name: str, moved: str = "") -> Any:
         ModelError: if it is not to be had.
     """
     try:
-        return load.load_config(load.Source.of(name), trust_remote_code=run.trust_remote_code)
+        return load.load_config(ModelSource.of(name), trust_remote_code=run.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"{error}. The run began with this model, and its config says how the weights of a "
                          f"checkpoint or an adapter belong together{moved}") from error
 
 
-def of_result(run: Run, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:
+def of_result(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:
     """The model of RUN/model, without memory of its own, and its weights.
 
     Raises:
         ModelError: if it cannot be loaded, or a weight is missing or left over.
     """
-    config = load.load_config(load.Source.of(str(chosen.path)), trust_remote_code=run.trust_remote_code)
+    config = load.load_config(ModelSource.of(str(chosen.path)), trust_remote_code=run.trust_remote_code)
     check_space(number_of(skeleton(config, run.trust_remote_code)))
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -100,7 +101,7 @@ def emptied(model: Any) -> tuple[Any, Weights]:
     return model.to("meta"), weights
 
 
-def of_checkpoint(run: Run, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:
+def of_checkpoint(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:
     """The model of a run's architecture, without memory, and the weights that a checkpoint has for it.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 
 from tropism.config import ScoringOptions
 from tropism.data.batching.collate import collate
-from tropism.data.batching.pack import cost, plant, scoring_packs, share
+from tropism.data.batching.pack import build_trees, cost, scoring_packs, share
 from tropism.data.formats import View
 from tropism.data.load import check_embedding, load_rows, view_of_source
 from tropism.data.rows import EncodedRow
@@ -28,14 +28,16 @@ from tropism.model import load
 from tropism.model.base_weights import base_hash, known_hash
 from tropism.model.head.divergence import Comparison
 from tropism.model.language_model import LanguageModel, summed
+from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.observe.files import temporary_of, write_whole
 from tropism.train.evaluation.evaluator import ranking
 from tropism.train.frozen.score_store import ROWS
 from tropism.train.frozen.teacher import LiveTeacher, shared_vocabulary
-from tropism.train.setup.data import limits, probe_trees
+from tropism.train.setup.checks import probe_trees
+from tropism.train.setup.data import limits
 from tropism.train.setup.models import Numerics, config_of, numerics_of, tokenizer_of
-from tropism.train.setup.parallel import spread
+from tropism.train.setup.parallel import parallelize
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def score(model: str, options: ScoringOptions, voice: Voice | None = None) -> Sc
 class _Scoring:
     def __init__(self, model: str, options: ScoringOptions, world: World, voice: Voice) -> None:
         self.options, self.voice = options, voice
-        self.world = world = spread(world, options.parallel, learns=False)
+        self.world = world = parallelize(world, options.parallel, learns=False)
         self.numerics: Numerics = numerics_of(options, world)
         self.source = _source(model, voice)
         self.other = _source(options.reference, voice) if options.reference else None
@@ -115,10 +117,11 @@ class _Scoring:
     def go(self) -> Scores:
         """Score with the models that were named."""
         numerics, rows = self.numerics, self.rows
-        probes = probe_trees(rows, numerics.budget)
+        probes = probe_trees(rows, numerics.microbatch_tokens)
         model = numerics.frozen(self.source, probes, self.options.layout, "model")
         reference = self._reference(model, probes) if self.other else None
-        packs = scoring_packs([entry.tree for entry in plant(rows, range(len(rows)))], numerics.budget, model.layout)
+        trees = [placed.tree for placed in build_trees(rows, range(len(rows)))]
+        packs = scoring_packs(trees, numerics.microbatch_tokens, model.layout)
         shares = share([sum(map(cost, pack)) for pack in packs], self.world.parts)
         own, rounds = shares[self.world.part], max(map(len, shares))
         found: dict[bytes, CompletionScore] = {}
@@ -306,12 +309,12 @@ def original_columns(data: str) -> dict[str, dict[str, Any]]:
     return {row.place: row.record for row in sources.read(data)}
 
 
-def _source(name: str, voice: Voice) -> load.Source:
+def _source(name: str, voice: Voice) -> ModelSource:
     """A run directory stands for its model; an adapter there knows the base that it was trained on."""
     path = Path(name).expanduser()
     if not ((path / "manifest.json").is_file() and (path / "model").is_dir()):
-        return load.Source.of(name)
-    source = load.Source.of(str(path / "model"))
+        return ModelSource.of(name)
+    source = ModelSource.of(str(path / "model"))
     known = known_hash(path / "model")
 
     def look(base: Any) -> None:

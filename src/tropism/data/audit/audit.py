@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tropism.data.audit.findings import Decode, Finding, both_labels, class_weights, of_rows
-from tropism.data.row_facts import Facts, Integers, facts_of
+from tropism.data.audit.findings import Decode, Finding, both_labels, find_in_rows
+from tropism.data.class_weights import class_weights
+from tropism.data.row_facts import Integers, RowFacts, facts_of
 from tropism.data.rows import Dropped, EncodedRow
 
 __all__ = ["Audit", "class_weights"]
@@ -53,7 +54,7 @@ class Audit:
         return dict((listed + self.unlisted).most_common())
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> RowFacts:
         """The kept rows as columns."""
         return facts_of(self.rows)
 
@@ -99,7 +100,7 @@ class Audit:
         Args:
             decode: ids to text; without it nobody looks into the answers.
         """
-        return of_rows(self.rows, self.dropped, decode=decode, origins=self.origins, reasons=self.reasons,
+        return find_in_rows(self.rows, self.dropped, decode=decode, origins=self.origins, reasons=self.reasons,
                        facts=self.facts)
 
     def notices(self) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tropism.data.row_facts import Facts, Integers, facts_of, first_of, groups, spread
+from tropism.data.class_weights import class_weights
+from tropism.data.row_facts import Integers, RowFacts, facts_of, first_of, groups, spread
 from tropism.data.rows import Dropped, EncodedRow
 
 Severity = Literal["info", "notice", "warning"]
@@ -49,10 +50,10 @@ class Finding:
         return {**asdict(self), "places": list(self.places), "figures": dict(self.figures)}
 
 
-def of_rows(
+def find_in_rows(
     rows: Sequence[EncodedRow], dropped: Sequence[Dropped] = (), *, decode: Decode | None = None,
     origins: Mapping[str, Sequence[str | None]] | None = None, reasons: Mapping[str, int] | None = None,
-    facts: Facts | None = None,
+    facts: RowFacts | None = None,
 ) -> list[Finding]:
     """Everything that one set of rows says about itself; warnings first.
 
@@ -81,18 +82,6 @@ def by_severity(found: Sequence[Finding]) -> list[Finding]:
     """Warnings, then notices, then facts."""
     order = ("warning", "notice", "info")
     return sorted(found, key=lambda finding: order.index(finding.severity))
-
-
-def class_weights(
-    desirable: int, undesirable: int, desirable_weight: float | Literal["auto"],
-    undesirable_weight: float | Literal["auto"],
-) -> tuple[float, float]:
-    """Numbers for the class weights: under `auto` the larger class has 1 and the other n_major / n_minor."""
-    major = max(desirable, undesirable)
-    auto = (major / desirable if desirable else 1.0, major / undesirable if undesirable else 1.0)
-    given = (desirable_weight, undesirable_weight)
-    return (auto[0] if given[0] == "auto" else float(given[0]),
-            auto[1] if given[1] == "auto" else float(given[1]))
 
 
 def leakage(train: Sequence[EncodedRow], evaluation: Sequence[EncodedRow]) -> list[Finding]:
@@ -133,7 +122,7 @@ def histogram(values: npt.ArrayLike) -> list[tuple[int, int, int]]:
 # --- one function per finding -----------------------------------------------------------------------------------------
 
 
-def _tokens(facts: Facts) -> Iterator[Finding]:
+def _tokens(facts: RowFacts) -> Iterator[Finding]:
     flat = facts.flat_tokens
     if not flat:
         return
@@ -142,7 +131,7 @@ def _tokens(facts: Facts) -> Iterator[Finding]:
     yield Finding("tokens", "info", text, (), {"flat": flat, "repeated_prompt": repeated, "prompts": prompts})
 
 
-def _balance(facts: Facts) -> Iterator[Finding]:
+def _balance(facts: RowFacts) -> Iterator[Finding]:
     good, bad = facts.classes
     if not good and not bad:
         return
@@ -173,7 +162,7 @@ def _left_out(kept: int, dropped: Sequence[Dropped], reasons: Mapping[str, int])
                   dict(reasons))
 
 
-def _cuts(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
+def _cuts(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
     for note, what, remedy in (
         ("prompt_cut", "prompts that were cut from the left",
          "raise --max-length or --max-prompt-length where the model and the memory allow it"),
@@ -187,7 +176,7 @@ def _cuts(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
                           places, {"rows": len(cut)})
 
 
-def _texts(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
+def _texts(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
     for note, bad, text in (
         ("eos_added", 2.0, "the chat template does not end the answers of {rows}: one eos was added to each"),
         ("text_changed", 0.1, "rows that do not read back as written: {count} (first {first}). Tokenizer or template "
@@ -204,7 +193,7 @@ def _texts(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
                           {"rows": len(noted)})
 
 
-def _duplicates(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
+def _duplicates(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
     again = np.ones(len(facts), dtype=np.bool_)
     again[first_of(groups(facts.row_numbers, facts.desirable))] = False
     if count := int(again.sum()):
@@ -214,7 +203,7 @@ def _duplicates(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
                       "often as they occur; take them out if that is not meant", places, {"rows": count})
 
 
-def both_labels(facts: Facts) -> Integers:
+def both_labels(facts: RowFacts) -> Integers:
     """For each completion of a prompt that carries both labels, the first row that contradicts an earlier one."""
     labelled = np.flatnonzero(facts.desirable >= 0)
     answers, labels = groups(facts.row_numbers[labelled]), facts.desirable[labelled]
@@ -222,7 +211,7 @@ def both_labels(facts: Facts) -> Integers:
     return labelled[np.sort(against[first_of(answers[against])])]
 
 
-def _both_labels(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
+def _both_labels(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
     if count := len(found := both_labels(facts)):
         places = _places(rows, found)
         yield Finding("both_labels", "warning" if count > 0.01 * len(rows) else "notice",
@@ -230,7 +219,7 @@ def _both_labels(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
                       "decide, or take them out", places, {"completions": count})
 
 
-def _both_orders(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
+def _both_orders(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
     pairs = np.flatnonzero((facts.desirable < 0) & (facts.tokens[:, 1] > 0))
     chosen, rejected = facts.completion[pairs].T
     # Two numbers for each prompt with two completions: one for either being the chosen one.
@@ -246,7 +235,7 @@ def _both_orders(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
                       "They cancel out; decide, or take them out", places, {"pairs": count})
 
 
-def _nothing_said(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]:
+def _nothing_said(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
     """Answers of one supervised token: a terminator, or as good as that."""
     if count := len(found := np.flatnonzero((facts.learned == 1).any(axis=1))):
         places = _places(rows, found)
@@ -255,7 +244,7 @@ def _nothing_said(rows: Sequence[EncodedRow], facts: Facts) -> Iterator[Finding]
                       "or what truncation left; look at them", places, {"rows": count})
 
 
-def _length(facts: Facts) -> Iterator[Finding]:
+def _length(facts: RowFacts) -> Iterator[Finding]:
     """How well length alone tells the better answer: 0.5 is not at all."""
     one, other = (facts.learned[rows, sides] for rows, sides in _sides(facts))
     if min(len(one), len(other)) < _ENOUGH:
@@ -273,7 +262,7 @@ def _length(facts: Facts) -> Iterator[Finding]:
                   {"auc": value, "mean_good": float(np.mean(one)), "mean_bad": float(np.mean(other))})
 
 
-def _refusals(rows: Sequence[EncodedRow], facts: Facts, decode: Decode) -> Iterator[Finding]:
+def _refusals(rows: Sequence[EncodedRow], facts: RowFacts, decode: Decode) -> Iterator[Finding]:
     """How often an answer of each kind opens with a refusal."""
     sides = _sides(facts)
     read = [[(int(found[i]), int(side[i])) for i in spread(len(found), _READ)] for found, side in sides]
@@ -304,7 +293,7 @@ def refuses(text: str) -> bool:
     return _REFUSAL.match(text.replace("\u2019", "'").lower()) is not None
 
 
-def _origins(column: str, values: Sequence[str | None], facts: Facts) -> Iterator[Finding]:
+def _origins(column: str, values: Sequence[str | None], facts: RowFacts) -> Iterator[Finding]:
     """Columns that say where a row comes from: one value that dominates, or values that tell the label."""
     met = Counter(zip(values, facts.desirable.tolist(), strict=True))
     counts: Counter[str] = Counter()
@@ -335,7 +324,7 @@ def _origins(column: str, values: Sequence[str | None], facts: Facts) -> Iterato
                       "of how good", (), {"told": told / total, "always_the_same": likelier / total})
 
 
-def _sides(facts: Facts) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
+def _sides(facts: RowFacts) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
     """Better and worse answers, as row and side of each; without labels all are on the better side."""
     good, bad = np.flatnonzero(facts.desirable != 0), np.flatnonzero(facts.desirable == 0)
     others = np.flatnonzero((facts.desirable < 0) & (facts.tokens[:, 1] > 0))

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tropism.data.audit.findings import Finding, percent
-from tropism.data.batching.pack import plant
-from tropism.data.row_facts import Facts, Integers, facts_of, first_of, groups, spread
+from tropism.data.batching.pack import build_trees
+from tropism.data.row_facts import Integers, RowFacts, facts_of, first_of, groups, spread
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Schedule
 
@@ -47,7 +47,7 @@ def _steps(prompts: Integers, batch_size: int, seed: int, shuffle: bool) -> Inte
     return found
 
 
-def _computed(rows: Sequence[EncodedRow], facts: Facts, trees: Integers) -> tuple[int, bool]:
+def _computed(rows: Sequence[EncodedRow], facts: RowFacts, trees: Integers) -> tuple[int, bool]:
     """Tokens that the tree layout computes, and whether that is a guess.
 
     All but one thing follows from counts: a completion that begins another of its tree costs nothing, and which do
@@ -72,7 +72,7 @@ def _computed(rows: Sequence[EncodedRow], facts: Facts, trees: Integers) -> tupl
     saved = 0
     for tree in looked.tolist():
         some = [rows[i] for i in order[ends[tree] - members[tree] : ends[tree]].tolist()]
-        saved += int(prompt[tree] + answers[tree]) - plant(some, range(len(some)))[0].tree.tokens
+        saved += int(prompt[tree] + answers[tree]) - build_trees(some, range(len(some)))[0].tree.tokens
     about = len(looked) < len(several)
     if about and len(looked):
         saved = round(saved * int(answers[several].sum()) / int(answers[looked].sum()))

@@ -1,16 +1,15 @@
-"""Rows of a step to trees, trees to packs of a token budget, packs to ranks. Layout only: no result changes."""
+"""Rows of a step to trees, trees to packs of `microbatch_tokens`, packs to ranks. Layout only: no result changes."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tropism.data.mismatch import partners
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion, PromptTree
 
 
 @dataclass(frozen=True, slots=True)
-class Planted:
+class PlacedTree:
     """A tree and the rows that it serves.
 
     Args:
@@ -37,7 +36,7 @@ class Mismatched:
     counts: tuple[int, ...]
 
 
-def plant(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[Planted]:
+def build_trees(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[PlacedTree]:
     """Trees of the rows at `indices`: rows with equal prompt ids share one, equal completions are one."""
     groups: dict[bytes, list[int]] = {}
     for index in indices:
@@ -53,12 +52,12 @@ def plant(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[Planted]:
         tree = PromptTree(rows[group[0]].prompt_ids, tuple(distinct.values()))
         members = tuple(tuple(positions[completion.key] for completion in rows[index].completions)
                         for index in group)
-        planted.append(Planted(tree, tuple(group), members))
+        planted.append(PlacedTree(tree, tuple(group), members))
     return planted
 
 
 def mismatch(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int) -> list[Mismatched]:
-    """The mismatched trees of a step, in the order of `plant`.
+    """The mismatched trees of a step, in the order of `build_trees`.
 
     The partner is the row's own where every row came with one, else another row's completion. It is cut on the right
     to what the prompt leaves of `max_length`.
@@ -98,7 +97,7 @@ def share(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(indices) for indices in shares]
 
 
-def fill(sizes: Sequence[int], budget: int) -> list[list[int]]:
+def first_fit(sizes: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
     """Best-fit-decreasing packs: indices per pack, in original order. A larger item gets a pack of its own."""
     rooms: list[tuple[int, int]] = []  # (room left, pack), ascending
     packs: list[list[int]] = []
@@ -107,7 +106,7 @@ def fill(sizes: Sequence[int], budget: int) -> list[list[int]]:
         if place < len(rooms):
             room, pack = rooms.pop(place)
         else:
-            room, pack = budget, len(packs)
+            room, pack = microbatch_tokens, len(packs)
             packs.append([])
         packs[pack].append(index)
         insort(rooms, (room - sizes[index], pack))
@@ -135,18 +134,40 @@ def forest(trees: Iterable[PromptTree]) -> list[PromptTree]:
             for _, (tree, completions) in sorted(prompts.items())]
 
 
-def scoring_packs(trees: Iterable[PromptTree], budget: int, layout: str) -> list[list[PromptTree]]:
+def scoring_packs(trees: Iterable[PromptTree], microbatch_tokens: int, layout: str) -> list[list[PromptTree]]:
     """Packs that score each distinct (prompt, completion) of some trees once.
 
     Nothing learns here, so a tree too big for a pack may be several with the same prompt: that is only layout.
     """
-    parts = [part for tree in forest(trees) for part in _split(tree, budget, layout)]
-    return [[parts[i] for i in pack] for pack in fill([size(part, layout) for part in parts], budget)]
+    parts = [part for tree in forest(trees) for part in _split(tree, microbatch_tokens, layout)]
+    return [[parts[i] for i in pack] for pack in first_fit([size(part, layout) for part in parts], microbatch_tokens)]
 
 
-def _split(tree: PromptTree, budget: int, layout: str) -> list[PromptTree]:
-    if size(tree, layout) <= budget or len(tree.completions) == 1:
+def _split(tree: PromptTree, microbatch_tokens: int, layout: str) -> list[PromptTree]:
+    if size(tree, layout) <= microbatch_tokens or len(tree.completions) == 1:
         return [tree]
     half = len(tree.completions) // 2
     return [part for some in (tree.completions[:half], tree.completions[half:])
-            for part in _split(PromptTree(tree.prompt_ids, some), budget, layout)]
+            for part in _split(PromptTree(tree.prompt_ids, some), microbatch_tokens, layout)]
+
+
+def partners(prompts: Sequence[Hashable]) -> list[int]:
+    """For each unit of a step, the index of its partner: the next unit, cyclically, with another prompt.
+
+    A unit is never its own partner, whatever the number of units or their order.
+
+    Raises:
+        ValueError: if all units have one prompt, since nobody has a partner then.
+    """
+    count = len(prompts)
+    if len(set(prompts)) < 2:
+        raise ValueError("a step needs two distinct prompts to have mismatched completions")
+    result = [-1] * count
+    following = -1
+    for position in range(2 * count - 1, -1, -1):  # backwards twice: the second lap knows the cyclic successor
+        here = position % count
+        successor = (here + 1) % count
+        following = successor if prompts[successor] != prompts[here] else following
+        if position < count:
+            result[here] = following
+    return result

@@ -246,7 +246,7 @@ def _nemo_dpo(parts: Parts) -> Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BatchLayout:
     """A known layout: whose it is, the view it serves, the names of its parts in order, and how to read them."""
 
     name: str
@@ -260,24 +260,24 @@ class Layout:
 
 
 # Tuples, by how many dimensions each part has (ids as [n, 1, L] count as two; None is anything).
-_TUPLES: tuple[tuple[tuple[int | None, ...], Layout], ...] = (
-    ((2, 2, 1, 1), Layout("OpenRLHF KTO", "unpaired", "input_ids attention_mask labels prompt_ids_lens",
+_TUPLES: tuple[tuple[tuple[int | None, ...], BatchLayout], ...] = (
+    ((2, 2, 1, 1), BatchLayout("OpenRLHF KTO", "unpaired", "input_ids attention_mask labels prompt_ids_lens",
                           _openrlhf_kto)),
-    ((2, 2, 2, 2, 1), Layout("OpenRLHF DPO", "paired",
+    ((2, 2, 2, 2, 1), BatchLayout("OpenRLHF DPO", "paired",
                              "chosen_ids chosen_masks reject_ids reject_masks prompt_ids_lens", _openrlhf_dpo)),
-    ((2, 2, 2), Layout("OpenRLHF SFT", "single", "input_ids attention_masks loss_masks", _openrlhf_sft)),
-    ((1, 2, 2, None), Layout("OpenRLHF SFT with lengths", "single",
+    ((2, 2, 2), BatchLayout("OpenRLHF SFT", "single", "input_ids attention_masks loss_masks", _openrlhf_sft)),
+    ((1, 2, 2, None), BatchLayout("OpenRLHF SFT with lengths", "single",
                              "prompt_ids_lens input_ids attention_masks infos", _openrlhf_sft_by_length)),
 )
 # Dicts, by the names they have at least; the first that fits. A slash parts two spellings.
 _DICTS = (
-    Layout("NeMo-Aligner KTO", "unpaired", "samples sample_labels preference", _nemo_kto),
-    Layout("NeMo-Aligner DPO", "paired", "chosen rejected chosen_labels rejected_labels", _nemo_dpo),
-    Layout("coati DPO", "paired", "chosen_input_ids chosen_attention_mask chosen_loss_mask reject_input_ids/"
+    BatchLayout("NeMo-Aligner KTO", "unpaired", "samples sample_labels preference", _nemo_kto),
+    BatchLayout("NeMo-Aligner DPO", "paired", "chosen rejected chosen_labels rejected_labels", _nemo_dpo),
+    BatchLayout("coati DPO", "paired", "chosen_input_ids chosen_attention_mask chosen_loss_mask reject_input_ids/"
            "rejected_input_ids reject_attention_mask/rejected_attention_mask reject_loss_mask/rejected_loss_mask",
            _coati_dpo),
-    Layout("coati KTO", "unpaired", "input_ids attention_mask loss_mask label", _coati_kto),
-    Layout("coati SFT", "single", "input_ids attention_mask labels/loss_mask", _coati_sft),
+    BatchLayout("coati KTO", "unpaired", "input_ids attention_mask loss_mask label", _coati_kto),
+    BatchLayout("coati SFT", "single", "input_ids attention_mask labels/loss_mask", _coati_sft),
 )
 LAYOUTS: dict[str, str] = {
     **{layout.name: f"tuple ({', '.join(layout.names())})" for _, layout in _TUPLES},
@@ -286,7 +286,7 @@ LAYOUTS: dict[str, str] = {
 """Known layouts and their parts."""
 
 
-def recognise(batch: Any, place: str) -> tuple[Layout, Parts]:
+def recognise(batch: Any, place: str) -> tuple[BatchLayout, Parts]:
     """The layout of a batch and its parts by name.
 
     Raises:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tropism.data.formats import parts
+from tropism.data.formats.options import FormatOptions
 from tropism.data.formats.shape import Draft, Drafts, Format, Record, Shape, of_two, plain_drafts
-from tropism.data.options import FormatOptions
 from tropism.data.rows import Dropped, Message, RawRow, Reason
 from tropism.errors import DataError
 
@@ -80,7 +80,7 @@ def rated(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
 
 # --- ultrafeedback: several scored answers to one prompt -------------------------------------------------------------
 
-Scored = list[tuple[float, parts.Part]]
+Scored = list[tuple[float, parts.Content]]
 
 
 def is_scored(record: Record, shape: Shape, options: FormatOptions) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from tropism.data.rows import Message
 from tropism.errors import DataError
 
-Part = str | tuple[Message, ...]
+Content = str | tuple[Message, ...]
 """A prompt or an answer: plain text, or messages."""
 
 SPEAKERS = {
@@ -23,7 +23,7 @@ _SPELT = {"true": True, "1": True, "false": False, "0": False}
 _THUMBS = {"up": True, "thumbs_up": True, "down": False, "thumbs_down": False}
 
 
-def part(value: Any, name: str, place: str) -> Part:
+def part(value: Any, name: str, place: str) -> Content:
     """A field of text or messages. None is an empty text: the row is dropped, not the run.
 
     Args:
@@ -130,7 +130,7 @@ def brief(value: Any) -> str:
     return spelt if len(spelt) <= 100 else f"{spelt[:100]}..."
 
 
-def blank(answer: Part) -> bool:
+def blank(answer: Content) -> bool:
     """Whether an answer says nothing: no text, and no tool call."""
     if isinstance(answer, str):
         return not answer.strip()
@@ -140,7 +140,7 @@ def blank(answer: Part) -> bool:
     return not (last.get("content") or "").strip() and not last.get("tool_calls")
 
 
-def as_messages(given: Part, role: str) -> tuple[Message, ...]:
+def as_messages(given: Content, role: str) -> tuple[Message, ...]:
     """Messages as they are; text as a message of `role`; an empty text as none."""
     if isinstance(given, tuple):
         return given

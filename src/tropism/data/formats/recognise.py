@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tropism.data.formats import parts
-from tropism.data.formats.shape import Format, Shape, View
+from tropism.data.formats.options import FormatOptions
+from tropism.data.formats.shape import Format, Shape
 from tropism.data.formats.table import FORMATS
-from tropism.data.options import FormatOptions
-from tropism.data.rows import RawRow
+from tropism.data.rows import RawRow, View
 from tropism.errors import DataError
 
 _PROBED = 1000  # records of each set of columns whose values are looked at

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from tropism.data.formats import parts
-from tropism.data.formats.parts import Part
-from tropism.data.options import FormatOptions
-from tropism.data.rows import Dropped, Message, RawRow, Reason
+from tropism.data.formats.options import FormatOptions
+from tropism.data.formats.parts import Content
+from tropism.data.rows import Dropped, Message, RawRow, Reason, View
 from tropism.errors import DataError
 
-View = Literal["unpaired", "paired", "single"]
 Record = Mapping[str, Any]
 
 
@@ -50,8 +49,8 @@ class Draft:
         tools: schemas that stand elsewhere than in the column `tools`.
     """
 
-    prompt: Part
-    answers: dict[str, Part]
+    prompt: Content
+    answers: dict[str, Content]
     desirable: bool | None = None
     tools: Any = None
 
@@ -139,7 +138,7 @@ def of_one(spoken: tuple[Message, ...], name: str, desirable: bool | None, place
     return Draft(spoken[:-1], {name: spoken[-1:]}, desirable)
 
 
-def of_two(answers: dict[str, Part], place: str) -> Draft | Dropped:
+def of_two(answers: dict[str, Content], place: str) -> Draft | Dropped:
     """Two conversations that share their start, which is the prompt."""
     (one, chosen), (other, rejected) = answers.items()
     if not (isinstance(chosen, tuple) and isinstance(rejected, tuple)):
@@ -158,7 +157,7 @@ def of_two(answers: dict[str, Part], place: str) -> Draft | Dropped:
     return Draft(chosen[:shared], {one: chosen[shared:], other: rejected[shared:]})
 
 
-def asked(known: Format, raw: RawRow, shape: Shape) -> Part:
+def asked(known: Format, raw: RawRow, shape: Shape) -> Content:
     """The prompt of a record that has a column for it."""
     prompt = parts.part(raw.record[shape.prompt], shape.prompt, raw.place)
     if not known.chat:

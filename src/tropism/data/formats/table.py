@@ -1,8 +1,9 @@
 """The table of formats: one row each."""
 
 from tropism.data.formats import nested, parts
-from tropism.data.formats.shape import Format, Record, Shape, View
-from tropism.data.options import FormatOptions
+from tropism.data.formats.options import FormatOptions
+from tropism.data.formats.shape import Format, Record, Shape
+from tropism.data.rows import View
 
 _PAIR = ("chosen", "rejected")
 

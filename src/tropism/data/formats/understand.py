@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tropism.data.formats import parts
-from tropism.data.formats.parts import Part
+from tropism.data.formats.parts import Content
 from tropism.data.formats.recognise import Reading
 from tropism.data.formats.shape import Draft, Drafts, plain_drafts
 from tropism.data.rows import Dropped, RawRow, Reason, Row
@@ -57,7 +57,7 @@ def _row(draft: Draft, place: str, reading: Reading) -> Row | Dropped:
     for name, completion in completions.items():
         if parts.blank(completion):
             return Dropped(place, Reason.EMPTY_COMPLETION, f"'{name}' is empty")
-    answers: tuple[Part, ...] = tuple(completions.values())
+    answers: tuple[Content, ...] = tuple(completions.values())
     if any(isinstance(part, tuple) for part in (prompt, *answers)):
         prompt = parts.as_messages(prompt, "user")
         spoken = [parts.as_messages(answer, "assistant") for answer in answers]
@@ -70,7 +70,7 @@ def _row(draft: Draft, place: str, reading: Reading) -> Row | Dropped:
     return Row(place, place, prompt, answers, desirable, parts.tool_schemas(draft.tools, place))
 
 
-def _without_prompt(prompt: Part, completion: Part) -> Part:
+def _without_prompt(prompt: Content, completion: Content) -> Content:
     """A completion that repeats the prompt's messages before its answer, as some public sets have it, without them."""
     if not isinstance(completion, tuple) or not prompt:
         return completion

@@ -13,7 +13,7 @@ from tropism.data.rows import RawRow
 from tropism.data.sources.files import KINDS, PACKINGS, DataFile, mapping
 from tropism.errors import DataError
 
-Source = str | Path | Iterable[dict[str, Any]]
+DataSource = str | Path | Iterable[dict[str, Any]]
 """A path; a text as in `open_source`; or rows as dicts."""
 
 _WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)")
@@ -22,7 +22,7 @@ _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """Rows that belong together and have one format: a file, a directory, a dataset of the hub, a list of dicts.
 
     Args:
@@ -55,7 +55,7 @@ class Part:
             yield from file.rows()
 
 
-def read(source: Source) -> Iterator[RawRow]:
+def read(source: DataSource) -> Iterator[RawRow]:
     """Yield the rows of a source, as `open_source` takes it.
 
     Raises:
@@ -65,7 +65,7 @@ def read(source: Source) -> Iterator[RawRow]:
         yield from part.read()
 
 
-def open_source(source: Source) -> list[Part]:
+def open_source(source: DataSource) -> list[SourcePart]:
     """The parts of a source.
 
     Args:
@@ -76,7 +76,7 @@ def open_source(source: Source) -> list[Part]:
         DataError: if one is missing.
     """
     if not isinstance(source, str | Path):
-        return [Part("data", records=source)]
+        return [SourcePart("data", records=source)]
     if isinstance(source, Path) or _exists(source):
         named = [(str(source), 1.0)]
     else:
@@ -119,17 +119,17 @@ def _weighted(entry: str, source: str) -> tuple[str, float]:
     return match.group(1), weight
 
 
-def _part(name: str, label: str, weight: float, prefix: str) -> Part:
+def _part(name: str, label: str, weight: float, prefix: str) -> SourcePart:
     path = Path(name).expanduser()
     if path.is_dir():
         files = _in_directory(path, prefix)
         if not files:
             raise DataError(f"{path}: no data file in this directory; known are {', '.join(KINDS)}")
-        return Part(label, files, weight)
+        return SourcePart(label, files, weight)
     if path.is_file():
-        return Part(label, (DataFile(path, label),), weight)
+        return SourcePart(label, (DataFile(path, label),), weight)
     if _HUB_NAME.fullmatch(name) and DataFile(path, label).kind is None:
-        return Part(name, _from_hub(name, prefix), weight)
+        return SourcePart(name, _from_hub(name, prefix), weight)
     raise DataError(f"{path}: no such file")
 
 

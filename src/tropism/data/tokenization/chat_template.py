@@ -2,22 +2,19 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import resources
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
 from pydantic import field_validator
 
-from tropism.data.audit.findings import Finding
-from tropism.data.rows import Message, Row
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.tokenizer import TextTokenizer
 from tropism.data.tokenization.truncate import Limits
-from tropism.errors import DataError, ModelError, UsageError
+from tropism.errors import ModelError, UsageError
 from tropism.options import Options
 
 NAMES = ("chatml", "gemma", "llama3", "phi3", "plain")
@@ -26,7 +23,8 @@ NAMES = ("chatml", "gemma", "llama3", "phi3", "plain")
 _OURS = {"tools", "documents", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize",
          "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
          "return_assistant_tokens_mask", "tokenizer_kwargs", "bos_token", "eos_token"}
-_CONTROL = re.compile(r"<\|[a-zA-Z]\w*\|>|<(?:start|end)_of_turn>")
+CONTROL_TOKEN = re.compile(r"<\|[a-zA-Z]\w*\|>|<(?:start|end)_of_turn>")
+"""How control tokens of chat templates are spelled."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # of transformers; jinja alone knows it not
 
 
@@ -150,49 +148,6 @@ def check_effect(options: TemplateOptions, renderer: Renderer) -> None:
         raise UsageError("supervise 'all' has no effect: the data is plain text, without turns")
 
 
-def look_at_template(renderer: Renderer) -> list[Finding]:
-    """What a short conversation shows of a template: its start, its end, and what generation is given."""
-    asked: Sequence[Message] = [{"role": "user", "content": "Hi"}]
-    row = Row("template", renderer.template_name, tuple(asked), ())
-    try:
-        prompt = renderer.template(asked, row, generate=True)
-        bare = renderer.template(asked, row, generate=False)
-        whole = renderer.template([*asked, {"role": "assistant", "content": "Yes"}], row, generate=False)
-    except (DataError, ModelError):  # the rows say it better
-        return []
-    found = []
-    name, text = renderer.template_name, renderer.text
-    if prompt == bare:
-        found.append(Finding("no_generation_prompt", "notice",
-                             f"{name} has no generation prompt: what it puts before an answer is learned with it"))
-    elif not whole.startswith(prompt):
-        found.append(Finding("generation_prompt_adds", "info",
-                             f"{name} begins an answer with {prompt[len(bare):]!r}, which a finished answer lacks: "
-                             "it is given, not learned"))
-    unknown = sorted(set(_CONTROL.findall(whole + prompt)) - text.control.keys())
-    if unknown:
-        found.append(Finding("template_tokens", "notice",
-                             f"{name} writes {', '.join(unknown)}, for which the tokenizer has no token: they are read "
-                             "as plain characters. If the model does not expect that, take a template of its family"))
-    # Those in front only: some templates begin every turn with it.
-    leading = list(takewhile(lambda token: token == text.bos_id, text.encode(prompt)))
-    begins = len(leading) if text.bos_id is not None else 1
-    if begins > 1:
-        found.append(Finding("two_bos", "warning", f"{name} writes {begins} BOS; take all but one out of it"))
-    elif begins == 0 and text.encode_prompt("a")[:1] == [text.bos_id]:
-        found.append(Finding("no_bos", "notice",
-                             f"the tokenizer begins a text with a BOS, and {name} does not: conversations have "
-                             "none, in training as in generation"))
-    return found
-
-
-def _written(text: str, name: str) -> set[str]:
-    """Control tokens that a template of ours writes."""
-    if name == "phi3":  # it puts the role into the token
-        return {"<|user|>", "<|assistant|>", "<|end|>"}
-    return set(_CONTROL.findall(text))
-
-
 def _check_tokens(name: str, written: set[str], tokenizer: Any) -> None:
     missing = sorted(written - TextTokenizer(tokenizer).control.keys())
     if missing:
@@ -210,3 +165,10 @@ def _check_used(kwargs: Mapping[str, Any], tokenizer: Any, name: str) -> None:
             close = get_close_matches(given, words, n=1)
             raise UsageError(f"chat_template_kwargs: {name} does not use '{given}'"
                              + (f", did you mean {close[0]}?" if close else ""))
+
+
+def _written(text: str, name: str) -> set[str]:
+    """Control tokens that a template of ours writes."""
+    if name == "phi3":  # it puts the role into the token
+        return {"<|user|>", "<|assistant|>", "<|end|>"}
+    return set(CONTROL_TOKEN.findall(text))

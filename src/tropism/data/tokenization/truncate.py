@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pydantic import Field
+
 from tropism.data.tree import Completion
+from tropism.options import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,12 @@ def fit(prompt: PromptCutter, completions: Sequence[Completion], limits: Limits)
         floor = min(len(ids), limits.max_length // 2)
         ids = prompt.to(min(len(ids), max(limits.max_length - longest, floor)), floor)
     return ids, [completion.cut(limits.max_length - len(ids)) for completion in completions]
+
+
+class LengthOptions(Options):
+    """How long a row may be."""
+
+    max_length: int | None = Field(None, ge=2)
+    """Tokens of a prompt with its completion; by default the model's limit, at most 2048."""
+    max_prompt_length: int | None = Field(None, ge=1)
+    """Tokens of a prompt; a longer one is cut from the left."""

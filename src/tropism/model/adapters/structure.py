@@ -31,7 +31,7 @@ _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class AdapterFacts:
     """What an adapter is, in figures.
 
     Args:
@@ -87,7 +87,7 @@ def kept_parameters(module: Any) -> list[torch.nn.Parameter]:
     return [weight for name, weight in module.named_parameters() if names is None or name in names]
 
 
-def facts_of(module: Any) -> Facts:
+def facts_of(module: Any) -> AdapterFacts:
     """Figures of a module with an adapter."""
     name = adapter_name(module)
     layers = {key: layer for key, layer in module.named_modules() if hasattr(layer, "lora_A") and name in layer.lora_A}
@@ -98,7 +98,7 @@ def facts_of(module: Any) -> Facts:
     frozen = {id(weight): weight for key, weight in module.named_parameters()
               if key not in (learning_names(module) or ()) and ".original_module." not in key}
     total = learning + sum(map(_size, frozen.values()))
-    return Facts(max((layer.r[name] for layer in layers.values()), default=0), len(layers), len(kinds), whole,
+    return AdapterFacts(max((layer.r[name] for layer in layers.values()), default=0), len(layers), len(kinds), whole,
                  learning, total)
 
 

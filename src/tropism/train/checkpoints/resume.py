@@ -15,8 +15,8 @@ from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.find import Origin
 from tropism.train.checkpoints.rng_state import set_random_state
+from tropism.train.engine import Engine
 from tropism.train.options import ParallelOptions
-from tropism.train.step import Engine
 
 MAY_CHANGE = frozenset((
     # how long, how often something is looked at, and what is kept

@@ -23,10 +23,10 @@ from tropism.observe.metrics import direction
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.rng_state import random_state
+from tropism.train.engine import Engine
 from tropism.train.monitor.early_stopping import check_evaluated
 from tropism.train.preemption import Halt
 from tropism.train.records import Progress
-from tropism.train.step import Engine
 
 _SLOWEST_DISK = 100e6
 """Bytes per second that the first save is expected to write, before any was measured."""

@@ -12,11 +12,18 @@ from tropism.data.batching.pack import cost, mismatch, scoring_packs, share
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import PromptTree, score_key
 from tropism.losses.scored import Scored
-from tropism.methods import Units, Wide
+from tropism.methods import StepInputs, Units
+from tropism.train.engine import Engine
 from tropism.train.evaluation.bootstrap import Array, accuracy, auc, resamples, with_interval
-from tropism.train.step import Engine, ReferencePoint, pool, reference_moments
 from tropism.train.step_packs import all_trees, has_partners
-from tropism.train.step_statistics import side_values, sorted_partners
+from tropism.train.step_statistics import (
+    ReferencePoint,
+    point_record,
+    pool,
+    reference_moments,
+    side_values,
+    sorted_partners,
+)
 
 Values = tuple[float, float, float, float]
 """Policy log-prob, reference log-prob, divergence and confidence of a completion; 0 where there is none."""
@@ -34,13 +41,13 @@ class Evaluator:
 
     Args:
         rows: the evaluation rows, in file order.
-        budget: tokens of a pack.
+        microbatch_tokens: tokens of a pack.
         max_length: tokens of a prompt with its completion.
     """
 
-    def __init__(self, rows: Sequence[EncodedRow], budget: int, max_length: int) -> None:
+    def __init__(self, rows: Sequence[EncodedRow], microbatch_tokens: int, max_length: int) -> None:
         self.rows = rows
-        self.budget = budget
+        self.microbatch_tokens = microbatch_tokens
         self.max_length = max_length
         self.baselines: dict[str, float] = {}
 
@@ -56,7 +63,7 @@ class Evaluator:
         """What is known of every (prompt, completion), mismatched ones included, by all ranks."""
         model = engine.model
         trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length)
-        packs = scoring_packs(trees, self.budget, model.layout)
+        packs = scoring_packs(trees, self.microbatch_tokens, model.layout)
         shares = share([sum(map(cost, pack)) for pack in packs], engine.world.parts)
         own, rounds = shares[engine.world.part], max(map(len, shares))
         found: dict[bytes, Values] = {}
@@ -97,9 +104,10 @@ class Evaluator:
         losses = [torch.zeros(len(members), dtype=torch.float64)] * len(method.terms)
         known = point is not None or not method.needs_reference_point
         if known:
-            wide = Wide(point.value if point else None, engine.shift.value.cpu())
+            wide = StepInputs(point.value if point else None, engine.shift.value.cpu())
             if method.needs_sorting:
-                wide = Wide(wide.reference_point, wide.shift, *sorted_partners(side_values(method, scored, units)))
+                wide = StepInputs(wide.reference_point, wide.shift,
+                                  *sorted_partners(side_values(method, scored, units)))
             losses = method.losses(scored, units, wide)
         sums = method.metrics(scored, units, losses, method.counts(self.rows), noise)
         terms = {"saturated", *(term.key for term in method.terms)}  # what follows from the losses
@@ -120,7 +128,6 @@ class Evaluator:
                 found = ranking(self.rows, value[members].numpy(), with_ends=False)
                 self.baselines |= {f"baselines/{name}": share for share in found.values()}
         return self.baselines
-
 
 
 def ranking(rows: Sequence[EncodedRow], scores: Array, with_ends: bool = True) -> dict[str, float]:
@@ -147,8 +154,3 @@ def _values(engine: Engine, pack: Sequence[PromptTree]) -> list[Values]:
     return [(a, b, c, d) for a, b, c, d in torch.stack(columns, dim=1).tolist()]
 
 
-def point_record(point: ReferencePoint) -> dict[str, float]:
-    """`kl`, `kl/raw` and, where it exists, `kl/stderr`."""
-    record = {"kl": float(point.value), "kl/raw": float(point.raw)}
-    stderr = float(point.stderr)
-    return record | ({"kl/stderr": stderr} if np.isfinite(stderr) else {})

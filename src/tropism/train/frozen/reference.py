@@ -1,8 +1,6 @@
 """The reference: a frozen scorer whose log-probs are computed once, before step 1, and kept in the store."""
 
 import copy
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,17 +14,16 @@ from torch import Tensor
 from tropism.data.batching.collate import Batch, collate
 from tropism.data.batching.pack import cost, scoring_packs, share
 from tropism.data.tree import PromptTree
-from tropism.distributed.shard import each_whole
 from tropism.distributed.world import World
 from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
-from tropism.model.adapters.structure import base_name, scales_as_computed, state_as_computed, switched_off
-from tropism.model.bf16_weights import tensor_hash
+from tropism.model.adapters.structure import switched_off
+from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
-from tropism.train.frozen.score_store import VERSION, ScoreStore
+from tropism.train.frozen.score_store import ScoreStore
 
 _WRITE_EVERY_S = 10.0  # at most this much of the pass is lost by a kill
 
-Report = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 """Called with (packs done, packs in all) by all ranks alike; it may stop them by `StoppedEarly`."""
 
 
@@ -45,30 +42,6 @@ def freeze(model: LanguageModel) -> LanguageModel:
     shared: dict[int, Any] = {id(weight): weight for weight in model.module.parameters() if not weight.requires_grad}
     module = copy.deepcopy(model.module, shared).requires_grad_(False)
     return LanguageModel(module, model.layout, model.precision, model.device)
-
-
-def fingerprint(model: LanguageModel) -> str:
-    """Hash of everything that decides a log-prob of given ids: weights, scales of adapters, config, and how they are
-    computed."""
-    config = {name: value for name, value in model.module.config.to_dict().items()
-              if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
-                              "architectures") and not name.startswith("_")}
-    numerics = [VERSION, model.precision, model.layout, model.device.type]
-    digest = hashlib.blake2b(json.dumps([config, numerics], sort_keys=True, default=str).encode(), digest_size=16)
-    for line in (*weight_hashes(model.module), *scales_as_computed(model.module)):
-        digest.update(line.encode())
-    return digest.hexdigest()
-
-
-def weight_hashes(module: Any) -> list[str]:
-    """`name hash` of each weight and stored buffer as the module computes now, which does not depend on how the model
-    is spread. Hashing releases the interpreter lock, so threads help."""
-    known: dict[str, str] = getattr(module, "hashes_before_narrowing", {})
-
-    def one(name: str, weight: Tensor) -> str:
-        return f"{name} {tuple(weight.shape)} {known.get(base_name(name)) or tensor_hash(weight)}"
-
-    return each_whole(state_as_computed(module), one)
 
 
 class StoredReference:
@@ -124,8 +97,8 @@ class OffReference:
             return self.model.logps(batch)
 
 
-def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: Path, world: World,
-          report: Report = lambda done, total: None) -> StoredReference:
+def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: int, root: Path, world: World,
+          report: ReportProgress = lambda done, total: None) -> StoredReference:
     """Score what the store does not have yet, with all ranks together, and return all scores of `trees`.
 
     Packs are a function of the whole set of trees; a pack of which one score is missing is computed whole, but
@@ -134,13 +107,13 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], budget: int, root: 
     Args:
         model: the frozen weights.
         trees: every (prompt, completion) that the run will ask for.
-        budget: tokens of a pack.
+        microbatch_tokens: tokens of a pack.
         root: the store's directory.
 
     Raises:
         ReferenceMismatchError: if a score is not finite, naming what it belongs to.
     """
-    packs = scoring_packs(trees, budget, model.layout)
+    packs = scoring_packs(trees, microbatch_tokens, model.layout)
     store = ScoreStore(root, fingerprint(model), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
     known = world.broadcast(world.on_main(store.load) or {})

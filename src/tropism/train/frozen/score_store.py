@@ -26,9 +26,6 @@ from tropism.errors import OutputError, ReferenceMismatchError
 from tropism.train.frozen.store_files import publish
 from tropism.train.frozen.topk_store import TopKStore
 
-VERSION = 1
-"""Part of every fingerprint: raised when the way log-probs are computed, or filed, changes."""
-
 ROWS = "rows"
 """Directory of the store that holds rendered rows: blocks by their content (see `data.encode`)."""
 
@@ -99,7 +96,7 @@ def _read(file: Path) -> dict[bytes, float] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredModel:
     """One line of `tropism store list`.
 
     Args:
@@ -115,7 +112,7 @@ class Entry:
     size_bytes: int
 
 
-def entries(root: Path) -> list[Entry]:
+def entries(root: Path) -> list[StoredModel]:
     """What a store holds, one entry per frozen model."""
     found = []
     for path in _models(root):
@@ -128,7 +125,7 @@ def entries(root: Path) -> list[Entry]:
         best = TopKStore(root, path.name, {})
         with contextlib.suppress(ReferenceMismatchError):  # a run would say so; a list shows what is there
             best.open()
-        found.append(Entry(path, meta, scores + len(best), sum(file.stat().st_size for file in files)))
+        found.append(StoredModel(path, meta, scores + len(best), sum(file.stat().st_size for file in files)))
     return found
 
 

@@ -19,11 +19,12 @@ from tropism.distributed.world import World
 from tropism.errors import ReferenceMismatchError, StoppedEarly
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
 from tropism.methods.build import DEFAULT_KD_WEIGHT
+from tropism.model.fingerprint import fingerprint
 from tropism.model.head.divergence import Comparison, Exact, Targets, TopK, top_k
 from tropism.model.head.logprob import Head, head_of
 from tropism.model.language_model import LanguageModel
-from tropism.train.frozen.reference import Report, fingerprint, rounds
-from tropism.train.frozen.topk_store import Entry, TopKStore, bytes_per_token
+from tropism.train.frozen.reference import ReportProgress, rounds
+from tropism.train.frozen.topk_store import TopkEntry, TopKStore, bytes_per_token
 from tropism.train.options import TeacherOptions
 
 _WRITE_EVERY_S = 10.0
@@ -169,14 +170,14 @@ def stored_name(of_model: str, options: TeacherOptions, vocabulary: int) -> str:
 
 
 def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOptions, comparison: Comparison,
-          budget: int, root: Path, world: World, say: Callable[[str], None],
-          report: Report = lambda done, total: None) -> StoredTeacher:
+          microbatch_tokens: int, root: Path, world: World, say: Callable[[str], None],
+          report: ReportProgress = lambda done, total: None) -> StoredTeacher:
     """Keep the teacher's likeliest tokens of every completion that the store does not have yet, with all ranks.
 
     Args:
         model: the teacher.
         trees: every (prompt, completion) that the run will ask for.
-        budget: tokens of a pack.
+        microbatch_tokens: tokens of a pack.
         root: the store's directory.
         say: takes the estimate of what it will take on the disk.
 
@@ -189,7 +190,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout,
         "holds": f"top {k} at temperature {comparison.temperature:g}", "teacher": of_model})
     world.together(store.open)
-    packs = scoring_packs(trees, budget, model.layout)
+    packs = scoring_packs(trees, microbatch_tokens, model.layout)
     missing = [pack for pack in packs if any(key not in store for tree in pack for key in tree.score_keys)]
     missing = world.broadcast(missing)  # ranks may see different disks
     tokens = sum(completion.length for pack in missing for tree in pack for completion in tree.completions)
@@ -204,12 +205,12 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
 
 
 def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKStore, comparison: Comparison, k: int,
-          world: World, report: Report) -> None:
+          world: World, report: ReportProgress) -> None:
     """Each rank computes its packs and writes its own files; nobody comes back before everybody has written."""
-    fresh: dict[bytes, Entry] = {}
+    fresh: dict[bytes, TopkEntry] = {}
     written, size = time.monotonic(), 0
 
-    def keep(found: dict[bytes, Entry]) -> None:
+    def keep(found: dict[bytes, TopkEntry]) -> None:
         nonlocal size
         if not world.leads:
             return  # those that compute a layer together find the same, and one of them writes it
@@ -237,7 +238,7 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
 
 @torch.no_grad()
 def _top_k_of(model: LanguageModel, pack: Sequence[PromptTree], comparison: Comparison,
-              k: int) -> dict[bytes, Entry]:
+              k: int) -> dict[bytes, TopkEntry]:
     batch = collate(pack, model.layout).to(model.device)
     hidden = model.hidden(batch, model.tree_pass(batch))  # and with it the head, of a sharded teacher
     best = top_k(hidden, head_of(model.module, model.compute), k, comparison.temperature, comparison.vocabulary)

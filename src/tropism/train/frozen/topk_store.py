@@ -22,7 +22,7 @@ from safetensors.numpy import save
 from tropism.errors import OutputError, ReferenceMismatchError
 from tropism.train.frozen.store_files import publish
 
-Entry = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
+TopkEntry = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
 """ids `[n, k]`, logps `[n, k]`, tail `[n]` of one completion's supervised tokens."""
 
 _NAMES = ("keys", "offsets", "ids", "logps", "tail")
@@ -88,7 +88,7 @@ class TopKStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._where
 
-    def read(self, key: bytes) -> Entry:
+    def read(self, key: bytes) -> TopkEntry:
         """What the teacher says of the supervised tokens of one completion.
 
         Raises:
@@ -102,7 +102,7 @@ class TopKStore:
         ids, logps, tail = (opened.get_slice(name)[start:end] for name in ("ids", "logps", "tail"))
         return ids, logps, tail
 
-    def add(self, entries: Mapping[bytes, Entry], vocabulary: int) -> None:
+    def add(self, entries: Mapping[bytes, TopkEntry], vocabulary: int) -> None:
         """Write entries as one file.
 
         Raises:

@@ -28,7 +28,7 @@ class Rule:
     delta: float = 0.0
 
 
-class Stopper:
+class EarlyStopping:
     """Looks at evaluations, step 0 included, and says when to stop.
 
     Args:

@@ -14,7 +14,7 @@ _ROUNDING = 1e-6  # what a stored teacher leaves of a divergence that is 0, in n
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class FirstStep:
+class FirstUpdate:
     """Holds what the weights were until a step with a learning rate above 0 has changed one of them.
 
     Args:

@@ -1,7 +1,7 @@
 """Everything that can be checked before the first step, checked before the model is even loaded."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,31 +11,28 @@ import numpy as np
 
 from tropism.data.audit.audit import Audit
 from tropism.data.audit.findings import Finding, leakage
-from tropism.data.batching.pack import plant
+from tropism.data.audit.template_findings import find_in_template
 from tropism.data.formats import View
-from tropism.data.load import Report, load_rows
-from tropism.data.options import DataOptions, LengthOptions
+from tropism.data.load import ReportProgress, load_rows
+from tropism.data.options import DataOptions
 from tropism.data.row_facts import facts_of
 from tropism.data.row_table import RowTable
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule, Schedule
+from tropism.data.sources.open import DataSource
 from tropism.data.split import split_by_prompt
-from tropism.data.tokenization.chat_template import check_effect, look_at_template, make_renderer
+from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
-from tropism.data.tokenization.truncate import Limits
-from tropism.data.tree import PromptTree
+from tropism.data.tokenization.truncate import LengthOptions, Limits
 from tropism.errors import DataError, UsageError
-from tropism.methods import Method
-from tropism.methods.build import describe
 from tropism.model.load import max_positions
-from tropism.observe.console import Voice
 from tropism.train.options import RunOptions
 
 _DEFAULT_MAX_LENGTH = 2048
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Data of a run.
 
     Args:
@@ -60,7 +57,7 @@ class Prepared:
     @cached_property
     def of_template(self) -> list[Finding]:
         """What the chat template is like, where it was used."""
-        return look_at_template(self.renderer) if self.renderer.saw_messages else []
+        return find_in_template(self.renderer) if self.renderer.saw_messages else []
 
     def prompts_on_both_sides(self) -> int:
         """Evaluation prompts that training sees too; never any under `eval_fraction`."""
@@ -94,13 +91,11 @@ def steps_fingerprint(steps: GivenSchedule) -> str:
     return hashlib.blake2b(repr(steps.steps).encode(), digest_size=16).hexdigest()
 
 
-Source = str | Iterable[dict[str, Any]]
-"""A file, or rows as dicts."""
 
 
-def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View, train: Source | None = None,
-                 evaluation: Source | None = None, *, cache: Path | None = None, most: int | None = None,
-                 report: Report = lambda done, total: None) -> Prepared:
+def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View,
+                 train: DataSource | None = None, evaluation: DataSource | None = None, *, cache: Path | None = None,
+                 most: int | None = None, report: ReportProgress = lambda done, total: None) -> PreparedData:
     """Read, render and split the data.
 
     Args:
@@ -118,7 +113,7 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
         raise UsageError("eval_data and eval_fraction exclude each other: hold out rows of --data, or bring your own")
     renderer = make_renderer(tokenizer, limits(options, *configs), options)
 
-    def load(source: Source, most: int | None = None) -> Audit:
+    def load(source: DataSource, most: int | None = None) -> Audit:
         return load_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options,
                          cache=cache, most=most, report=report)
 
@@ -134,11 +129,11 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
     check_effect(options, renderer)
     if view == "unpaired":
         check_classes(rows, audit.source)
-    return Prepared(rows, held_out, audit, eval_audit, renderer, renderer.limits.max_length)
+    return PreparedData(rows, held_out, audit, eval_audit, renderer, renderer.limits.max_length)
 
 
 def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View, rows: Sequence[EncodedRow],
-                 evaluation: Sequence[EncodedRow]) -> Prepared:
+                 evaluation: Sequence[EncodedRow]) -> PreparedData:
     """The same for rows that came as token ids, which are neither rendered nor cut.
 
     Raises:
@@ -162,7 +157,7 @@ def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
         raise DataError("no rows were given")
     if view == "unpaired":
         check_classes(rows, audits[0].source)
-    return Prepared(rows, evaluation, audits[0], audits[1] if evaluation else None, renderer,
+    return PreparedData(rows, evaluation, audits[0], audits[1] if evaluation else None, renderer,
                     max(needed, renderer.limits.max_length))
 
 
@@ -212,52 +207,3 @@ def make_schedule(options: DataOptions, run: RunOptions, rows: Sequence[EncodedR
                     options.group_prompts, needs_partners)
 
 
-def probe_trees(rows: Sequence[EncodedRow], budget: int) -> list[PromptTree]:
-    """Up to three trees for the start-up comparison: rather short, and more than one so that leaks show."""
-    facts = facts_of(rows)
-    lengths = facts.prompt_tokens * facts.sides + facts.tokens.sum(1)
-    by_length = np.argsort(lengths, kind="stable").tolist()
-    quarter = len(by_length) // 4
-    chosen: dict[bytes, int] = {}
-    for i in by_length[quarter:] + by_length[:quarter]:
-        chosen.setdefault(rows[i].prompt_key, i)
-        if len(chosen) == 3 or sum(rows[j].flat_tokens for j in chosen.values()) > budget:
-            break
-    return [planted.tree for planted in plant(rows, list(chosen.values()))]
-
-
-def introduce(data: Prepared, method: Method, voice: Voice) -> None:
-    """Say what was read, and what is minimised."""
-    for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
-        if audit is not None:
-            voice.say(f"{name}: {audit.source}: {audit.summary()}")
-            if audit.format:
-                voice.say(f"  {audit.format}")
-            for drop in audit.dropped[:3]:
-                voice.say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
-            for notice in audit.notices():
-                voice.warn(notice)
-    for finding in data.of_template:
-        if finding.severity != "info":
-            voice.warn(finding.text)
-    voice.say(f"method: {describe(method)}")
-    if seen := data.prompts_on_both_sides():
-        voice.warn(f"{seen} evaluation prompts are also trained on: figures on them are not held out")
-    if method.view == "unpaired":
-        voice.say(f"labels: {describe_weights(method, data.train)}")
-
-
-def describe_weights(method: Method, rows: Sequence[EncodedRow]) -> str:
-    """Class counts, weights, and how their ratio stands to what the KTO paper advises."""
-    desirable = sum(map(bool, labels_of(rows)))
-    counts = f"{desirable} desirable, {len(rows) - desirable} undesirable"
-    options = next((term.options for term in method.terms if "desirable_weight" in term.options), None)
-    if options is None:
-        return counts
-    weights = options["desirable_weight"], options["undesirable_weight"]
-    ratio = weights[0] * desirable / (weights[1] * (len(rows) - desirable))
-    text = (f"{counts}; weights {weights[0]:g} and {weights[1]:g}: "
-            f"weighted ratio {ratio:.2f} (the KTO paper advises 1 to 1.5)")
-    if not 1 - 1e-9 <= ratio <= 1.5 + 1e-9:
-        text += ". `--desirable-weight auto --undesirable-weight auto` balances the classes"
-    return text

@@ -10,23 +10,24 @@ from typing import Any, Literal
 import torch
 
 from tropism.data.tree import PromptTree
-from tropism.distributed.shard import Spreading, is_sharded, let_go
+from tropism.distributed.shard import Sharding, is_sharded, let_go
 from tropism.distributed.world import World
 from tropism.errors import ModelError, UsageError
 from tropism.model import load
 from tropism.model import moe_router as router
 from tropism.model.adapters.peft_module import inner
-from tropism.model.bf16_weights import narrow
+from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.layout_check import Layout, choose_layout
 from tropism.model.load_sharded import load_sharded
+from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.train.frozen import reference as references
 from tropism.train.frozen import teacher as teachers
 from tropism.train.options import ParallelOptions, TeacherOptions
 from tropism.train.preemption import Halt
 
-Named = load.Source | Any
+ModelOrModule = ModelSource | Any
 """A model by its name, or the module itself."""
 
 
@@ -37,7 +38,7 @@ class Numerics:
     Args:
         precision: of the run.
         device: where the models live.
-        budget: tokens of a pack.
+        microbatch_tokens: tokens of a pack.
         trust_remote_code: run code that comes with a model.
         world: the processes of the run.
         spreading: how models are spread over them; None where each process has a whole copy.
@@ -46,13 +47,13 @@ class Numerics:
 
     precision: Precision
     device: torch.device
-    budget: int
+    microbatch_tokens: int
     trust_remote_code: bool = False
     world: World | None = None
-    spreading: Spreading | None = None
+    spreading: Sharding | None = None
     sum_once: bool = False
 
-    def module(self, named: Named, change: Callable[[Any], None] = lambda module: None) -> Any:
+    def module(self, named: ModelOrModule, change: Callable[[Any], None] = lambda module: None) -> Any:
         """The module in evaluation mode, with the weights' dtype of the precision, on the device.
 
         A module that was given is changed in place, so that an optimiser that holds its weights goes on holding them.
@@ -60,7 +61,7 @@ class Numerics:
         Args:
             change: called with a model that is to be spread over processes, as `load_sharded` says.
         """
-        if isinstance(named, load.Source):
+        if isinstance(named, ModelSource):
             if self.spreading is not None and self.world is not None:
                 return load_sharded(named, self.precision, self.world, self.spreading,
                                     trust_remote_code=self.trust_remote_code, change=change)
@@ -68,14 +69,14 @@ class Numerics:
         load.check_architecture(named.config)
         return named.to(device=self.device, dtype=load.weights_dtype(self.precision)).eval()
 
-    def frozen(self, named: Named, probes: Sequence[PromptTree], layout: Layout | Literal["auto"],
+    def frozen(self, named: ModelOrModule, probes: Sequence[PromptTree], layout: Layout | Literal["auto"],
                name: str) -> LanguageModel:
         """A model that does not learn, in a layout that is exact for it.
 
         Raises:
             ModelError: beginning with `name`, if there is none.
         """
-        return self.settled(self.module(named), isinstance(named, load.Source), probes, layout, name)
+        return self.settled(self.module(named), isinstance(named, ModelSource), probes, layout, name)
 
     def settled(self, module: Any, own: bool, probes: Sequence[PromptTree], layout: Layout | Literal["auto"],
                 name: str) -> LanguageModel:
@@ -90,13 +91,13 @@ class Numerics:
         module.requires_grad_(False)
         narrows = own and self.precision == "bf16"
         if narrows and is_sharded(module):
-            narrow(module)
+            round_to_bf16(module)
         try:
             model = replace(choose_layout(module, self.precision, self.device, probes, layout)[0], stays=True)
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
         if narrows and not is_sharded(module):
-            narrow(module)
+            round_to_bf16(module)
         return model
 
 
@@ -123,15 +124,15 @@ def numerics_of(options: Any, world: World) -> Numerics:
                     parallel is not None and parallel.reduce_once)
 
 
-def _spreading(parallel: ParallelOptions | None, precision: Precision, world: World) -> Spreading | None:
+def _spreading(parallel: ParallelOptions | None, precision: Precision, world: World) -> Sharding | None:
     if world.mesh is None or parallel is None:
         return None
-    return Spreading(world.mesh, torch.bfloat16 if precision == "bf16" else None, parallel.offload)
+    return Sharding(world.mesh, torch.bfloat16 if precision == "bf16" else None, parallel.offload)
 
 
-def config_of(named: Named, trust_remote_code: bool) -> Any:
+def config_of(named: ModelOrModule, trust_remote_code: bool) -> Any:
     """The config of a model, which is not loaded for it."""
-    if isinstance(named, load.Source):
+    if isinstance(named, ModelSource):
         return load.load_config(named, trust_remote_code=trust_remote_code)
     return named.config
 
@@ -148,17 +149,17 @@ def turned_off(config: Any, router_aux_weight: float) -> list[str]:
     return notes
 
 
-def tokenizer_of(named: Named, name: str, own: Any, trust_remote_code: bool) -> None:
+def tokenizer_of(named: ModelOrModule, name: str, own: Any, trust_remote_code: bool) -> None:
     """Check that a model by name gives every id the policy's token; a module brings no tokenizer to check.
 
     Raises:
         ModelError: naming the first id that differs.
     """
-    if isinstance(named, load.Source):
+    if isinstance(named, ModelSource):
         references.check_vocabulary(load.load_tokenizer(named, trust_remote_code=trust_remote_code), own, name)
 
 
-def check_teacher(named: Named | None, config: Any, tokenizer: Any, top_k: int | None,
+def check_teacher(named: ModelOrModule | None, config: Any, tokenizer: Any, top_k: int | None,
                   trust_remote_code: bool) -> None:
     """Find out before a model is loaded whether a student can be compared with its teacher.
 
@@ -186,7 +187,7 @@ def check_teacher(named: Named | None, config: Any, tokenizer: Any, top_k: int |
                          "divergence")
 
 
-def build_reference(policy: LanguageModel, named: Named | None, trees: list[PromptTree],
+def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
                     voice: Voice, halt: Halt,
                     as_reference: Callable[[Any], AbstractContextManager[None]]) -> references.Reference:
@@ -201,7 +202,7 @@ def build_reference(policy: LanguageModel, named: Named | None, trees: list[Prom
     """
     frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with voice.bar("reference") as report, as_reference(policy.module):
-        built = references.build(frozen, trees, numerics.budget, store, world, halt.watching(report))
+        built = references.build(frozen, trees, numerics.microbatch_tokens, store, world, halt.watching(report))
     _tell_damaged(built.damaged, "reference", voice)
     if is_sharded(frozen.module) and named is not None:
         let_go(frozen.module)
@@ -210,7 +211,7 @@ def build_reference(policy: LanguageModel, named: Named | None, trees: list[Prom
     return built
 
 
-def build_teacher(policy: LanguageModel, named: Named, options: TeacherOptions, tokenizer: Any,
+def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherOptions, tokenizer: Any,
                   trees: list[PromptTree], probes: Sequence[PromptTree], numerics: Numerics, store: Path,
                   world: World, voice: Voice, halt: Halt) -> teachers.Teacher:
     """A teacher in memory, or its likeliest tokens from the store."""
@@ -224,7 +225,7 @@ def build_teacher(policy: LanguageModel, named: Named, options: TeacherOptions, 
     if options.top_k is None:
         return teachers.LiveTeacher(model, comparison)
     with voice.bar("teacher") as report:
-        built = teachers.build(model, trees, options, comparison, numerics.budget, store, world, voice.say,
+        built = teachers.build(model, trees, options, comparison, numerics.microbatch_tokens, store, world, voice.say,
                                halt.watching(report))
     _tell_damaged(built.store.damaged, "teacher", voice)
     if is_sharded(model.module):
@@ -242,7 +243,7 @@ def take_weights(module: Any, directory: Path, numerics: Numerics, world: World)
     """
     def load_them() -> None:
         try:
-            module.load_state_dict(numerics.module(load.Source.of(str(directory))).state_dict())
+            module.load_state_dict(numerics.module(ModelSource.of(str(directory))).state_dict())
         except RuntimeError as error:
             raise ModelError(f"{directory}: does not fit the module that was given: "
                              f"{' '.join(str(error).split())}") from error

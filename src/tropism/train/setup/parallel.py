@@ -1,4 +1,4 @@
-"""How a run is spread over processes: decided before anything is loaded, and said once it is done."""
+"""How a run is parallelize over processes: decided before anything is loaded, and said once it is done."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -7,17 +7,12 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from tropism.data.schedule import Steps
-from tropism.distributed.shard import describe
 from tropism.distributed.world import World
 from tropism.errors import UsageError
-from tropism.observe.console import Voice
-from tropism.train.options import ParallelOptions, RunOptions
-from tropism.train.setup.data import Prepared
-from tropism.train.setup.python_objects import Objects
+from tropism.train.options import ParallelOptions
 
 
-def spread(world: World, options: ParallelOptions, whole: str = "", learns: bool = True) -> World:
+def parallelize(world: World, options: ParallelOptions, whole: str = "", learns: bool = True) -> World:
     """The processes as the options arrange them. All ranks call this together.
 
     Args:
@@ -37,7 +32,7 @@ def spread(world: World, options: ParallelOptions, whole: str = "", learns: bool
     sizes = options.sizes(world.size)
     found = world.spread(*sizes)
     if options.offload and found.mesh is None:
-        raise UsageError("parallel.offload needs weights that are spread over processes: start more than one with "
+        raise UsageError("parallel.offload needs weights that are parallelize over processes: start more than one with "
                          "torchrun")
     if options.offload and world.device.type == "cpu":
         raise UsageError("parallel.offload keeps weights in the host's memory, where they are without a GPU")
@@ -46,8 +41,8 @@ def spread(world: World, options: ParallelOptions, whole: str = "", learns: bool
     return found
 
 
-def unfit(recorded: Mapping[str, Any], given: Mapping[str, Any], count: int) -> list[str]:
-    """Options with which a run was spread that do not fit the processes that go on with it; as few as can be.
+def unusable_sizes(recorded: Mapping[str, Any], given: Mapping[str, Any], count: int) -> list[str]:
+    """Options with which a run was parallelize that do not fit the processes that go on with it; as few as can be.
 
     Args:
         recorded: options that the run had, by their names in the group.
@@ -69,36 +64,3 @@ def unfit(recorded: Mapping[str, Any], given: Mapping[str, Any], count: int) -> 
     return []  # it is what was given that does not fit
 
 
-def describe_spread(world: World) -> str:
-    """`2 x cpu`, with how they are arranged where a model is spread over them."""
-    text = f"{world.size} x {world.device.type}"
-    if world.mesh is not None:
-        sizes = {axis: world.mesh.size(axis) for axis in ("replicate", "shard", "tensor")}
-        text += " (" + ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) + ")"
-    return text
-
-
-def introduce_plan(options: RunOptions, data: Prepared, schedule: Steps, evaluated: int, precision: str, world: World,
-                   objects: Objects, voice: Voice) -> None:
-    """What is about to be done, where, and how it is spread."""
-    held_out = f", {len(data.evaluation)} rows held out" if data.evaluation else ""
-    if evaluated < len(data.evaluation):
-        held_out += f" ({evaluated} of them evaluated, the same every time)"
-    size = "a dataloader's batches" if objects.steps is not None else str(options.batch_size)
-    own = objects.optimizer is None
-    rate = f"{options.learning_rate:g}" if own else "the optimizer's own"
-    voice.say(f"plan: {len(data.train)} rows{held_out}; {schedule.total_steps} steps of {size}, learning rate {rate}, "
-              f"max_length {data.max_length}, {precision}, {describe_spread(world)}")
-    if options.learning_rate == 0 and own:
-        voice.warn("learning_rate is 0: nothing will change")
-
-
-def table(models: dict[str, Any], world: World) -> list[str]:
-    """A line for each model: how many of its weights are divided, and what that leaves to a process."""
-    lines = []
-    for name, module in models.items():
-        divided, tensors, here, total, size = describe(module)
-        most, largest = world.max([here, size])
-        lines.append(f"sharding: {name}: {divided} of {tensors} weights divided; a process holds at most "
-                     f"{most:,} of {total:,} elements ({most / total:.0%}), in {largest / 2**20:.2f} MiB")
-    return lines

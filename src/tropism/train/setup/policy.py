@@ -14,7 +14,6 @@ from tropism.distributed.shard import is_sharded
 from tropism.distributed.world import World
 from tropism.errors import ModelError, UsageError
 from tropism.model import base_weights as base
-from tropism.model import bf16_weights as narrow
 from tropism.model import load
 from tropism.model import quantization as quantized
 from tropism.model.adapters import files as adapter_files
@@ -22,18 +21,20 @@ from tropism.model.adapters import peft_module as given
 from tropism.model.adapters import peft_settings as adapter_settings
 from tropism.model.adapters import structure as adapters
 from tropism.model.adapters import targets as adapter_targets
+from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.options import LoraOptions, is_adapter
+from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.train.frozen import reference as references
 from tropism.train.setup import models
-from tropism.train.setup.models import Named, Numerics
+from tropism.train.setup.models import ModelOrModule, Numerics
 
 _GIVEN = "the model that was given"
 
 
 @dataclass(frozen=True)
-class Start:
+class PolicyBuilder:
     """What the policy is made of.
 
     Args:
@@ -43,13 +44,14 @@ class Start:
         held: the module that was given has an adapter already, on which it is trained.
     """
 
-    named: Named
+    named: ModelOrModule
     lora: LoraOptions
     directory: Path | None = None
     held: bool = False
 
     @classmethod
-    def of(cls, named: Named, lora: LoraOptions, optimizer: Any, world: World, merge: bool = False) -> "Start":
+    def of(cls, named: ModelOrModule, lora: LoraOptions, optimizer: Any, world: World,
+           merge: bool = False) -> "PolicyBuilder":
         """Understand the options.
 
         Args:
@@ -63,7 +65,7 @@ class Start:
         """
         if lora.quantize is not None:
             _check_quantize(named, world)
-        if isinstance(named, load.Source):
+        if isinstance(named, ModelSource):
             if named.adapter is not None and lora.wanted:
                 raise UsageError(f"model: {named.adapter} is an adapter, which is trained on; give --model "
                                  f"{named.base.absolute} with lora.rank or lora.adapter, or leave those out")
@@ -116,7 +118,7 @@ class Start:
             raise UsageError("parallel.tensor with an adapter is not served; leave it out, and shard the weights")
         if not self.adapts or self.held:
             return
-        by_name = isinstance(self.named, load.Source)
+        by_name = isinstance(self.named, ModelSource)
         model = load.skeleton(config, trust_remote_code=trust_remote_code) if by_name else self.named
         its_config = self._config(model)
         adapter_targets.check_ends(model, its_config, str(self.directory or "lora.targets"))
@@ -152,16 +154,16 @@ class Start:
         adapters.fill(module, seed, dtype)
         return module
 
-    def narrow(self, module: Any, precision: Precision, sharded: bool) -> None:
+    def round_weights(self, module: Any, precision: Precision, sharded: bool) -> None:
         """Hold what does not learn in bfloat16 where the run computes so; not in a module that was given.
 
         Args:
             sharded: do it now only if the module is, or only if it is not: a sharded one must not have computed yet,
                 and the others show first that their layout is exact.
         """
-        if self.adapts and precision == "bf16" and isinstance(self.named, load.Source) and is_sharded(
+        if self.adapts and precision == "bf16" and isinstance(self.named, ModelSource) and is_sharded(
                 module) is sharded:
-            narrow.narrow(module)
+            round_to_bf16(module)
 
     @contextmanager
     def as_reference(self, module: Any) -> Iterator[None]:
@@ -185,13 +187,13 @@ class Start:
         """
         if self.fresh:
             return references.OffReference(policy)
-        own = isinstance(self.named, load.Source)
+        own = isinstance(self.named, ModelSource)
         if is_sharded(policy.module):
             return references.LiveReference(numerics.settled(self.module(numerics, seed), own, probes, policy.layout,
                                                              "reference"))
         copied = references.freeze(policy)
         if own and policy.precision == "bf16":
-            narrow.narrow(copied.module)
+            round_to_bf16(copied.module)
         return references.LiveReference(copied)
 
     def fingerprint(self, model: LanguageModel) -> str:
@@ -234,7 +236,7 @@ class Start:
                                                       "step 1" if is_reference else ""))
         known = base.base_hash(module)
         self._check_base(known, voice)
-        self.narrow(module, numerics.precision, sharded=True)
+        self.round_weights(module, numerics.precision, sharded=True)
         config = module.peft_config[adapters.adapter_name(module)]
         return module, {"adapter": asdict(facts), "adapter_config": adapter_files.values_of(config)} | (
             {} if known is None else {"base_weights": known})
@@ -260,7 +262,7 @@ class Start:
     def _check_origin(self, module: Any, voice: Voice) -> None:
         """A module that was given may come from nowhere, or have learnt since it was loaded: its adapter's file then
         names no base."""
-        if isinstance(self.named, load.Source):
+        if isinstance(self.named, ModelSource):
             return
         config = module.peft_config[adapters.adapter_name(module)]
         origin = config.base_model_name_or_path
@@ -293,7 +295,7 @@ class Start:
     @property
     def _base(self) -> str | None:
         """What the adapter's file says that it belongs to; None for a module that says nothing of where it is from."""
-        if isinstance(self.named, load.Source):
+        if isinstance(self.named, ModelSource):
             return self.named.absolute
         return _found_again(getattr(self.named.config, "name_or_path", None))
 
@@ -314,12 +316,12 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _check_quantize(named: Named, world: World) -> None:
+def _check_quantize(named: ModelOrModule, world: World) -> None:
     quantized.check_installed()
     if world.size > 1:
         raise UsageError(f"lora.quantize works on one process, and there are {world.size}; leave it out, and shard the "
                          "weights over them")
-    if not isinstance(named, load.Source):
+    if not isinstance(named, ModelSource):
         raise UsageError("lora.quantize has no effect on a module that was given; give the model by its name")
     if named.gguf_file:
         raise UsageError("lora.quantize cannot hold a GGUF file's weights in other bits than it has; name the model "

@@ -5,11 +5,11 @@ from typing import Any
 
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule
-from tropism.train.setup.data import Source
+from tropism.data.sources.open import DataSource
 
 
 @dataclass(frozen=True)
-class Objects:
+class PythonObjects:
     """What comes from Python as an object, in place of a name among the options.
 
     Args:
@@ -27,8 +27,8 @@ class Objects:
     tokenizer: Any = None
     optimizer: Any = None
     scheduler: Any = None
-    train: Source | None = None
-    evaluation: Source | None = None
+    train: DataSource | None = None
+    evaluation: DataSource | None = None
     rows: list[EncodedRow] | None = None
     eval_rows: list[EncodedRow] = field(default_factory=list)
     steps: GivenSchedule | None = None

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import case_rows, case_yaml, expected
-from tropism.data.mismatch import partners
+from tropism.data.batching.pack import partners
 from tropism.data.schedule import Schedule
 
 PROMPTS = st.lists(st.integers(0, 4), min_size=2, max_size=40).filter(lambda prompts: len(set(prompts)) > 1)

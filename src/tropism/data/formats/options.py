@@ -1,0 +1,46 @@
+"""How the records of a file are understood."""
+
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from tropism.options import Options
+
+FormatName = Literal["trl", "openai", "sharegpt", "alpaca", "openrlhf", "coati", "nemo", "anthropic-hh", "axolotl",
+                     "ultrafeedback", "oasst", "rating", "feedback"]
+
+
+class FormatOptions(Options):
+    """How the records of a file are understood; by default, as their columns say."""
+
+    format: FormatName | None = None
+    """Format of the records, where their columns do not say it."""
+    columns: str | None = None
+    """Columns to rename before the records are looked at, comma-separated: prompt=question,completion=answer."""
+    label_threshold: float | None = None
+    """Rating from which on a completion is desirable, for data that have ratings or scores instead of labels."""
+    pair_by_prompt: bool = False
+    """Make pairs of labelled completions: the first desirable of a prompt with its first undesirable, and so on."""
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        """A mapping or list from Python or YAML is what the command line writes with commas."""
+        if isinstance(value, dict):
+            value = [f"{known}={column}" for known, column in value.items()]
+        return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+    @field_validator("columns")
+    @classmethod
+    def _renames(cls, value: str | None) -> str | None:
+        for entry in value.split(",") if value is not None else ():
+            known, equals, column = entry.partition("=")
+            if not (known.strip() and equals and column.strip()):
+                raise ValueError(f"{entry!r} is not NAME=COLUMN, as in prompt=question,completion=answer")
+        return value
+
+    @property
+    def renames(self) -> dict[str, str]:
+        """The name that each renamed column gets."""
+        entries = [entry.partition("=") for entry in (self.columns or "").split(",") if entry]
+        return {column.strip(): known.strip() for known, _, column in entries}

@@ -1,0 +1,45 @@
+"""Fingerprints of weights: what a stored score or a checkpoint belongs to."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tropism.distributed.shard import each_whole
+from tropism.model.adapters.structure import base_name, scales_as_computed, state_as_computed
+from tropism.model.language_model import LanguageModel
+
+VERSION = 1
+"""Part of every fingerprint: raised when the way log-probs are computed, or filed, changes."""
+
+
+def fingerprint(model: LanguageModel) -> str:
+    """Hash of everything that decides a log-prob of given ids: weights, scales of adapters, config, and how they are
+    computed."""
+    config = {name: value for name, value in model.module.config.to_dict().items()
+              if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
+                              "architectures") and not name.startswith("_")}
+    numerics = [VERSION, model.precision, model.layout, model.device.type]
+    digest = hashlib.blake2b(json.dumps([config, numerics], sort_keys=True, default=str).encode(), digest_size=16)
+    for line in (*weight_hashes(model.module), *scales_as_computed(model.module)):
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def weight_hashes(module: Any) -> list[str]:
+    """`name hash` of each weight and stored buffer as the module computes now, which does not depend on how the model
+    is spread. Hashing releases the interpreter lock, so threads help."""
+    known: dict[str, str] = getattr(module, "hashes_before_narrowing", {})
+
+    def one(name: str, weight: Tensor) -> str:
+        return f"{name} {tuple(weight.shape)} {known.get(base_name(name)) or tensor_hash(weight)}"
+
+    return each_whole(state_as_computed(module), one)
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """Hash of the bits of a tensor."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,75 @@
+"""What a step works with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tropism.data.batching.collate import Batch
+from tropism.data.tree import PromptTree
+from tropism.distributed.world import World
+from tropism.losses.scored import Scored
+from tropism.methods import Method
+from tropism.model.attention import TreePass
+from tropism.model.language_model import LanguageModel
+from tropism.model.moe_router import Routed
+from tropism.train.frozen.reference import Reference
+from tropism.train.frozen.teacher import Teacher
+from tropism.train.optimizer import Updater
+from tropism.train.router_loss import KEY, RouterLoss
+from tropism.train.step_statistics import RunningMean
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a step works with."""
+
+    model: LanguageModel
+    reference: Reference | None
+    method: Method
+    updater: Updater
+    world: World
+    max_grad_norm: float
+    teacher: Teacher | None = None
+    shift: RunningMean = field(default_factory=RunningMean)
+    """Running mean of the rewards, for BCO."""
+    rounding: float = 0.0
+    """Largest difference between our log-prob of a completion and the model's own, measured at start, in nats per
+    root of its tokens; what bfloat16 explains."""
+    balance: RouterLoss | None = None
+    """The routers' load-balancing loss, if it is trained on."""
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        """The models in memory, by what they are to the run."""
+        held = {"policy": self.model, "reference": getattr(self.reference, "model", None),
+                "teacher": getattr(self.teacher, "model", None)}
+        return {name: model.module for name, model in held.items() if model is not None}
+
+    @property
+    def metric_keys(self) -> tuple[str, ...]:
+        """Keys of a step's tally, the same on every rank."""
+        return self.method.metric_keys + ((KEY,) if self.balance is not None else ())
+
+    def score(self, trees: Sequence[PromptTree], batch: Batch, tree: TreePass | None = None,
+              routed: Routed | None = None) -> Scored:
+        """What the losses are a function of, for the completions of a batch on the model's device."""
+        comparison = targets = None
+        if self.teacher is not None:
+            comparison, targets = self.teacher.comparison, self.teacher.targets(trees, batch)
+        out = self.model.outcome(batch, tree, comparison=comparison, targets=targets, confidence=self.method.wpo,
+                                 routed=routed)
+        reference = (torch.zeros_like(out.logps.detach()) if self.reference is None
+                     else self.reference.score(trees, batch))
+        return Scored(out.logps, reference, batch.lengths, out.divergence, out.confidence)
+
+    def noise(self, scored: Scored) -> Tensor:
+        """`[C]` how large a reward can be through rounding alone; 0 for one that is no difference."""
+        beta = self.method.beta
+        if not self.method.needs_reference:
+            return torch.zeros_like(scored.logps.detach())
+        if self.model.precision == "bf16":
+            return beta * max(2 * self.rounding, 1e-3) * scored.lengths.double().sqrt()
+        return {"fp32": 1e-6, "fp64": 1e-12}[self.model.precision] * (1 + beta * scored.logps.detach().abs())
