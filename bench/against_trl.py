@@ -3,7 +3,7 @@
     python bench/against_trl.py --model DIR --data FILE --method dpo --batch-size 4
 
 Each side lives in a process of its own and takes its steps in turn with the others (ours, TRL, ours, TRL, ...), on
-the same token ids and the same rows. Only the optimiser step is timed. bench/README.md says what exactly.
+the same token ids and the same rows. Only the optimizer step is timed. bench/README.md says what exactly.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--data", required=True, help="rows as Tropism reads them")
     parser.add_argument("--method", choices=sorted(METHODS), required=True)
-    parser.add_argument("--batch-size", type=int, default=4, help="rows per optimiser step")
+    parser.add_argument("--batch-size", type=int, default=4, help="rows per optimizer step")
     parser.add_argument("--steps", type=int, default=6, help="the first is thrown away")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of a prompt with its completion")
     parser.add_argument("--group-prompts", action="store_true", help="all rows of a prompt in one step, on all sides")

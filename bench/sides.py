@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Taken:
-    """One optimiser step as it went."""
+    """One optimizer step as it went."""
 
     wall_s: float
     cpu_s: float
@@ -125,7 +125,7 @@ def ours(pipe: Connection, job: Job) -> None:
 
 
 def trl(pipe: Connection, job: Job, tuned: bool, malloc: str) -> None:
-    """TRL's trainer, driven step by step: `training_step` of each micro-batch, clip, optimiser."""
+    """TRL's trainer, driven step by step: `training_step` of each micro-batch, clip, optimizer."""
     if malloc == "ours":
         keep_freed_memory()
     torch.set_num_threads(job.threads)
@@ -225,7 +225,7 @@ class Rival:
         return loss
 
     def step(self, batches: Sequence[tuple[TrlBatch, float]]) -> tuple[float, float]:
-        """Loss and gradient norm of one optimiser step."""
+        """Loss and gradient norm of one optimizer step."""
         loss = self.backward(batches)
         norm = self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         self.trainer.optimizer.step()

@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="trees made by hand")
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--output", help="run directory, by default tropism-run")
-    parser.add_argument("--steps", type=int, help="optimiser steps, by default one pass over the trees")
+    parser.add_argument("--steps", type=int, help="optimizer steps, by default one pass over the trees")
     arguments = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)

@@ -12,7 +12,7 @@ import random
 
 from tropism import DPOTrainer
 
-COLOURS = ["red", "green", "blue", "white", "black", "brown"]
+COLORS = ["red", "green", "blue", "white", "black", "brown"]
 THINGS = ["door", "boat", "coat", "lamp", "cup", "wall"]
 
 
@@ -21,9 +21,9 @@ def pairs(count: int = 48) -> list[dict]:
     draw = random.Random(0)
     found = []
     for _ in range(count):
-        colour, thing = draw.choice(COLOURS), draw.choice(THINGS)
-        found.append({"prompt": f"The {thing} is {colour}. What colour is the {thing}?",
-                      "chosen": f" The {thing} is {colour}.", "rejected": draw.choice([" No idea.", " Ask me later."])})
+        color, thing = draw.choice(COLORS), draw.choice(THINGS)
+        found.append({"prompt": f"The {thing} is {color}. What color is the {thing}?",
+                      "chosen": f" The {thing} is {color}.", "rejected": draw.choice([" No idea.", " Ask me later."])})
     return found
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="DPO and its family")
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--output", help="run directory, by default tropism-run")
-    parser.add_argument("--steps", type=int, help="optimiser steps, by default one pass over the pairs")
+    parser.add_argument("--steps", type=int, help="optimizer steps, by default one pass over the pairs")
     parser.add_argument("--loss", default="sigmoid,sft")
     parser.add_argument("--weights", default="1,0.2", help="one per loss")
     arguments = parser.parse_args()

@@ -21,7 +21,7 @@ LOG = Path(__file__).parent / "data" / "feedback.jsonl"
 
 
 class Collate:
-    """Batches as dicts, padded on the right: ids, and labels that are -100 wherever nothing is learnt."""
+    """Batches as dicts, padded on the right: ids, and labels that are -100 wherever nothing is learned."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="KTO on NeMo-Aligner's batches")
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--output", help="run directory, by default tropism-run")
-    parser.add_argument("--steps", type=int, help="optimiser steps, by default one pass over the dataloader")
+    parser.add_argument("--steps", type=int, help="optimizer steps, by default one pass over the dataloader")
     arguments = parser.parse_args()
 
     log = [json.loads(line) for line in LOG.read_text(encoding="utf-8").splitlines()]

@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="KTO on OpenRLHF's batches")
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--output", help="run directory, by default tropism-run")
-    parser.add_argument("--steps", type=int, help="optimiser steps, by default two passes over the dataloader")
+    parser.add_argument("--steps", type=int, help="optimizer steps, by default two passes over the dataloader")
     arguments = parser.parse_args()
 
     log = [json.loads(line) for line in LOG.read_text(encoding="utf-8").splitlines()]

@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="KTO from a feedback log")
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--output", help="run directory, by default tropism-run")
-    parser.add_argument("--steps", type=int, help="optimiser steps, by default one pass over the log")
+    parser.add_argument("--steps", type=int, help="optimizer steps, by default one pass over the log")
     arguments = parser.parse_args()
 
     trainer = KTOTrainer(

@@ -2,7 +2,7 @@
 
     python examples/sft.py MODEL [--output RUN] [--steps N]
 
-MODEL is a directory or hub id of a chat model. The last message of each conversation is learnt; what stands before it
+MODEL is a directory or hub id of a chat model. The last message of each conversation is learned; what stands before it
 is context.
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="supervised fine-tuning")
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--output", help="run directory, by default tropism-run")
-    parser.add_argument("--steps", type=int, help="optimiser steps, by default three passes over the data")
+    parser.add_argument("--steps", type=int, help="optimizer steps, by default three passes over the data")
     arguments = parser.parse_args()
 
     # A module instead of a name: it is trained in place, and can be used at once afterwards.

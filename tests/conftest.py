@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Before anybody imports rich, which obeys what a terminal or a CI says of colours and widths: tests read its output
+# Before anybody imports rich, which obeys what a terminal or a CI says of colors and widths: tests read its output
 # as plain text, here and from the processes that they start.
 for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
     os.environ.pop(name, None)

@@ -1,6 +1,6 @@
 """Make the demo feedback file from a chat model's own answers.
 
-Every prompt in the prompts file is answered several times by the model, each answer is labelled
+Every prompt in the prompts file is answered several times by the model, each answer is labeled
 by the rule in `tropism.commands.demo.rule`, and the rows are written as JSON lines:
 
     python tools/make_demo_data.py MODEL_DIR src/tropism/demo/feedback.jsonl
@@ -90,7 +90,7 @@ def sample_answers(
 def feedback_rows(
     prompts: list[str], answers: list[list[str]], passes: Callable[[str], bool]
 ) -> Iterator[dict[str, object]]:
-    """Yield one labelled row for each answer."""
+    """Yield one labeled row for each answer."""
     for number, (prompt, texts) in enumerate(zip(prompts, answers, strict=True), start=1):
         for letter, answer in zip(string.ascii_lowercase, texts, strict=False):
             yield {

@@ -1,4 +1,4 @@
-"""Tropism aligns and distils language models offline: exact, fast, kind."""
+"""Tropism aligns and distills language models offline: exact, fast, kind."""
 
 from importlib.metadata import version
 from typing import Any

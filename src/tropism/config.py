@@ -128,7 +128,7 @@ class LossOptions(ReferenceOptions, TeacherOptions):
 
 
 class KTOOptions(LossOptions, MethodOptions):
-    """KTO: single completions, each labelled desirable or undesirable."""
+    """KTO: single completions, each labeled desirable or undesirable."""
 
     method: ClassVar[str] = "kto"
     view: ClassVar[View] = "unpaired"
@@ -203,7 +203,7 @@ class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions
     """Options of evaluating and scoring a model that is not trained."""
 
     data: str
-    """Rows to score: pairs, labelled completions, or completions, as their fields say."""
+    """Rows to score: pairs, labeled completions, or completions, as their fields say."""
     reference: str | None = None
     """Another model, to compare with: a Hugging Face directory, a hub id, a GGUF file, or a run directory."""
     beta: float = Field(0.1, gt=0.0)

@@ -49,7 +49,7 @@ class NonFiniteError(TropismError):
     """A loss, gradient or log-prob was NaN or infinite. The update was not applied; the rows are named."""
 
 
-class NothingLearntError(TropismError):
+class NothingLearnedError(TropismError):
     """A step with a learning rate above 0 changed no trainable weight."""
 
 

@@ -281,7 +281,7 @@ class Run:
         return manifest
 
     def build(self, fresh: bool = True) -> Engine:
-        """Model, layout, reference, teacher and optimiser, each checked as soon as it can be; built once.
+        """Model, layout, reference, teacher and optimizer, each checked as soon as it can be; built once.
 
         Args:
             fresh: policy and reference must agree: the run does not go on from where it has trained already.
@@ -373,6 +373,6 @@ class Run:
             return self.evaluator(engine, report)
 
     def release(self) -> None:
-        """Let weights that the given optimiser does not hold learn again."""
+        """Let weights that the given optimizer does not hold learn again."""
         for parameter in self._idle:
             parameter.requires_grad_(True)

@@ -230,7 +230,7 @@ class Trainer:
 
 
 class KTOTrainer(Trainer):
-    """KTO and other losses of single completions, each labelled desirable or undesirable. See `Trainer`."""
+    """KTO and other losses of single completions, each labeled desirable or undesirable. See `Trainer`."""
 
     options_class = KTOOptions
 
@@ -259,7 +259,7 @@ _OBJECT_OF = {"model": "model", "reference": "reference", "teacher": "teacher", 
 
 def _name_of(value: Any) -> str:
     """How an object is called where options are written down."""
-    origin = f" (from {_origin(value)})" if _origin(value) else ""  # no path: it may have learnt since
+    origin = f" (from {_origin(value)})" if _origin(value) else ""  # no path: it may have learned since
     return f"a {type(value).__name__} given in Python{origin}"
 
 

@@ -17,7 +17,7 @@ def words(generator: random.Random, most: int) -> str:
 
 @pytest.fixture(scope="session")
 def feedback(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """43 labelled completions of 18 prompts: repeated prompts, uneven lengths, and a short last step of 8."""
+    """43 labeled completions of 18 prompts: repeated prompts, uneven lengths, and a short last step of 8."""
     generator = random.Random(0)
     prompts = [words(generator, 20) + "? " for _ in range(18)]
     path = tmp_path_factory.mktemp("data") / "feedback.jsonl"

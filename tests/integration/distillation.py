@@ -93,7 +93,7 @@ def options(tiny_model_dir: Path, teacher_dir: Path, texts: Path, data_of: dict[
 
 
 @pytest.fixture
-def distil(options: Callable[..., Any]) -> Callable[..., Any]:
+def distill(options: Callable[..., Any]) -> Callable[..., Any]:
     """Run with small settings."""
     return lambda method="kd", voice=None, **changes: run(options(method, **changes), voice or Said())
 

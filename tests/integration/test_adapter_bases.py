@@ -59,7 +59,7 @@ def test_a_base_that_has_changed(train: Callable[..., Any], tiny_model_dir: Path
     assert torch.equal(*(logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("one", "two")))
 
 
-def test_a_module_that_has_learnt_names_no_base(tiny_model_dir: Path, feedback: Path, tmp_path: Path,
+def test_a_module_that_has_learned_names_no_base(tiny_model_dir: Path, feedback: Path, tmp_path: Path,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     """S1: the weights that the adapter stands on lie nowhere, so that none is named; saved by hand they serve."""
     module = AutoModelForCausalLM.from_pretrained(tiny_model_dir)

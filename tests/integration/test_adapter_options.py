@@ -52,7 +52,7 @@ def test_what_a_file_may_not_say(tmp_path: Path) -> None:
             read_yaml(file)
 
 
-def test_a_default_may_be_spelt_out_where_a_run_goes_on(tmp_path: Path) -> None:
+def test_a_default_may_be_spelled_out_where_a_run_goes_on(tmp_path: Path) -> None:
     """C1: alpha is 2 x rank where nothing else was said."""
     plain = {"lora": {"rank": 4, "alpha": None}}
     assert check_options(plain, {"lora": {"rank": 4, "alpha": 8.0}}, tmp_path) == []
@@ -109,7 +109,7 @@ def test_exports_of_an_adapter(run: Path, tiny_model_dir: Path, tmp_path: Path) 
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(moved)
 
 
-def test_an_adapter_as_the_model_of_a_quantised_run(run: Path, answers: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_an_adapter_as_the_model_of_a_quantized_run(run: Path, answers: Path, tmp_path: Path) -> None:  # noqa: F811
     """QLoRA goes on from an adapter that `model` names, as from one that lora.adapter names."""
     pytest.importorskip("bitsandbytes")
     model = str(run / "model")
@@ -124,7 +124,7 @@ def test_an_adapter_as_the_model_of_a_quantised_run(run: Path, answers: Path, tm
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_linear_layers_that_learn_whole_are_not_quantised(tiny_model_dir: Path, answers: Path, tmp_path: Path,  # noqa: F811
+def test_linear_layers_that_learn_whole_are_not_quantized(tiny_model_dir: Path, answers: Path, tmp_path: Path,  # noqa: F811
                                                           ) -> None:
     """QLoRA: named with spaces between, by the ends of their names, or by an adapter to start from."""
     pytest.importorskip("bitsandbytes")

@@ -126,7 +126,7 @@ def test_11_an_empty_prompt_of_its_own(bench: Bench) -> None:
 
 
 def test_11_runs(bench: Bench) -> None:
-    """D1: two pairs train; their halves as labelled completions too."""
+    """D1: two pairs train; their halves as labeled completions too."""
     path = CASES / "11-dpo-shared-prefix.jsonl"
     run = bench.train("dpo", path)
     assert audit(run)["rows"]["kept"] == steps(run)[0]["examples"] == 2
@@ -233,7 +233,7 @@ def test_14_runs_with_one_store(bench: Bench) -> None:
 
 @pytest.mark.parametrize("supervise", ["all", "last"])
 def test_15_turns(bench: Bench, supervise: str) -> None:
-    """M1, T2, T3: the learned texts and their tokens; a spelt control token opens no turn."""
+    """M1, T2, T3: the learned texts and their tokens; a spelled control token opens no turn."""
     report = bench.look(CASES / "15-multiturn-assistant-mask.jsonl", "--supervise", supervise)
     rows = by_id(report)
     assert sorted(rows) == ["m1", "m2"]
@@ -245,7 +245,7 @@ def test_15_turns(bench: Bench, supervise: str) -> None:
         assert len(answer_ids(shown, learned=True)) == tokens
         assert (prompt_ids(shown) + answer_ids(shown)).count(TURN) == want["real_turns"]
         assert (prompt_ids(shown) + answer_ids(shown)).count(END) == want["real_turns"]
-    assert report["rows"]["control_spelt"] == 1
+    assert report["rows"]["control_spelled"] == 1
     assert expected("15")["m2"]["turn_ids_in_naive_encoding"] > expected("15")["m2"]["real_turns"]
 
 

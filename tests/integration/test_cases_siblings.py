@@ -137,7 +137,7 @@ def test_10_null_inside_messages(bench: Bench) -> None:
 
 
 def test_10_a_tokenizer_that_takes_the_whole_answer_away(bench: Bench) -> None:
-    """D3, D1: what a normaliser removes is not there to be learned; an end alone teaches silence."""
+    """D3, D1: what a normalizer removes is not there to be learned; an end alone teaches silence."""
     path = bench.with_tokenizer()
     state = json.loads((path / "tokenizer.json").read_text())
     state["normalizer"] = {"type": "Replace", "pattern": {"String": "~"}, "content": ""}
@@ -341,7 +341,7 @@ def as_file(bench: Bench, kind: str, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.mark.parametrize("kind", ["parquet", "feather"])
 def test_16_columns_that_are_united(bench: Bench, kind: str) -> None:
-    """T4: keys of neighbours are taken out at every depth, in tools and messages; a null in a list is the user's."""
+    """T4: keys of neighbors are taken out at every depth, in tools and messages; a null in a list is the user's."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "set_lamp"}}]}
     template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.keys() | sort | join(',') }}" + CALLS)
     bench.with_tokenizer(chat_template=template)

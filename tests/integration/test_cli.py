@@ -348,10 +348,10 @@ def test_ctrl_c_leaves_a_readable_run_directory(
 
 def test_a_value_that_is_called_like_an_option_drops_nothing() -> None:
     """L3: `--output beta` says nothing of beta, which a file may set."""
-    from tropism.cli.arguments import _spelt_out
+    from tropism.cli.arguments import _spelled_out
 
-    assert _spelt_out({"beta": 0.5, "seed": 3}, ["--output", "beta"]) == ["--beta=0.5", "--seed=3"]
-    assert _spelt_out({"max_steps": 5, "shuffle": True}, ["--max_steps", "7", "--no-shuffle"]) == []
+    assert _spelled_out({"beta": 0.5, "seed": 3}, ["--output", "beta"]) == ["--beta=0.5", "--seed=3"]
+    assert _spelled_out({"max_steps": 5, "shuffle": True}, ["--max_steps", "7", "--no-shuffle"]) == []
 
 
 def test_yaml_that_is_not_text(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tropism.cli.app import main
-from tropism.data.formats import recognise, understand
+from tropism.data.formats import recognize, understand
 from tropism.data.sources.open import read
 
 PAIRS = [{"id": "a", "prompt": "p", "chosen": "x", "rejected": "y", "source": "s"},
@@ -144,7 +144,7 @@ def test_real_data(capsys: pytest.CaptureFixture[str], test_data: Path, tmp_path
 def _content(path: Path, view: Any) -> list[tuple[str, ...]]:
     """Rows as text: prompt, completions, label."""
     records = list(read(path))
-    reading = recognise(records, view, "f")
+    reading = recognize(records, view, "f")
     rows = [row for record in records for row in understand(record, reading)]
     return [tuple(json.dumps(part, sort_keys=True) for part in (row.prompt, *row.completions, row.desirable))
             for row in rows if hasattr(row, "completions")]

@@ -193,8 +193,8 @@ def test_the_card_says_what_the_run_said(made: dict[bool, Made], tmp_path: Path)
     assert f"Training data: `{audit['source']}`" in card
     for key, value in {"rows read": audit["rows"]["read"], "rows kept": audit["rows"]["kept"],
                        "rows left out": "1 " + next(iter(audit["rows"]["dropped"])),
-                       "labelled desirable": audit["labels"]["desirable"], "rows held out": audit["split"]["eval"],
-                       "optimiser steps": manifest["steps"], "seed": 0, "batch size": 8, "learning rate (peak)": 0.01,
+                       "labeled desirable": audit["labels"]["desirable"], "rows held out": audit["split"]["eval"],
+                       "optimizer steps": manifest["steps"], "seed": 0, "batch size": 8, "learning rate (peak)": 0.01,
                        "precision": "fp32", "device": "1 x cpu", "`beta`": 0.1, "`loss`": "kto",
                        "initial weights": f"`{manifest['policy']}`",
                        **{key: f"`{value}`" for key, value in manifest["fingerprints"].items()}}.items():

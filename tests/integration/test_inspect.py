@@ -44,7 +44,7 @@ def command(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     return go
 
 
-def labelled(number: int, **more: Any) -> dict[str, Any]:
+def labeled(number: int, **more: Any) -> dict[str, Any]:
     return {"prompt": f"q{number}? ", "completion": f"answer {number}", "label": number % 2 == 0, **more}
 
 
@@ -106,7 +106,7 @@ def test_case_15(command: Any, supervise: str) -> None:
         assert ids.count(3) == want["real_turns"]
         if supervise == "all":
             assert sum(token["supervised"] for token in completion["tokens"]) == want["supervised_tokens_all_turns"]
-    assert "control_spelt" in names(report, "notice")
+    assert "control_spelled" in names(report, "notice")
     if supervise == "all":
         assert 'learned text: "Blue.<|end|>" ... "Two.<|end|>"' in out
 
@@ -125,8 +125,8 @@ def test_case_16(command: Any) -> None:
 def test_one_class_and_leakage(command: Any, tmp_path: Path) -> None:
     """K4: what a run would refuse is a warning here; evaluation rows that are trained on too are one."""
     held_out = tmp_path / "eval.jsonl"
-    held_out.write_text(json.dumps(labelled(0)) + "\n" + json.dumps(labelled(99)) + "\n")
-    code, out, err, report = command([labelled(0), labelled(2)], "--eval-data", str(held_out))
+    held_out.write_text(json.dumps(labeled(0)) + "\n" + json.dumps(labeled(99)) + "\n")
+    code, out, err, report = command([labeled(0), labeled(2)], "--eval-data", str(held_out))
     assert code == 0, err
     assert {"one_class", "leakage"} <= names(report, "warning")
     assert "2 desirable / 0 undesirable" in out
@@ -135,7 +135,7 @@ def test_one_class_and_leakage(command: Any, tmp_path: Path) -> None:
 
 def test_columns_of_the_records_are_seen(command: Any) -> None:
     """A source that tells the label; the record is found though it is no part of the row."""
-    code, _, err, report = command([labelled(n, source="gold" if n % 2 == 0 else "bot") for n in range(40)])
+    code, _, err, report = command([labeled(n, source="gold" if n % 2 == 0 else "bot") for n in range(40)])
     assert code == 0, err
     assert "label_from_source" in names(report, "warning")
 
@@ -144,7 +144,7 @@ def test_ids_beyond_the_embedding(command: Any, model_dir: Path) -> None:
     """H5: a warning with token and row; a run would stop."""
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**config, "vocab_size": 60}))
-    code, out, err, report = command([labelled(n) for n in range(4)])
+    code, out, err, report = command([labeled(n) for n in range(4)])
     assert code == 0, err
     assert "beyond_embedding" in names(report, "warning")
     assert re.search(r"rows.jsonl:1: token '.' has id \d+, but the model embeds only 60 tokens", out)
@@ -153,20 +153,20 @@ def test_ids_beyond_the_embedding(command: Any, model_dir: Path) -> None:
 def test_errors_are_sentences(command: Any, tmp_path: Path) -> None:
     """H2, K3, L3: exit code 2 and one line."""
     assert command(tmp_path / "none.jsonl")[0] == 2
-    code, _, err, _ = command([{**labelled(0), "label": "good"}])
+    code, _, err, _ = command([{**labeled(0), "label": "good"}])
     assert code == 2
     assert "rows.jsonl:1: label 'good' is not true/false" in err
-    code, _, err, _ = command([labelled(0), labelled(1)], "--system-prompt", "Be brief.")
+    code, _, err, _ = command([labeled(0), labeled(1)], "--system-prompt", "Be brief.")
     assert code == 2
     assert "system_prompt has no effect: the data is plain text" in err
-    code, _, err, _ = command([labelled(0)], "--chat-template", "chatlm")
+    code, _, err, _ = command([labeled(0)], "--chat-template", "chatlm")
     assert code == 2
     assert "chat_template: 'chatlm' is neither a file nor one of chatml" in err
 
 
 def test_rows_that_are_shown(command: Any) -> None:
     """One of each label and one that was cut come first; `--rows 0` shows none."""
-    rows = [labelled(0), labelled(2), labelled(4), labelled(1), {**labelled(3), "completion": "long" * 50}, labelled(6)]
+    rows = [labeled(0), labeled(2), labeled(4), labeled(1), {**labeled(3), "completion": "long" * 50}, labeled(6)]
     code, out, err, report = command(rows, "--max-length", "50")
     assert code == 0, err
     assert [shown["place"].split(":")[1] for shown in report["shown"]] == ["1", "4", "5"]
@@ -190,15 +190,15 @@ def test_pairs_and_the_page(command: Any, tmp_path: Path) -> None:
         token["supervised"] for side in report["shown"][0]["completions"] for token in side["tokens"])
 
 
-def test_colour_in_a_terminal(model_dir: Path) -> None:
-    """Learned tokens are coloured; without colour they stand in brackets. No control character of the data passes."""
-    found = inspect([labelled(0), {**labelled(1), "completion": "a\x1b[31mb"}], InspectOptions(model=str(model_dir)))
-    for colour in (True, False):
-        console = Console(force_terminal=colour, color_system="standard" if colour else None, width=200,
+def test_color_in_a_terminal(model_dir: Path) -> None:
+    """Learned tokens are colored; without color they stand in brackets. No control character of the data passes."""
+    found = inspect([labeled(0), {**labeled(1), "completion": "a\x1b[31mb"}], InspectOptions(model=str(model_dir)))
+    for color in (True, False):
+        console = Console(force_terminal=color, color_system="standard" if color else None, width=200,
                           soft_wrap=True, file=(out := StringIO()))
         show(found, Voice(console=console))
-        assert ("[a][n][s]" in out.getvalue()) != colour
-        assert ("\x1b[30;42ma" in out.getvalue()) == colour
+        assert ("[a][n][s]" in out.getvalue()) != color
+        assert ("\x1b[30;42ma" in out.getvalue()) == color
         assert "\x1b[31mb" not in out.getvalue()
 
 
@@ -210,7 +210,7 @@ def test_runs_have_the_findings_too(feedback: Path, model_dir: Path) -> None:
     from tropism.train.setup.data import prepare_data
 
     options = KTOOptions(model=str(model_dir), data=str(feedback), eval_data=str(feedback), output="o")
-    held_out = [{**labelled(0), "completion": "I'm sorry."}, json.loads(feedback.read_text().splitlines()[0])]
+    held_out = [{**labeled(0), "completion": "I'm sorry."}, json.loads(feedback.read_text().splitlines()[0])]
     report = prepare_data(options, build_tokenizer(), [AutoConfig.from_pretrained(model_dir)], "unpaired",
                           evaluation=held_out).to_json()
     assert {"balance", "tokens", "leakage"} <= names(report)
@@ -235,9 +235,9 @@ def test_every_finding_and_option_is_described() -> None:
 
 def test_a_generator_is_gone_through_once(model_dir: Path) -> None:
     """Rows given in Python; `check` is what `--strict` asks."""
-    found = inspect((labelled(n) for n in range(50)), InspectOptions(model=str(model_dir), rows=1))
+    found = inspect((labeled(n) for n in range(50)), InspectOptions(model=str(model_dir), rows=1))
     assert found.audit.read == 50
     assert len(found.shown) == 1
     found.check()
     with pytest.raises(TropismError, match="one_class"):
-        inspect([labelled(0)], InspectOptions(model=str(model_dir))).check()
+        inspect([labeled(0)], InspectOptions(model=str(model_dir))).check()

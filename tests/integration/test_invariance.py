@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import assert_same_metrics, distance, records, weights
 
-# The run's own bound: relative to the distance travelled; and (relative, absolute) of metrics.
+# The run's own bound: relative to the distance traveled; and (relative, absolute) of metrics.
 BOUNDS = {"fp64": (1e-8, 0.0, 1e-8), "fp32": (3e-4, 1e-4, 1e-5)}
 LAYOUT_BOUND = {"fp64": (1e-5, 1e-5, 1e-5), "fp32": (3e-4, 1e-4, 1e-5)}
 
@@ -99,12 +99,12 @@ class Bench:
         return self.plain[spec]
 
     def compare(self, spec: tuple[str, str], other: Any, bounds: tuple[float, float, float], what: str) -> None:
-        """Weights, relative to the distance travelled, and every metric of training and evaluation."""
+        """Weights, relative to the distance traveled, and every metric of training and evaluation."""
         base = self.base(spec)
         expected = weights(base.model)
-        travelled = distance(expected, weights(self.model))
-        assert travelled > 1e-3
-        assert distance(weights(other.directory / "model"), expected) / travelled < bounds[0], what
+        traveled = distance(expected, weights(self.model))
+        assert traveled > 1e-3
+        assert distance(weights(other.directory / "model"), expected) / traveled < bounds[0], what
         assert_same_metrics(records(other), records(base), bounds[1], bounds[2])
 
 

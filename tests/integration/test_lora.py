@@ -72,7 +72,7 @@ def test_the_result_loads_with_plain_peft(trained: Path, tiny_model_dir: Path, t
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8, 0.0)
 
 
-def test_every_adapter_weight_has_learnt_and_is_kept(trained: Path, tiny_model_dir: Path) -> None:
+def test_every_adapter_weight_has_learned_and_is_kept(trained: Path, tiny_model_dir: Path) -> None:
     """S1: a pair of matrices for each linear layer but the head; each row of each B is away from 0."""
     from tropism.model.adapters.targets import linear_names
 
@@ -85,7 +85,7 @@ def test_every_adapter_weight_has_learnt_and_is_kept(trained: Path, tiny_model_d
             assert bool((weight != 0).any(dim=1).all()), name
 
 
-def test_the_run_directory_says_what_learnt(trained: Path, tiny_model_dir: Path) -> None:
+def test_the_run_directory_says_what_learned(trained: Path, tiny_model_dir: Path) -> None:
     total = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(tiny_model_dir).parameters())
     facts = json.loads((trained / "manifest.json").read_text())["adapter"]
     learning = sum(weight.numel() for weight in adapter(trained / "model").values())
@@ -151,7 +151,7 @@ def test_scores_in_bfloat16_are_shared_too(train: Callable[..., Any], monkeypatc
                          ids=["lora", "dora", "rslora", "from", "model", "live", "from-live", "fp64"])
 def test_margins_begin_at_0(train: Callable[..., Any], trained: Path, method: str, changes: dict[str, Any],
                             capsys: pytest.CaptureFixture[str]) -> None:
-    """R1, R2: policy and reference agree before step 1, also from an adapter that has learnt; and part after it."""
+    """R1, R2: policy and reference agree before step 1, also from an adapter that has learned; and part after it."""
     changes = {key: str(trained / "model") if key == "model" else
                {"adapter": str(trained / "model")} if (key, value) == ("lora", "from") else value
                for key, value in changes.items()}
@@ -331,7 +331,7 @@ def test_what_is_refused(tiny_model_dir: Path, answers: Path, trained: Path, tmp
 
 @pytest.mark.parametrize(("kind", "more"), [("nf4", {}), ("int8", {"dora": True, "modules_to_save": "lm_head"})],
                          ids=["nf4", "int8-dora"])
-def test_quantised_weights(start: Callable[..., Any], stop_after: Callable[..., None],  # noqa: F811
+def test_quantized_weights(start: Callable[..., Any], stop_after: Callable[..., None],  # noqa: F811
                            during: Callable[..., None], tmp_path: Path, kind: str,  # noqa: F811
                            more: dict[str, Any]) -> None:
     """QLoRA: the first margins are 0, a stopped run equals the straight one, and the file is an ordinary adapter."""

@@ -36,14 +36,14 @@ def wrapped(tiny_model_dir: Path) -> Callable[..., Any]:
     return make
 
 
-def learnt(**more: Any) -> dict[str, Any]:
+def learned(**more: Any) -> dict[str, Any]:
     return {"r": 2, "init_lora_weights": False, **more}
 
 
 def test_the_scale_is_part_of_the_fingerprint(wrapped: Callable[..., Any]) -> None:
     """R2, C2: the same matrices with another alpha, or rank-stabilised, are another model; switched off all are one."""
     def prints(off: bool, **more: Any) -> str:
-        model = wrapped(**learnt(**more))
+        model = wrapped(**learned(**more))
         if off:
             model.disable_adapter_layers()
         return fingerprint(LanguageModel(model.get_base_model(), "tree", "fp32", torch.device("cpu")))
@@ -60,7 +60,7 @@ def test_as_reference_and_teacher(wrapped: Callable[..., Any], tiny_model_dir: P
     """R2: they count with their adapters: the figures are those of the merged models."""
     common = {"store": str(tmp_path / "store"), "max_steps": 1, "samples": 0, "quiet": True}
     found = []
-    for number, model in enumerate((wrapped(**learnt()), wrapped(**learnt()).merge_and_unload())):
+    for number, model in enumerate((wrapped(**learned()), wrapped(**learned()).merge_and_unload())):
         one = DPOTrainer(str(tiny_model_dir), model, train_dataset=str(pairs), output=str(tmp_path / f"d{number}"),
                          **common).fit()
         other = KDTrainer(str(tiny_model_dir), teacher_model=model, train_dataset=str(answers),
@@ -73,7 +73,7 @@ def test_as_reference_and_teacher(wrapped: Callable[..., Any], tiny_model_dir: P
 @pytest.mark.parametrize(("config", "settings", "match"), [
     ("LoHaConfig", {"r": 2}, "adapter of kind LOHA"),
     ("PromptTuningConfig", {"num_virtual_tokens": 2, "target_modules": None}, "adapter of kind PROMPT_TUNING"),
-    ("LoraConfig", learnt(target_modules=["lm_head", "q_proj"]), "on the head")])
+    ("LoraConfig", learned(target_modules=["lm_head", "q_proj"]), "on the head")])
 def test_kinds_that_are_refused(wrapped: Callable[..., Any], tiny_model_dir: Path, answers: Path,  # noqa: F811
                                 tmp_path: Path, config: str, settings: dict[str, Any], match: str) -> None:
     """L3, S1: with a sentence, and before anything is spent."""
@@ -88,7 +88,7 @@ def test_kinds_that_are_refused(wrapped: Callable[..., Any], tiny_model_dir: Pat
 def test_adapters_that_do_not_compute_are_refused(wrapped: Callable[..., Any], answers: Path,  # noqa: F811
                                                   tmp_path: Path) -> None:
     """L3: switched off, or in the weights already: neither would be trained as it is."""
-    off, merged = wrapped(**learnt()), wrapped(**learnt())
+    off, merged = wrapped(**learned()), wrapped(**learned())
     off.disable_adapter_layers()
     merged.merge_adapter()
     for model, match in ((off, "switched off"), (merged, "merged into its weights")):
@@ -100,7 +100,7 @@ def test_adapters_that_do_not_compute_are_refused(wrapped: Callable[..., Any], a
 def test_a_file_with_an_adapter_on_the_head(wrapped: Callable[..., Any], tiny_model_dir: Path, answers: Path,  # noqa: F811
                                             tmp_path: Path) -> None:
     """L3: it would be loaded, and never learn."""
-    model = wrapped(**learnt(target_modules=["lm_head", "q_proj"]))
+    model = wrapped(**learned(target_modules=["lm_head", "q_proj"]))
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "adapter")
     options = {"data": str(answers), "output": str(tmp_path / "run")}
@@ -117,7 +117,7 @@ def test_an_adapter_on_an_embedding(wrapped: Callable[..., Any], tiny_model_dir:
                                     tmp_path: Path) -> None:
     """S1: peft keeps it under names of its own, which would be missing in the result; refused before anything is spent,
     and frozen it serves."""
-    model = wrapped(**learnt(target_modules=["embed_tokens", "q_proj"]), inference_mode=True)
+    model = wrapped(**learned(target_modules=["embed_tokens", "q_proj"]), inference_mode=True)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "adapter")
     options = {"train_dataset": str(answers), "output": str(tmp_path / "run"), "quiet": True}
@@ -134,7 +134,7 @@ def test_what_is_said_of_the_start(wrapped: Callable[..., Any], tiny_model_dir: 
     """The reference is the adapter as it begins only where a method has one, and none was named; an optimizer that was
     given is told by the manifest."""
     def said(trainer: Any, data: Path, *models: Any, **more: Any) -> str:
-        model = wrapped(**learnt())
+        model = wrapped(**learned())
         optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
         count = len(list(tmp_path.glob("run*")))
         run = trainer(model, *models, train_dataset=str(data), store=str(tmp_path / "store"), max_steps=1, samples=0,

@@ -56,7 +56,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
     {"prompt": CHAT, "chosen": "Two.", "rejected": " Three\n"},
     {"prompt": CHAT, "completion": [{"role": "assistant", "content": "Two."}], "label": True},
     {"messages": [*CHAT, {"role": "assistant", "content": "Two."}], "tools": [{"name": "lamp", "n": [1, {"a": "b"}]}]},
-], ids=["pair", "labelled", "single"])
+], ids=["pair", "labeled", "single"])
 def test_prompt_ids_are_those_of_generation(bench: Bench, rows: dict[str, Any]) -> None:
     """M1, M2, T2, T4: one prompt for all sides, as the tokenizer in the model's directory makes it for generation."""
     shown, = bench.look([rows])["shown"]
@@ -76,7 +76,7 @@ def test_prompt_ids_are_those_of_generation(bench: Bench, rows: dict[str, Any]) 
 # --- K -------------------------------------------------------------------------------------------------------------
 
 
-def labelled(bench: Bench, kind: str, labels: list[Any]) -> Path:
+def labeled(bench: Bench, kind: str, labels: list[Any]) -> Path:
     rows = [(f"q{n} ", f"a{n}", label) for n, label in enumerate(labels)]
     if kind == "jsonl":
         return bench.file([dict(zip(("prompt", "completion", "label"), row, strict=True)) for row in rows])
@@ -86,25 +86,25 @@ def labelled(bench: Bench, kind: str, labels: list[Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("kind", "label", "spelt"), [
+@pytest.mark.parametrize(("kind", "label", "spelled"), [
     ("jsonl", "good", "'good'"), ("jsonl", 2, "2"), ("jsonl", 1.0, "1.0"), ("jsonl", None, "None"),
     ("jsonl", [True], "[True]"), ("csv", "good", "'good'"), ("csv", "yes", "'yes'"), ("csv", "", "''"),
     ("csv", "1.0", "'1.0'")])
-def test_labels_that_are_none(bench: Bench, kind: str, label: Any, spelt: str) -> None:
+def test_labels_that_are_none(bench: Bench, kind: str, label: Any, spelled: str) -> None:
     """K3: the seventh row stops the run with its line and value; nothing is written."""
-    path = labelled(bench, kind, [True, False, 1, 0, "true", "False", label])
+    path = labeled(bench, kind, [True, False, 1, 0, "true", "False", label])
     run = bench.train("kto", path, code=2)
     line = 7 if kind == "jsonl" else 8
-    assert bench.err.startswith(f"tropism: rows.{kind}:{line}: label {spelt} is not true/false")
+    assert bench.err.startswith(f"tropism: rows.{kind}:{line}: label {spelled} is not true/false")
     assert not run.exists()
     bench.look(path, code=2)
-    assert f"rows.{kind}:{line}: label {spelt}" in bench.err
+    assert f"rows.{kind}:{line}: label {spelled}" in bench.err
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_labels_are_counted_before_training(bench: Bench, kind: str) -> None:
     """K3: accepted spellings; class counts and the weights that `auto` makes of them stand before the first step."""
-    path = labelled(bench, kind, [True, False, 1, 0, "true", "TRUE", "1", "1"])
+    path = labeled(bench, kind, [True, False, 1, 0, "true", "TRUE", "1", "1"])
     run = bench.train("kto", path, "--undesirable-weight", "auto", "--desirable-weight", "auto")
     assert audit(run)["labels"] == {"desirable": 6, "undesirable": 2}
     before = bench.out[: bench.out.index("train 1/1")]

@@ -146,7 +146,7 @@ def test_a_signal_in_a_pass_over_the_data_stops_at_the_next_pack(start: Start, s
     output, small = tmp_path / "run", {"microbatch_tokens": 64, "store": str(tmp_path / "store")}
     wanted = straight("dpo", microbatch_tokens=64)
 
-    def signalling(real: Any, at: int) -> Any:
+    def signaling(real: Any, at: int) -> Any:
         calls = 0
 
         def watched(*args: Any) -> Any:
@@ -159,7 +159,7 @@ def test_a_signal_in_a_pass_over_the_data_stops_at_the_next_pack(start: Start, s
         return watched
 
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "_score_pack", signalling(reference._score_pack, 3))
+        patch.setattr(reference, "_score_pack", signaling(reference._score_pack, 3))
         with pytest.raises(StoppedEarly, match="There is no checkpoint yet"):
             start("dpo", output, **small)
     stored = list((tmp_path / "store").rglob("*.npz"))
@@ -177,7 +177,7 @@ def test_a_signal_in_a_pass_over_the_data_stops_at_the_next_pack(start: Start, s
         start("dpo", tmp_path / "other", max_steps=1, eval_every=0, **small)
     for at in (2, packs // 2 + 2):  # of the evaluation before step 1, and of that after step 2
         with monkeypatch.context() as patch:
-            patch.setattr(evaluate, "_values", signalling(evaluate._values, at))
+            patch.setattr(evaluate, "_values", signaling(evaluate._values, at))
             with pytest.raises(StoppedEarly):
                 start("dpo", output, resume="auto", **small)
         assert manifest(output)["status"] == "stopped"

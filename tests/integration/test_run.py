@@ -336,7 +336,7 @@ def test_a_policy_of_nans_does_not_agree_with_its_reference(train: Callable[...,
 
 
 def test_a_weight_without_a_gradient_is_updated_alike_on_any_number_of_ranks() -> None:
-    """L1: an optimiser skips a missing gradient, but not one of zeros."""
+    """L1: an optimizer skips a missing gradient, but not one of zeros."""
     from tropism.distributed import World
 
     parameter = torch.nn.Parameter(torch.ones(3))

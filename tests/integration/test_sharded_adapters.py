@@ -48,8 +48,8 @@ def test_two_processes_equal_one(common: dict[str, Any], data_of: dict[str, Path
     for name in KINDS:
         one, two = tmp_path / f"{name} one", tmp_path / f"{name} two"
         ours, theirs = adapter(two), adapter(one)
-        learnt = sum(float(tensor.pow(2).sum()) for key, tensor in theirs.items() if "lora_B" in key) ** 0.5
-        assert distance(ours, theirs) / learnt < BOUNDS["fp64"][0], name
+        learned = sum(float(tensor.pow(2).sum()) for key, tensor in theirs.items() if "lora_B" in key) ** 0.5
+        assert distance(ours, theirs) / learned < BOUNDS["fp64"][0], name
         assert all(bool((tensor != 0).any(dim=1).all()) for key, tensor in ours.items() if "lora_B" in key), name
         assert_same_metrics(records(Left(two)), records(Left(one)), *BOUNDS["fp64"][1:])
         first = records(Left(two))[0]
@@ -72,7 +72,7 @@ def test_resume_on_one_process(common: dict[str, Any], data_of: dict[str, Path],
 
 
 def test_a_live_reference_in_bfloat16(common: dict[str, Any], data_of: dict[str, Path], tmp_path: Path) -> None:
-    """R1, R2, C2: of an adapter that has learnt much, the reference is what the policy computes, not the merged sum;
+    """R1, R2, C2: of an adapter that has learned much, the reference is what the policy computes, not the merged sum;
     the start-up comparison keeps the tree layout, and one process takes the run up."""
     run(METHODS["kto"](**{**common, "learning_rate": 0.3, "max_steps": 8}, data=str(data_of["kto"]), lora={"rank": 4},
                        output=str(tmp_path / "first")))

@@ -166,4 +166,4 @@ def test_a_first_step_that_changes_nothing(settings: dict[str, Any], tmp_path: P
     """N4: found by all, though each looks at its own part; also after answers were made."""
     settings |= {"optimizer": "sgd", "learning_rate": 1e-60, "samples": 1, "parallel": parallel}
     assert [found.partition(":")[0] for found in ranks(_run, tmp_path, "", "dpo", settings)] == [
-        "NothingLearntError"] * 2
+        "NothingLearnedError"] * 2

@@ -57,15 +57,15 @@ def changed(model: Path, path: Path) -> Path:
 
 
 def compare(model: Path, base: Path, found: Path, precision: str) -> None:
-    """Weights, relative to the distance travelled, and every metric."""
+    """Weights, relative to the distance traveled, and every metric."""
     expected = weights(base / "model")
     start: dict[str, Any] = {}
     for file in model.glob("*.safetensors"):
         start |= {name: tensor.double() for name, tensor in load_file(file).items()}
-    travelled = distance(expected, start)
-    assert travelled > 1e-3
-    gap = distance(weights(found / "model"), expected) / travelled
-    print(f"{found.parent.name}/{found.name} ({precision}): {gap:.1e} of the distance travelled")
+    traveled = distance(expected, start)
+    assert traveled > 1e-3
+    gap = distance(weights(found / "model"), expected) / traveled
+    print(f"{found.parent.name}/{found.name} ({precision}): {gap:.1e} of the distance traveled")
     assert gap < BOUNDS[precision][0], found
     assert_same_metrics(records(Left(found)), records(Left(base)), *BOUNDS[precision][1:])
 

@@ -1,4 +1,4 @@
-"""A module after training with an adapter: as a plain model again, with what was learnt or without."""
+"""A module after training with an adapter: as a plain model again, with what was learned or without."""
 
 from pathlib import Path
 from types import SimpleNamespace

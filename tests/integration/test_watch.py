@@ -13,7 +13,7 @@ import torch
 
 from integration.conftest import records, weights
 from integration.test_invariance import run_ranks
-from tropism.errors import NonFiniteError, NothingLearntError, ReferenceMismatchError, UsageError
+from tropism.errors import NonFiniteError, NothingLearnedError, ReferenceMismatchError, UsageError
 from tropism.model.language_model import LanguageModel
 from tropism.train import loop
 from tropism.train.step import StepOutcome
@@ -144,7 +144,7 @@ def test_ten_skipped_steps_in_a_row_stop_the_run(train: Callable[..., Any], spoi
 
 def test_a_step_that_changes_no_weight_stops_the_run(train: Callable[..., Any]) -> None:
     """N4: an update far below the rounding of float32; a rate of 0 is allowed, with a notice."""
-    with pytest.raises(NothingLearntError, match=r"changed no weight: .*rounding of float32.*Trainable are"):
+    with pytest.raises(NothingLearnedError, match=r"changed no weight: .*rounding of float32.*Trainable are"):
         train("dpo", max_steps=2, optimizer="sgd", learning_rate=1e-46)
     assert len(records(train("dpo", max_steps=2, learning_rate=0.0))) == 2
     assert len(records(train("dpo", max_steps=2, learning_rate=5e-6, warmup_ratio=0.0))) == 2

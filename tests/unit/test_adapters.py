@@ -39,8 +39,8 @@ def adapt(model: Any, seed: int = 0, dtype: torch.dtype = torch.float32, **optio
     return model
 
 
-def learnt(model: Any, size: float = 0.3) -> Any:
-    """A model whose adapter has learnt something."""
+def learned(model: Any, size: float = 0.3) -> Any:
+    """A model whose adapter has learned something."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in adapters.kept_parameters(model):
@@ -80,12 +80,12 @@ def test_rank_stabilised_scale_and_default_alpha() -> None:
                          ids=["lora", "dora", "rslora", "head"])
 @pytest.mark.parametrize("build", [llama, lambda: llama(False), gpt2], ids=["tied", "untied", "gpt2"])
 def test_a_fresh_adapter_changes_nothing(build: Any, options: dict[str, Any]) -> None:
-    """With B = 0 the logits are the base's, to the bit; and with it off they stay so, whatever it has learnt."""
+    """With B = 0 the logits are the base's, to the bit; and with it off they stay so, whatever it has learned."""
     model = build()
     plain = logits(model)
     adapt(model, **options)
     assert torch.allclose(logits(model), plain, atol=1e-6 if "dora" in options else 0.0, rtol=0.0)
-    learnt(model)
+    learned(model)
     assert not torch.allclose(logits(model), plain, atol=1e-3)
     with adapters.switched_off(model):
         assert torch.equal(logits(model), plain)
@@ -212,10 +212,10 @@ def test_a_model_with_an_adapter_gets_no_second() -> None:
                          ids=["lora", "dora", "head", "embeddings"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_files_round_trip_and_peft_reads_them(tmp_path: Path, options: dict[str, Any], tied: bool) -> None:
-    """S1: written, read by us and by peft, merged by us: equal logits; tied embeddings that learnt stay tied."""
+    """S1: written, read by us and by peft, merged by us: equal logits; tied embeddings that learned stay tied."""
     from peft import PeftModel
 
-    model = learnt(adapt(llama(tied), **options), 0.1)
+    model = learned(adapt(llama(tied), **options), 0.1)
     adapter_files.save(model, tmp_path, torch.float32)
     again = llama(tied)
     adapter_files.load_adapter(again, adapter_files.read_config(tmp_path), tmp_path, torch.float32)
@@ -246,7 +246,7 @@ def test_sources_that_are_adapters(tmp_path: Path, tiny_model_dir: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
     adapters.make_structure(model, new_config(model, LoraOptions(rank=2), str(tiny_model_dir)))
     adapters.fill(model, 0, torch.float32)
-    learnt(model)
+    learned(model)
     adapter_files.save(model, tmp_path, torch.float32)
     source = ModelSource.of(str(tmp_path))
     assert (source.name, source.adapter) == (str(tiny_model_dir), str(tmp_path))
@@ -270,7 +270,7 @@ def test_narrow_weights_give_the_same_products() -> None:
     assert {name for name in kept if "default" not in name} == {
         name for name, _ in slim.named_parameters() if "norm" in name or "original_module" in name}
     outputs = []
-    for model in (learnt(wide), learnt(slim)):
+    for model in (learned(wide), learned(slim)):
         with torch.autocast("cpu", torch.bfloat16):
             out = model(IDS).logits
         out.float().square().sum().backward()

@@ -17,7 +17,7 @@ from unit.test_export_adapters import run_of
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about ends that are tied
 
 
-def learnt(model: Any, **settings: Any) -> Any:
+def learned(model: Any, **settings: Any) -> Any:
     """A PeftModel whose adapter is away from 0."""
     from peft import LoraConfig, get_peft_model
 
@@ -38,7 +38,7 @@ def learnt(model: Any, **settings: Any) -> Any:
     ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True), ({}, True)])
 def test_ends_of_a_tied_model(tmp_path: Path, settings: dict[str, Any], stays_tied: bool) -> None:
     """S1: what is merged into one end does not change the other; the model is tied no more then, and says so."""
-    model = learnt(llama(True), **settings)
+    model = learned(llama(True), **settings)
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     wanted = logits(model)
     found = adapter_merge.merged(llama(True), tmp_path)
@@ -49,7 +49,7 @@ def test_ends_of_a_tied_model(tmp_path: Path, settings: dict[str, Any], stays_ti
 
 def test_what_does_not_say_the_same_is_refused(tmp_path: Path) -> None:
     """S1: layers that peft repeats share their weights, into which their adapters would be merged together."""
-    learnt(llama(False), layer_replication=[[0, 2], [1, 2]]).save_pretrained(tmp_path)
+    learned(llama(False), layer_replication=[[0, 2], [1, 2]]).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"differs from the adapter's own by .*cannot stand for a model by its name"):
         adapter_merge.merged(llama(False), tmp_path)
 
@@ -57,7 +57,7 @@ def test_what_does_not_say_the_same_is_refused(tmp_path: Path) -> None:
 def test_what_peft_cannot_merge(tiny_model_dir: Path, tmp_path: Path) -> None:
     """X1: a bias of the adapter has no place in a layer without one: by a sentence, by its name and exported."""
     source = ModelSource.of(str(tiny_model_dir))
-    model = learnt(load.load_model(source, "fp32", torch.device("cpu")), lora_bias=True)
+    model = learned(load.load_model(source, "fp32", torch.device("cpu")), lora_bias=True)
     run = run_of(model, tiny_model_dir, tmp_path / "run")
     with pytest.raises(ModelError, match=r"could not be merged: .*; export it alone"):
         export(run, tmp_path / "out", merge=True)

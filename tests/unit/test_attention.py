@@ -35,7 +35,7 @@ CONFIGS = {
 def build(name: str, dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).to(dtype).eval()
-    with torch.no_grad():  # the default initialisation is so small that all logits are nearly equal
+    with torch.no_grad():  # the default initialization is so small that all logits are nearly equal
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.dim() == 2 else None
     return model
@@ -141,7 +141,7 @@ def test_soft_caps_are_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_start_up_comparison_falls_back_to_padded_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose layers do not honour the tree is served padded under `auto`, and refused under `tree`."""
+    """A model whose layers do not honor the tree is served padded under `auto`, and refused under `tree`."""
     def leaky(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):  # type: ignore[no-untyped-def]
         kwargs["tree"] = TreePass(collate([PromptTree(token_ids([1] * query.shape[2]), (
             Completion.supervised([1]),))], "tree").segments)

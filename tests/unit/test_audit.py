@@ -20,7 +20,7 @@ def renderer(fixture_tokenizer) -> Renderer:
     return Renderer(fixture_tokenizer, Limits(200))
 
 
-def labelled(prompt: str, completion: str, label: Any) -> dict[str, Any]:
+def labeled(prompt: str, completion: str, label: Any) -> dict[str, Any]:
     return {"prompt": prompt, "completion": completion, "label": label}
 
 
@@ -41,7 +41,7 @@ def test_case_10(renderer: Renderer) -> None:
 
 def test_summary_puts_the_commonest_reason_first(renderer: Renderer) -> None:
     """D3: not the first one met."""
-    records = [{"prompt": "p", "label": True}, labelled("p", "", True), labelled("p", " ", True), labelled("p", "c", 1)]
+    records = [{"prompt": "p", "label": True}, labeled("p", "", True), labeled("p", " ", True), labeled("p", "c", 1)]
     assert load_rows(records, renderer, "unpaired").summary() == "4 read, 1 kept: 2 empty_completion, 1 missing_field"
 
 
@@ -61,7 +61,7 @@ def test_strict_stops_at_the_first(renderer: Renderer) -> None:
 def test_no_row_left(renderer: Renderer, tmp_path: Path) -> None:
     """D1: a file whose rows are all dropped, or that has none, stops with the summary."""
     with pytest.raises(DataError, match="no row is left to train on; 1 read, 0 kept: 1 empty_completion"):
-        load_rows([labelled("p", "", True)], renderer, "unpaired")
+        load_rows([labeled("p", "", True)], renderer, "unpaired")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"empty.jsonl: no rows"):
         load_rows(tmp_path / "empty.jsonl", renderer, "unpaired")
@@ -70,7 +70,7 @@ def test_no_row_left(renderer: Renderer, tmp_path: Path) -> None:
 def test_bad_label_names_its_line(renderer: Renderer, tmp_path: Path) -> None:
     """K3: file, line and value."""
     path = tmp_path / "f.jsonl"
-    path.write_text("".join(json.dumps(labelled("p", "c", label)) + "\n" for label in [True] * 6 + ["good"]))
+    path.write_text("".join(json.dumps(labeled("p", "c", label)) + "\n" for label in [True] * 6 + ["good"]))
     with pytest.raises(DataError, match=r"^f.jsonl:7: label 'good' is not true/false"):
         load_rows(path, renderer, "unpaired")
 
@@ -78,7 +78,7 @@ def test_bad_label_names_its_line(renderer: Renderer, tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 3])
 def test_workers_change_nothing(fixture_tokenizer, workers: int) -> None:
     """Promise 1: rows come in file order with the same ids, whoever renders them."""
-    records = [labelled([{"role": "user", "content": f"q{n} <|end|>"[: 2 + n % 9]}], f"a{n}" if n % 7 else "", n % 2)
+    records = [labeled([{"role": "user", "content": f"q{n} <|end|>"[: 2 + n % 9]}], f"a{n}" if n % 7 else "", n % 2)
                for n in range(200)]
     audit = load_rows(records, Renderer(fixture_tokenizer, Limits(200)), "unpaired", workers=workers)
     assert [r.place for r in audit.rows] == [f"row {n + 1}" for n in range(200) if n % 7]
@@ -138,7 +138,7 @@ def test_tokens_and_lengths() -> None:
 
 def test_cuts_and_changes_are_listed(fixture_tokenizer) -> None:
     """D1, M1: counts of cut rows, and the first row whose text does not read back."""
-    records = [labelled("p" * 40, "c", True), labelled("p", "c" * 60, False), labelled("q", "naïve", True)]
+    records = [labeled("p" * 40, "c", True), labeled("p", "c" * 60, False), labeled("q", "naïve", True)]
     audit = load_rows(records, Renderer(fixture_tokenizer, Limits(20)), "unpaired")
     report = audit.to_json()
     assert [report["rows"][key] for key in ("prompt_cut", "completion_cut", "text_changed")] == [1, 1, 1]

@@ -84,7 +84,7 @@ def test_all_turns_under_templates_of_ours(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "plain"])
 def test_a_template_of_ours_needs_its_tokens(name: str) -> None:
-    """T1: spelt as plain characters its end would be no end."""
+    """T1: spelled as plain characters its end would be no end."""
     with pytest.raises(ModelError, match=rf"chat_template {name}: the tokenizer has no token <.*plain"):
         make_renderer(build_tokenizer(), LIMITS, options(chat_template=name))
     make_renderer(build_tokenizer(), LIMITS, options(chat_template="plain"))

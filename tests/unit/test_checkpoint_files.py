@@ -241,7 +241,7 @@ def test_a_copy_does_not_follow_the_weights() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_copy_takes_no_step(momentum: float, steps: int) -> None:
-    """C1: hooks of an optimiser that was given see the training's steps alone; also state that is not there yet."""
+    """C1: hooks of an optimizer that was given see the training's steps alone; also state that is not there yet."""
     def made(count: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[int]]:
         module = torch.nn.Linear(3, 4)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum, dampening=0.5 * momentum)

@@ -1,10 +1,10 @@
-"""Options of files spelt out before those that the command line gives."""
+"""Options of files spelled out before those that the command line gives."""
 
 from pathlib import Path
 
 import pytest
 
-from tropism.cli.arguments import spelt_out
+from tropism.cli.arguments import spelled_out
 
 
 @pytest.mark.parametrize("flag", ["--lora.no-dora", "--no-lora.dora", "--lora.dora", "--lora.dora=false"])
@@ -13,7 +13,7 @@ def test_what_the_command_line_gives_is_not_given_twice(tmp_path: Path, flag: st
     file = tmp_path / "run.yaml"
     file.write_text("method: sft\nmodel: m\ndata: d\noutput: o\nlora:\n  rank: 2\n  dora: true\nshuffle: true\n"
                     "parallel:\n  offload: true\n")
-    tokens = spelt_out(["train", str(file), flag, "--no-shuffle", "--parallel.no_offload"])
+    tokens = spelled_out(["train", str(file), flag, "--no-shuffle", "--parallel.no_offload"])
     assert [token for token in tokens if "dora" in token] == [flag]
     assert "--lora.rank=2" in tokens
     assert not {"--shuffle=true", "--parallel.offload=true"} & set(tokens)
@@ -32,7 +32,7 @@ def test_resume_leaves_out_what_does_not_fit_its_processes(
                                           "  shard: null\n  offload: false\n  reduce_once: true\n")
     for name, value in (("WORLD_SIZE", processes), ("RANK", 0), ("MASTER_ADDR", "h"), ("MASTER_PORT", 1)):
         monkeypatch.setenv(name, str(value))
-    tokens = spelt_out(["resume", str(tmp_path), *given])
+    tokens = spelled_out(["resume", str(tmp_path), *given])
     found = [token for token in tokens if token.startswith("--parallel") and token not in given]
     assert sorted(set(found) - {"--parallel.offload=false"}) == kept
     error = capsys.readouterr().err

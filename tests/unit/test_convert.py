@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tropism.commands.convert import Account, convert
 from tropism.config import ConvertOptions
-from tropism.data.formats import View, recognise, understand, view_of
+from tropism.data.formats import View, recognize, understand, view_of
 from tropism.data.formats.parts import blank
 from tropism.data.rows import Dropped, Row
 from tropism.data.sources.open import read
@@ -21,14 +21,14 @@ from unit.test_formats_known import CHAT, FROM_VALUE, MARKED, RATED, SCORED, TRE
 
 KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 VIEWS: dict[str, View] = {"unpaired": "unpaired", "paired": "paired", "single": "single", "messages": "single"}
-LABELLED = [{"id": number, "prompt": f"p{number % 2}", "completion": f" c{number}\r\n", "label": number < 2}
+LABELED = [{"id": number, "prompt": f"p{number % 2}", "completion": f" c{number}\r\n", "label": number < 2}
             for number in range(4)]
 
 
 def rows_of(source: Any, view: View) -> list[Row]:
     """Rows of a source, read without options; none may be left out."""
     records = list(read(source))
-    reading = recognise(records, view, "f")
+    reading = recognize(records, view, "f")
     rows = [row for record in records for row in understand(record, reading)]
     assert not [row for row in rows if isinstance(row, Dropped)]
     return rows
@@ -190,7 +190,7 @@ def test_what_parquet_cannot_hold(tmp_path: Path, arguments: tuple[Any, ...]) ->
 
 def test_csv(tmp_path: Path) -> None:
     """Plain text only; a row without id stays without."""
-    records = [*LABELLED, {"prompt": "", "completion": '"q", \n', "label": 0}]
+    records = [*LABELED, {"prompt": "", "completion": '"q", \n', "label": 0}]
     converted(records, tmp_path / "a.csv", "unpaired")
     assert (tmp_path / "a.csv").read_text().splitlines()[0] == '"prompt","completion","label","id"'
     after = rows_of(tmp_path / "a.csv", "unpaired")
@@ -228,15 +228,15 @@ def test_pairs_to_imitate(tmp_path: Path) -> None:
     assert "not in the file: 2 rejected sides of pairs" in said(account)
 
 
-def test_labelled_completions_to_imitate(tmp_path: Path) -> None:
-    account = converted(LABELLED, tmp_path / "a.jsonl", "single")
+def test_labeled_completions_to_imitate(tmp_path: Path) -> None:
+    account = converted(LABELED, tmp_path / "a.jsonl", "single")
     assert [row["id"] for row in lines(tmp_path / "a.jsonl")] == ["0", "1"]
     assert "rows left out: 2 undesirable" in said(account)
     assert "row 3: undesirable: its label is false" in said(account)
     assert "not in the file: 2 labels of completions to imitate" in said(account)
     assert "left behind" not in said(account)
     with pytest.raises(DataError, match=r"^row 3: undesirable: .* \(--strict\)$"):
-        converted(LABELLED, tmp_path / "b.jsonl", "single", strict=True)
+        converted(LABELED, tmp_path / "b.jsonl", "single", strict=True)
     assert not (tmp_path / "b.jsonl").exists()
 
 
@@ -314,7 +314,7 @@ def test_the_way_out_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"It can be converted with --to single or --to messages\.$"):
         made(tmp_path, [{"prompt": "p", "completion": "a"}], "unpaired")
     with pytest.raises(DataError, match="with --pair-by-prompt"):
-        made(tmp_path, LABELLED, "paired")
+        made(tmp_path, LABELED, "paired")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_the_way_out_is_named(tmp_path: Path) -> None:
 
 def test_mixtures(tmp_path: Path) -> None:
     """Each part has its own format and weight; the head by which it is known is not all of it."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LABELLED))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LABELED))
     (tmp_path / "b.jsonl").write_text(json.dumps(known.HH))
     account = converted(f"{tmp_path}/a.jsonl:2,{tmp_path}/b.jsonl", tmp_path / "o.jsonl", "unpaired")
     assert (account.read, account.written, len(account.formats)) == (9, 10, 2)
@@ -343,23 +343,23 @@ def test_nothing_half_written_is_left(tmp_path: Path) -> None:
     for kind in (*KINDS, ".csv"):
         output = tmp_path / f"a{kind}"
         with pytest.raises(DataError, match="row 5: label 'good'"):
-            converted([*LABELLED, {**LABELLED[0], "label": "good"}], output, "unpaired")
+            converted([*LABELED, {**LABELED[0], "label": "good"}], output, "unpaired")
         assert not list(tmp_path.iterdir())
         output.write_text("mine")
         with pytest.raises(UsageError, match="exists already; nothing was changed"):
-            converted(LABELLED, output, "unpaired")
+            converted(LABELED, output, "unpaired")
         assert output.read_text() == "mine"
         output.unlink()
     with pytest.raises(UsageError, match=r"written as \.jsonl, \.jsonl\.gz, \.parquet or \.csv"):
-        converted(LABELLED, tmp_path / "a.json", "unpaired")
+        converted(LABELED, tmp_path / "a.json", "unpaired")
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
-        converted(LABELLED, tmp_path / "file" / "a.jsonl", "unpaired")
+        converted(LABELED, tmp_path / "file" / "a.jsonl", "unpaired")
 
 
 def test_the_same_rows_are_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a.jsonl.gz", "b.jsonl.gz"):
-        converted(LABELLED, tmp_path / name, "unpaired")
+        converted(LABELED, tmp_path / name, "unpaired")
     one = (tmp_path / "a.jsonl.gz").read_bytes()
     assert one == (tmp_path / "b.jsonl.gz").read_bytes()
     assert b"a.jsonl" not in one

@@ -236,7 +236,7 @@ def test_no_rows() -> None:
 
 
 class Table(Sequence[EncodedRow]):
-    """Pairs or labelled completions that bring their facts, and count how often one is made an object."""
+    """Pairs or labeled completions that bring their facts, and count how often one is made an object."""
 
     def __init__(self, count: int, paired: bool) -> None:
         self.count, self.paired, self.touched = count, paired, 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tropism.errors import NothingLearntError
+from tropism.errors import NothingLearnedError
 from tropism.observe.metrics import Tally
 from tropism.train.monitor.first_update import FirstUpdate, snapshot
 from tropism.train.step import StepOutcome
@@ -26,12 +26,12 @@ def model() -> nn.Module:
 def test_a_step_that_changes_nothing_is_an_error_with_counts() -> None:
     """N4."""
     first = FirstUpdate(model())
-    with pytest.raises(NothingLearntError) as error:
+    with pytest.raises(NothingLearnedError) as error:
         first.look(outcome(1e-6, YES, NORM))
     assert "28 of 49 weights in 2 tensors" in str(error.value)
     assert "head" in str(error.value)
     assert "rounding of float32" in str(error.value)
-    with pytest.raises(NothingLearntError, match="gradient is exactly 0"):
+    with pytest.raises(NothingLearnedError, match="gradient is exactly 0"):
         FirstUpdate(model()).look(outcome(1e-6, YES, torch.tensor(0.0)))
 
 
@@ -46,7 +46,7 @@ def test_where_the_loss_is_zero_there_is_nothing_to_learn(norm: float, size: flo
         first.look(done)
         assert first.done
     else:
-        with pytest.raises(NothingLearntError):
+        with pytest.raises(NothingLearnedError):
             first.look(done)
 
 

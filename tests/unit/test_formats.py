@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from helpers import case_rows, expected
-from tropism.data.formats import FORMATS, Reading, View, recognise, understand
+from tropism.data.formats import FORMATS, Reading, View, recognize, understand
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
@@ -27,7 +27,7 @@ def unpaired(**record: Any) -> Row | Dropped:
     return understood(RawRow("f.jsonl:7", record), "unpaired")
 
 
-def labelled(**record: Any) -> Row | Dropped:
+def labeled(**record: Any) -> Row | Dropped:
     return unpaired(**{"prompt": "p", "completion": "c", "label": True, **record})
 
 
@@ -40,7 +40,7 @@ def labelled(**record: Any) -> Row | Dropped:
 ])
 def test_accepted_labels(label: Any, wanted: bool) -> None:
     """K3: true/false, 0/1, and their spellings as text, which the message for all others documents."""
-    row = labelled(label=label)
+    row = labeled(label=label)
     assert isinstance(row, Row)
     assert row.desirable is wanted
 
@@ -49,14 +49,14 @@ def test_accepted_labels(label: Any, wanted: bool) -> None:
 def test_refused_labels(label: Any) -> None:
     """K3: all else stops with row number and value; a rating is never taken for a label."""
     with pytest.raises(DataError) as caught:
-        labelled(label=label)
+        labeled(label=label)
     assert str(caught.value).startswith(f"f.jsonl:7: label {label!r} is not true/false")
 
 
 def test_a_bad_label_stops_even_where_the_row_would_be_dropped() -> None:
     """K3: `All else stops`: a dropped row does not hide that the file's labels are something else."""
     with pytest.raises(DataError, match="label 'good'"):
-        labelled(label="good", completion="")
+        labeled(label="good", completion="")
     with pytest.raises(DataError, match="label 3"):
         unpaired(prompt="p", label=3)
 
@@ -76,7 +76,7 @@ def test_a_bad_label_stops_even_where_the_row_would_be_dropped() -> None:
 ])
 def test_empty_completions(record: dict[str, Any], reason: Reason, detail: str) -> None:
     """D3: empty, blank and null answers are left out with their place."""
-    assert labelled(**record) == Dropped("f.jsonl:7", reason, detail)
+    assert labeled(**record) == Dropped("f.jsonl:7", reason, detail)
 
 
 @pytest.mark.parametrize("field", ["prompt", "completion", "label"])
@@ -137,21 +137,21 @@ def test_case_11_shared_prefix() -> None:
 
 def test_identity_and_extra_columns() -> None:
     """H3: extra columns never matter; the id is the row's own, else its place; a number is as good as text."""
-    assert labelled(score=0.5, note=None).id == "f.jsonl:7"
-    assert labelled(id=12).id == "12"
-    assert labelled(id=0).id == "0"
-    assert labelled(id=None).id == "f.jsonl:7"
-    assert labelled().place == "f.jsonl:7"
+    assert labeled(score=0.5, note=None).id == "f.jsonl:7"
+    assert labeled(id=12).id == "12"
+    assert labeled(id=0).id == "0"
+    assert labeled(id=None).id == "f.jsonl:7"
+    assert labeled().place == "f.jsonl:7"
 
 
 def test_text_becomes_messages_where_the_other_part_has_them() -> None:
     """H3: a text prompt with message answers, and the reverse."""
-    row = labelled(prompt="Hi", completion=[ANSWER])
+    row = labeled(prompt="Hi", completion=[ANSWER])
     assert (row.prompt, row.completions) == ((USER,), ((ANSWER,),))
-    row = labelled(prompt=[USER], completion="Hello.")
+    row = labeled(prompt=[USER], completion="Hello.")
     assert (row.prompt, row.completions) == ((USER,), ((ANSWER,),))
-    assert labelled(prompt=None, completion="c").prompt == ""
-    assert labelled(prompt="Hi", completion=ANSWER).completions == ((ANSWER,),)
+    assert labeled(prompt=None, completion="c").prompt == ""
+    assert labeled(prompt="Hi", completion=ANSWER).completions == ((ANSWER,),)
     row = unpaired(messages=[USER, ANSWER], label=0)
     assert (row.prompt, row.completions, row.desirable) == ((USER,), ((ANSWER,),), False)
     assert paired(prompt="p", chosen="c", rejected="r").desirable is None
@@ -160,20 +160,20 @@ def test_text_becomes_messages_where_the_other_part_has_them() -> None:
 def test_content_in_parts_and_other_keys() -> None:
     """T4: text parts are joined; whatever else a message has reaches the template."""
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo."}]
-    row = labelled(prompt=[{**USER, "name": "Ann"}], completion=[{"role": "assistant", "content": parts}])
+    row = labeled(prompt=[{**USER, "name": "Ann"}], completion=[{"role": "assistant", "content": parts}])
     assert row.prompt[0]["name"] == "Ann"
     assert row.completions[0][0]["content"] == "Hello."
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    assert labelled(prompt=[USER], completion=[call]).completions == ((call,),)
+    assert labeled(prompt=[USER], completion=[call]).completions == ((call,),)
 
 
 def test_tools() -> None:
     """T4: exactly the keys that the user gave."""
     tools = [{"name": "set_lamp", "parameters": {"room": {"type": "string"}}}]
-    assert labelled(tools=tools).tools == tuple(tools)
-    assert labelled(tools=None).tools is None
-    assert labelled(tools=[]).tools is None
-    assert labelled(tools=['{"name": "f"}', {"name": "g"}]).tools == ({"name": "f"}, {"name": "g"})
+    assert labeled(tools=tools).tools == tuple(tools)
+    assert labeled(tools=None).tools is None
+    assert labeled(tools=[]).tools is None
+    assert labeled(tools=['{"name": "f"}', {"name": "g"}]).tools == ({"name": "f"}, {"name": "g"})
 
 
 @pytest.mark.parametrize(("record", "message"), [
@@ -194,7 +194,7 @@ def test_tools() -> None:
 def test_unreadable_rows_stop_with_their_place(record: dict[str, Any], message: str) -> None:
     """H3: an unreadable row stops the run, with file, line and what to look at."""
     with pytest.raises(DataError) as caught:
-        labelled(**record)
+        labeled(**record)
     assert str(caught.value).startswith("f.jsonl:7: ")
     assert message in str(caught.value)
 
@@ -209,18 +209,18 @@ def rows_of(*records: dict[str, Any]) -> list[RawRow]:
 def test_missing_columns_name_the_found_ones() -> None:
     """H3: what is needed, what was found, and the command that fits the file."""
     with pytest.raises(DataError) as caught:
-        recognise(rows_of({"question": "q", "answer": "a"}, {"question": "q", "score": 1}), "unpaired", "f.jsonl")
+        recognize(rows_of({"question": "q", "answer": "a"}, {"question": "q", "score": 1}), "unpaired", "f.jsonl")
     assert str(caught.value) == (
         "f.jsonl: no row has the columns (prompt, completion, label) or (messages, label), or those of another known "
         "format; found: question, answer, score; rename them with --columns, as in --columns prompt=question.")
-    with pytest.raises(DataError, match=r"single labelled completions: use `tropism kto`, or make .* --pair"):
-        recognise(rows_of({"prompt": "p", "completion": "c", "label": True}), "paired", "f.jsonl")
+    with pytest.raises(DataError, match=r"single labeled completions: use `tropism kto`, or make .* --pair"):
+        recognize(rows_of({"prompt": "p", "completion": "c", "label": True}), "paired", "f.jsonl")
     with pytest.raises(DataError, match=r"pairs: use `tropism dpo`, or imitate .* --columns completion=chosen"):
-        recognise(rows_of({"prompt": "p", "chosen": "c", "rejected": "r"}), "single", "f.jsonl")
+        recognize(rows_of({"prompt": "p", "chosen": "c", "rejected": "r"}), "single", "f.jsonl")
     with pytest.raises(DataError, match="completions without labels: use `tropism sft`"):
-        recognise(rows_of({"prompt": "p", "completion": "c"}), "unpaired", "f.jsonl")
+        recognize(rows_of({"prompt": "p", "completion": "c"}), "unpaired", "f.jsonl")
     with pytest.raises(DataError, match="found: none"):
-        recognise(rows_of({}), "paired", "f.jsonl")
+        recognize(rows_of({}), "paired", "f.jsonl")
 
 
 def test_one_good_row_is_enough_to_go_on() -> None:
@@ -228,7 +228,7 @@ def test_one_good_row_is_enough_to_go_on() -> None:
     good = {"prompt": "p", "completion": "c", "label": True, "extra": 1}
     for view, rows in (("unpaired", [{"x": 1}, good]), ("unpaired", [{"messages": [], "label": True}]),
                        ("paired", [{"chosen": [], "rejected": []}])):
-        assert recognise(rows_of(*rows), view, "f.jsonl").format.name == "trl"
+        assert recognize(rows_of(*rows), view, "f.jsonl").format.name == "trl"
 
 
 @pytest.mark.parametrize("prompt", ["Hi", [{"role": "user", "content": "Hi"}]])

@@ -1,13 +1,13 @@
-"""Every known format: recognised by its columns, and read as the rows that it means."""
+"""Every known format: recognized by its columns, and read as the rows that it means."""
 
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from tropism.data.formats import FORMATS, View, pair_by_prompt, recognise, understand, view_of
+from tropism.data.formats import FORMATS, View, pair_by_prompt, recognize, understand, view_of
 from tropism.data.formats.options import FormatName, FormatOptions
-from tropism.data.formats.recognise import renamed
+from tropism.data.formats.recognize import renamed
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
 
@@ -28,7 +28,7 @@ def read(view: View, *records: dict[str, Any], **options: Any) -> tuple[str, lis
     """Name of the format that was seen, and the rows."""
     chosen = FormatOptions(**options)
     rows = renamed(raw(*records), chosen.renames)
-    reading = recognise(rows, view, "f", chosen)
+    reading = recognize(rows, view, "f", chosen)
     found = [row for record in rows for row in understand(record, reading)]
     return reading.format.name, pair_by_prompt(found) if chosen.pair_by_prompt else found
 
@@ -159,7 +159,7 @@ MARKED = {"messages": [user("p"), {**answer("a"), "thumbs": "up"}, user("q"), an
                                       (["u: p", "a: one", "u: q"], ["a: b"], False)]),
 ])
 def test_formats(name: str, view: View, record: dict[str, Any], rows: list[Any]) -> None:
-    """Recognised by the columns alone, and read the same when the format is named."""
+    """Recognized by the columns alone, and read the same when the format is named."""
     seen, found = read(view, record)
     assert (seen, [short(row) for row in found]) == (name, rows)
     assert read(view, record, format=name)[1] == found
@@ -268,7 +268,7 @@ def test_faults_are_named_with_their_place(view: View, record: dict[str, Any], m
 
 
 def test_a_transcript_that_is_none() -> None:
-    """Recognised by its first rows, a file must go on as it began."""
+    """Recognized by its first rows, a file must go on as it began."""
     assert "f:2: 'chosen' is not a transcript" in refused("paired", HH, {**HH, "chosen": "Hello."})
     assert [short(row) for row in read("paired", {**HH, "rejected": "Human: p"})[1]] == [(Reason.NO_COMPLETION,)]
     assert [short(row) for row in read("paired", {**HH, "rejected": "\n\nHuman: p\n\nAssistant:"})[1]] == [
@@ -317,7 +317,7 @@ def test_few_odd_rows_do_not_decide() -> None:
 
 def test_a_format_without_the_view() -> None:
     said = refused("unpaired", {"prompt": "p", "completion": "a"}, format="openai")
-    assert said == ("f: format openai holds no labelled completions; it has the columns (input, preferred_output, "
+    assert said == ("f: format openai holds no labeled completions; it has the columns (input, preferred_output, "
                     "non_preferred_output)")
     assert "no row has the columns (instruction, chosen, rejected)" in refused("paired", HH, format="alpaca")
 
@@ -333,7 +333,7 @@ def test_renamed_columns() -> None:
 
 
 def test_sentence() -> None:
-    reading = recognise(raw({"prompt": "p", "chosen": "a", "rejected": "b"}), "unpaired", "f")
+    reading = recognize(raw({"prompt": "p", "chosen": "a", "rejected": "b"}), "unpaired", "f")
     assert str(reading) == ("read as trl (prompt, chosen, rejected), each pair as a desirable and an undesirable row; "
                             "--format and --columns read it otherwise")
 
@@ -343,12 +343,12 @@ def test_views() -> None:
     assert view_of(raw(MARKED)) == "unpaired"
     assert view_of(raw(RATED[0])) == "single"
     assert view_of(raw(RATED[0]), FormatOptions(label_threshold=2)) == "unpaired"
-    labelled = raw({"instruction": "p", "output": "a", "kto_tag": True})
-    assert view_of(labelled) == "unpaired"
-    assert view_of(labelled, FormatOptions(pair_by_prompt=True)) == "paired"
+    labeled = raw({"instruction": "p", "output": "a", "kto_tag": True})
+    assert view_of(labeled) == "unpaired"
+    assert view_of(labeled, FormatOptions(pair_by_prompt=True)) == "paired"
 
 
-# --- pairs of labelled completions -----------------------------------------------------------------------------------
+# --- pairs of labeled completions -----------------------------------------------------------------------------------
 
 
 def test_pairs_by_prompt() -> None:
@@ -368,10 +368,10 @@ def test_pairs_by_prompt() -> None:
 
 def test_options_without_effect_are_refused() -> None:
     """L3: an accepted option changes something."""
-    labelled = {"prompt": "p", "completion": "a", "label": True}
-    assert "pair_by_prompt has no effect" in refused("unpaired", labelled, pair_by_prompt=True)
+    labeled = {"prompt": "p", "completion": "a", "label": True}
+    assert "pair_by_prompt has no effect" in refused("unpaired", labeled, pair_by_prompt=True)
     assert "pair_by_prompt has no effect" in refused("paired", HH, pair_by_prompt=True)
-    assert "label_threshold has no effect on trl" in refused("unpaired", labelled, label_threshold=2)
+    assert "label_threshold has no effect on trl" in refused("unpaired", labeled, label_threshold=2)
 
 
 # --- the data of the project -----------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_public_data(test_data, name: str, view: View, count: int) -> None:
 
     rows = list(rows_of(test_data / "data" / f"{name}.jsonl"))
     assert view_of(rows) == view
-    reading = recognise(rows, view, name)
+    reading = recognize(rows, view, name)
     found = [row for record in rows for row in understand(record, reading)]
     assert (reading.format.name, len(rows), len(found)) == ("trl", count, count)
     assert not [row for row in found if isinstance(row, Dropped)]

@@ -280,7 +280,7 @@ def test_bfloat16_compute() -> None:
 
 @both_kinds
 def test_padded_columns_are_left_out(kind: str) -> None:
-    """V1: whatever stands in the columns beyond the vocabulary, the rest is renormalised and they get no gradient."""
+    """V1: whatever stands in the columns beyond the vocabulary, the rest is renormalized and they get no gradient."""
     problem = Problem()
     found = []
     for padding in (-20.0, 0.0, 3.0):
@@ -357,7 +357,7 @@ def test_case_23() -> None:
     _, away = comparison("forward_kl", vocabulary=12).per_token(
         student, Head(torch.eye(12).double()), torch.tensor([7]), targets)
     assert away.item() == pytest.approx(want["with_tail_bucket"], rel=0, abs=1e-6)
-    for other in (want["truncated_sum"], want["renormalised"]):
+    for other in (want["truncated_sum"], want["renormalized"]):
         assert abs(away.item() - other) > 0.2
     gradient, = torch.autograd.grad(away.sum(), student)
     torch.testing.assert_close(gradient[0, kept], q - p)

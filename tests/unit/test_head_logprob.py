@@ -105,7 +105,7 @@ def test_logits_exist_for_one_chunk_only(positions: int, monkeypatch: pytest.Mon
 
 
 def test_scale_and_cap_come_from_the_config() -> None:
-    """L3: a model's own logit scale and soft-cap are honoured."""
+    """L3: a model's own logit scale and soft-cap are honored."""
     from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
     small = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,

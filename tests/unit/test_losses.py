@@ -150,7 +150,7 @@ def test_pooling_weighs_by_units_and_tells_its_error() -> None:
     assert pool(reference_moments(k[:1], counts[:1])).stderr.isnan()
 
 
-def test_stderr_of_float32_logratios_is_not_cancelled() -> None:
+def test_stderr_of_float32_logratios_is_not_canceled() -> None:
     """K2: large log-ratios that differ little: a float32 difference of squares would lose their spread."""
     k = torch.tensor([50.0, 50.001, 50.002, 49.999], dtype=torch.float32)
     wanted = float(k.double().std(unbiased=True)) / 2

@@ -192,15 +192,15 @@ def with_tail() -> tuple[Tensor, Tensor]:
 
 
 def test_case_23() -> None:
-    """L2: with the tail as one outcome; not the truncated sum, which is negative, nor the renormalised one."""
+    """L2: with the tail as one outcome; not the truncated sum, which is negative, nor the renormalized one."""
     log_p, log_q = with_tail()
     value, slope = forward_kl(log_p, log_q, mix=0.0)
     assert value.item() == pytest.approx(expected("23")["with_tail_bucket"], rel=0, abs=1e-6)
     terms = log_p.exp() * (log_p - log_q)
     assert terms[:, :-1].sum().item() == pytest.approx(expected("23")["truncated_sum"], rel=0, abs=1e-6)
     kept_p, kept_q = (log[:, :-1].log_softmax(-1) for log in (log_p, log_q))
-    renormalised = forward_kl(kept_p, kept_q, mix=0.0)[0].item()
-    assert renormalised == pytest.approx(expected("23")["renormalised"], rel=0, abs=1e-6)
+    renormalized = forward_kl(kept_p, kept_q, mix=0.0)[0].item()
+    assert renormalized == pytest.approx(expected("23")["renormalized"], rel=0, abs=1e-6)
     gradient = of_logits(log_q, slope)
     torch.testing.assert_close(gradient, log_q.exp() - log_p.exp())
     assert gradient[0, -1].item() == pytest.approx(-0.17)  # the tail is to grow

@@ -101,7 +101,7 @@ def test_length_desensitised() -> None:
     agree("sigmoid ld", pairwise.sigmoid(*at, beta=0.1, label_smoothing=0.0).mean(), *at)
 
 
-def test_weighted_preference_optimisation() -> None:
+def test_weighted_preference_optimization() -> None:
     """L2: WPO: the pair's loss times exp of both sides' mean confidence."""
     at = sides()
     confidence = torch.from_numpy(DATA["input/confidence"]).chunk(2)

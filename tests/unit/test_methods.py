@@ -103,9 +103,9 @@ def test_divergence_of_each_view() -> None:
     assert method_of("single", "sft", teacher="t").losses(scored, single, NOTHING)[1].tolist() == [2.0, 0.5]
     pairs = Units(torch.tensor([[0, 1], [2, 1]]), None)
     assert method_of("paired", "hinge", teacher="t").losses(scored, pairs, NOTHING)[1].tolist() == [0.75, 2.25]
-    labelled = Units(torch.tensor([[0], [1], [2]]), torch.tensor([True, False, True]))
+    labeled = Units(torch.tensor([[0], [1], [2]]), torch.tensor([True, False, True]))
     method = method_of("unpaired", "kto_no_reference_point", teacher="t")
-    assert method.losses(scored, labelled, NOTHING)[1].tolist() == [0.5, 0.25, 2.0]
+    assert method.losses(scored, labeled, NOTHING)[1].tolist() == [0.5, 0.25, 2.0]
 
 
 def beginnings() -> tuple[Scored, Units]:

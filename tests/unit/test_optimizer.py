@@ -81,7 +81,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_non_finite_step_is_a_no_op(name: str) -> None:
-    """N1: weights and all optimiser state stay, also under weight decay; the run then goes on as if it never was."""
+    """N1: weights and all optimizer state stay, also under weight decay; the run then goes on as if it never was."""
     def trained(*finite: torch.Tensor) -> tuple[list[torch.Tensor], dict]:
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
@@ -109,7 +109,7 @@ def state_of_steps(state: dict) -> set[float]:
 
 
 def test_a_first_non_finite_step_changes_no_weight() -> None:
-    """N1: also before the optimiser has any state."""
+    """N1: also before the optimizer has any state."""
     for name in ("adamw", "sgd"):
         model = torch.nn.Linear(3, 2)
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -141,7 +141,7 @@ def test_adamw_matches_the_plain_kernel() -> None:
 
 
 def test_frozen_weights_stay_out() -> None:
-    """N4: nothing trainable is refused; frozen weights are not in the optimiser."""
+    """N4: nothing trainable is refused; frozen weights are not in the optimizer."""
     model = torch.nn.Linear(3, 2)
     model.weight.requires_grad_(False)
     optimizer = build_optimizer("sgd", trainable(model), weight_decay=0.0)

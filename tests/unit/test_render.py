@@ -178,7 +178,7 @@ def test_case_14_templates(letter: str, variant: str) -> None:
 @pytest.mark.parametrize("supervise", ["last", "all"])
 @pytest.mark.parametrize("number", [0, 1])
 def test_case_15_multi_turn(fixture_tokenizer, supervise: str, number: int) -> None:
-    """M1, T2, T3: the last turn or all turns are supervised; a spelt control token is neither a turn nor an end."""
+    """M1, T2, T3: the last turn or all turns are supervised; a spelled control token is neither a turn nor an end."""
     messages = case_rows("15-multiturn-assistant-mask.jsonl")[number].record["messages"]
     wanted = expected("15")["m1" if number == 0 else "m2"]
     renderer = Renderer(fixture_tokenizer, LIMITS, supervise)

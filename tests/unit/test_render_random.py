@@ -50,9 +50,9 @@ def test_random_conversations(kind: str, row: Row) -> None:
     found = encoded(RENDERERS[kind], row)
     prompt, answer = found.prompt_ids.tolist(), row.completions[0][0]["content"]  # type: ignore[index]
     special = {tokenizer.convert_tokens_to_ids(name) for name in CONTROL} - {tokenizer.unk_token_id}
-    spelt = any(name in texts_of(row) for name in CONTROL)
-    assert (found.notes & {"control_spelt"} != set()) == spelt
-    if not spelt:
+    spelled = any(name in texts_of(row) for name in CONTROL)
+    assert (found.notes & {"control_spelled"} != set()) == spelled
+    if not spelled:
         assert prompt == generation_ids(tokenizer, row)
     turn, end = (tokenizer.convert_tokens_to_ids(name) for name in ("<|turn|>", "<|end|>"))
     assert [i for i in prompt if i in special] == [turn, end] * len(row.prompt) + [turn]
@@ -147,7 +147,7 @@ def test_one_bos_whoever_puts_it(kind: str, start: str, row: Row) -> None:
     assert eos not in prompt + answer
     assert answer.count(end) == 1
     assert answer[-1] == end
-    if "control_spelt" not in found.notes:
+    if "control_spelled" not in found.notes:
         assert prompt == generation_ids(tokenizer, row)
     if "text_changed" not in found.notes:
         assert supervised_text(tokenizer, found) == row.completions[0][0]["content"] + "<|end|>"  # type: ignore[index]
@@ -202,13 +202,13 @@ def test_random_conversations_of_whole_words(kind: str, start: str, row: Row) ->
     prompt, answer = found.prompt_ids.tolist(), found.completions[0].ids.tolist()
     bos, end = (tokenizer.convert_tokens_to_ids(name) for name in ("<|bos|>", "<|end|>"))
     assert [place for place, token in enumerate(prompt + answer) if token == bos] == ([] if start == "none" else [0])
-    spelt = any(name in texts_of(row) for name in CONTROL)
-    if not spelt:
+    spelled = any(name in texts_of(row) for name in CONTROL)
+    if not spelled:
         assert prompt == generation_ids(tokenizer, row)
     assert (prompt.count(end), answer.count(end)) == (len(row.prompt), 1)
     words = row.completions[0][0]["content"].split()  # type: ignore[index]
     if kind == "word level":
         assert answer == [*map(tokenizer.convert_tokens_to_ids, (
             "<|unk|>" if word in CONTROL else word for word in words)), end]
-    elif not spelt:
+    elif not spelled:
         assert tokenizer.decode(answer).split() == [*words, "<|end|>"]

@@ -30,7 +30,7 @@ def test_columns() -> None:
     assert facts.desirable.tolist() == [1, 0, -1]
     assert facts.prompt[0] == facts.prompt[2] == prompt_hash(rows[0].prompt_ids) != facts.prompt[1]
     assert {note: found.tolist() for note, found in facts.notes.items()} == {"prompt_cut": [0, 2], "eos_added": [0]}
-    assert (facts.classes, facts.labelled, len(facts)) == ((1, 1), True, 3)
+    assert (facts.classes, facts.labeled, len(facts)) == ((1, 1), True, 3)
     assert (facts.flat_tokens, facts.repeated_tokens) == (5 + 2 + 3, 2)
 
 
@@ -40,7 +40,7 @@ def test_pairs() -> None:
     for facts in (facts_of([pair]), facts_of([pair.with_shared_lengths()])):
         assert facts.tokens.tolist() == [[2, 1]]
         assert facts.sides.tolist() == [2]
-        assert (facts.flat_tokens, facts.repeated_tokens, facts.labelled) == (9, 3, False)
+        assert (facts.flat_tokens, facts.repeated_tokens, facts.labeled) == (9, 3, False)
 
 
 def test_hashes() -> None:
@@ -83,7 +83,7 @@ def test_columns_are_of_one_length_and_wide() -> None:
 
 def test_no_rows() -> None:
     facts = facts_of([])
-    assert (len(facts), facts.flat_tokens, facts.repeated_tokens, facts.labelled) == (0, 0, 0, False)
+    assert (len(facts), facts.flat_tokens, facts.repeated_tokens, facts.labeled) == (0, 0, 0, False)
 
 
 def test_groups() -> None:

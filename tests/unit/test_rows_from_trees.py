@@ -26,7 +26,7 @@ def test_pairs_keep_their_order() -> None:
         ("tree 1", [1, 2], [[3, 9], [4, 9]], None), ("tree 2", [1, 2], [[4, 9], [3, 9]], None)]
 
 
-def test_each_labelled_completion_is_a_row() -> None:
+def test_each_labeled_completion_is_a_row() -> None:
     assert shapes(rows_of_trees([(ONE, [True]), (THREE, [False, True, False])], "unpaired")) == [
         ("tree 1 completion 1", [1, 2], [[3, 9]], True), ("tree 2 completion 1", [5], [[6]], False),
         ("tree 2 completion 2", [5], [[7, 8]], True), ("tree 2 completion 3", [5], [[9]], False)]

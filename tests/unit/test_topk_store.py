@@ -179,7 +179,7 @@ def _cut_short(ids: Any, logps: Any, tail: Any) -> TopkEntry:
     return ids, logps, np.full_like(tail, -50.0)
 
 
-def _renormalised(ids: Any, logps: Any, tail: Any) -> TopkEntry:
+def _renormalized(ids: Any, logps: Any, tail: Any) -> TopkEntry:
     return ids, logps - np.log(np.exp(logps).sum(-1, keepdims=True)), tail
 
 
@@ -191,7 +191,7 @@ def _not_a_number(ids: Any, logps: Any, tail: Any) -> TopkEntry:
     return ids, logps, np.where(np.arange(len(tail)) == 0, np.nan, tail).astype(tail.dtype)
 
 
-@pytest.mark.parametrize("spoil", [_cut_short, _renormalised, _of_logits, _not_a_number])
+@pytest.mark.parametrize("spoil", [_cut_short, _renormalized, _of_logits, _not_a_number])
 def test_what_no_teacher_says_stops_the_run(tmp_path: Path, spoil: Callable[..., TopkEntry]) -> None:
     """R4, L4: an intact file of probabilities that do not add up to 1 is an error, with the remedy."""
     store_at(tmp_path).add({key(0): entry(0), key(1): spoil(*entry(1))}, 50)

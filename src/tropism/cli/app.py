@@ -11,7 +11,7 @@ import cyclopts
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from tropism.cli.arguments import spelt_out
+from tropism.cli.arguments import spelled_out
 from tropism.config import (
     METHODS,
     ConvertOptions,
@@ -29,7 +29,7 @@ from tropism.config import (
 from tropism.errors import StoppedEarly, TropismError, UsageError
 from tropism.observe.attempt import follows_stop, note_stop, say_once
 
-app = App(name="tropism", help="Align and distil language models offline: exact, fast, kind.",
+app = App(name="tropism", help="Align and distill language models offline: exact, fast, kind.",
           result_action="return_value", help_format="plaintext", suppress_keyboard_interrupt=False)
 store = App(name="store", help="Reference scores and rendered rows that are kept between runs.",
             result_action="return_value")
@@ -51,7 +51,7 @@ def _run(options: MethodOptions) -> int:
 
 @app.command
 def kto(*, options: Annotated[KTOOptions, _Flat]) -> int:
-    """Train on single completions, each labelled desirable or undesirable. --config FILE reads options from YAML."""
+    """Train on single completions, each labeled desirable or undesirable. --config FILE reads options from YAML."""
     return _run(options)
 
 
@@ -130,7 +130,7 @@ def inspect(data: str, /, *, options: Annotated[InspectOptions, _Flat], html: Pa
 
 @app.command
 def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Path | None = None) -> int:
-    """Write data of any known format as pairs, labelled completions, completions or chats; say what that leaves out.
+    """Write data of any known format as pairs, labeled completions, completions or chats; say what that leaves out.
 
     Parameters
     ----------
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if follows_stop():
             raise StoppedEarly("stopped before, and started again by torchrun, for which a stop is a failure "
                                "(--max-restarts). Nothing is done: to go on, call torchrun anew")
-        result = app(spelt_out(tokens), exit_on_error=False, print_error=False)
+        result = app(spelled_out(tokens), exit_on_error=False, print_error=False)
         return int(result or 0)
     except CycloptsError as error:
         _complain(_explain(error))

@@ -1,4 +1,4 @@
-"""What is typed to what the command line takes: options of files spelt out, a run to go on with, `true` and `false`."""
+"""Expands what is typed: options of files, the run to resume, `true` and `false`."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from tropism.config import METHODS, read_yaml, takes_bool
 from tropism.errors import UsageError
 
 
-def spelt_out(tokens: list[str]) -> list[str]:
+def spelled_out(tokens: list[str]) -> list[str]:
     """The tokens with the options of every file that they name.
 
     Raises:
@@ -22,7 +22,7 @@ def spelt_out(tokens: list[str]) -> list[str]:
 
 
 def with_config(tokens: list[str]) -> list[str]:
-    """`train FILE ...` and `METHOD --config FILE ...` with the options of FILE spelt out before the others."""
+    """`train FILE ...` and `METHOD --config FILE ...` with the options of FILE spelled out before the others."""
     if tokens[:2] == ["train", "--config"]:
         tokens = ["train", *tokens[2:]]
     if tokens[:1] == ["train"] and not {"--help", "-h"} & set(tokens):
@@ -31,7 +31,7 @@ def with_config(tokens: list[str]) -> list[str]:
         method, values = read_yaml(tokens[1])
         if method is None:
             raise UsageError(f"{tokens[1]}: has no `method:`; it is one of {', '.join(METHODS)}")
-        return [method, *_spelt_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
+        return [method, *_spelled_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
     if tokens[:1] == ["resume"] and not {"--help", "-h"} & set(tokens):
         return _resumed(tokens[1:])
     for position, token in enumerate(tokens):
@@ -44,7 +44,7 @@ def with_config(tokens: list[str]) -> list[str]:
             if method not in (None, tokens[0]):
                 raise UsageError(f"{path}: is for method {method}, not {tokens[0]}")
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
-            return [tokens[0], *_spelt_out(_for_loss(values, rest, path), rest), *rest]
+            return [tokens[0], *_spelled_out(_for_loss(values, rest, path), rest), *rest]
     return tokens
 
 
@@ -71,7 +71,7 @@ def _resumed(tokens: list[str]) -> list[str]:
     if any(token.partition("=")[0] in ("--output", "--resume") for token in rest):
         raise UsageError("tropism resume goes on in the run's own directory; leave --output and --resume out")
     values = _for_processes(values, rest, run / "config.yaml")
-    return [method, *_spelt_out(values, rest), *rest, f"--output={run}", f"--resume={named}"]
+    return [method, *_spelled_out(values, rest), *rest, f"--output={run}", f"--resume={named}"]
 
 
 def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _names_of(given: Sequence[str]) -> set[str]:
     return {re.sub(r"(^|\.)no-", r"\1", flag.removeprefix("--").replace("_", "-")) for flag in flags}
 
 
-def _spelt_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:
+def _spelled_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:
     """Options of a file as the command line writes them, without those that the command line gives itself."""
     names = _names_of(given)
     options = {name.replace("_", "-"): value for name, value in values.items() if value is not None}

@@ -209,26 +209,26 @@ def show(inspection: Inspection, voice: Voice) -> None:
         for low, high, count in bins:
             voice.say(f"  {low:>6} - {high:<6} {'#' * max(round(40 * count / most), int(count > 0)):<40} {count}")
     for shown in inspection.shown:
-        _show_row(shown, voice, colour=voice.console.is_terminal and not voice.console.no_color)
+        _show_row(shown, voice, color=voice.console.is_terminal and not voice.console.no_color)
 
 
-def _show_row(shown: ShownRow, voice: Voice, *, colour: bool) -> None:
+def _show_row(shown: ShownRow, voice: Voice, *, color: bool) -> None:
     row = shown.row
     label = {True: ", desirable", False: ", undesirable", None: ""}[row.desirable]
     notes = f" ({', '.join(sorted(row.notes))})" if row.notes else ""
     named = row.place if row.id == row.place else f"{row.place}, id {visible(row.id)}"
     voice.say("")
     voice.say(f"{named}{label}{notes}: prompt {len(row.prompt_ids)} tokens")
-    voice.console.print(_coloured(shown.prompt, _SHOWN[0], colour))
+    voice.console.print(_colored(shown.prompt, _SHOWN[0], color))
     names = ("chosen", "rejected") if len(shown.completions) == 2 else ("completion",)
     for name, pieces, texts in zip(names, shown.completions, shown.supervised, strict=True):
         learned = sum(piece.supervised for piece in pieces)
         voice.say(f"{name}: {len(pieces)} tokens, {learned} of them learned")
-        voice.console.print(_coloured(pieces, _SHOWN[1], colour))
+        voice.console.print(_colored(pieces, _SHOWN[1], color))
         voice.say(f"learned text: {' ... '.join(visible(json.dumps(text, ensure_ascii=False)) for text in texts)}")
 
 
-def _coloured(pieces: Sequence[Piece], most: int, colour: bool) -> Text:
+def _colored(pieces: Sequence[Piece], most: int, color: bool) -> Text:
     """Tokens one after another: what is learned in green, else in brackets; the middle of a long row is left out."""
     text = Text("  ")
     left_out = len(pieces) - most
@@ -236,7 +236,7 @@ def _coloured(pieces: Sequence[Piece], most: int, colour: bool) -> Text:
         if left_out > 0 and most // 2 <= number < most // 2 + left_out:
             if number == most // 2:
                 text.append(f" ... {left_out} tokens ... ", "dim")
-        elif colour:  # neighbours differ, so that borders are seen
+        elif color:  # neighbors differ, so that borders are seen
             shade = ("black on green", "black on bright_green") if piece.supervised else ("dim", "default")
             text.append(piece.visible, shade[number % 2])
         else:

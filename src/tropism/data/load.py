@@ -9,9 +9,9 @@ from typing import Any
 
 from tropism.data.audit.audit import Audit
 from tropism.data.audit.findings import ORIGINS
-from tropism.data.formats import Reading, View, pair_by_prompt, recognise, understand, view_of
+from tropism.data.formats import Reading, View, pair_by_prompt, recognize, understand, view_of
 from tropism.data.formats.options import FormatOptions
-from tropism.data.formats.recognise import renamed
+from tropism.data.formats.recognize import renamed
 from tropism.data.row_table import RowTable, TableBuilder
 from tropism.data.rows import Dropped, EncodedRow, RawRow, Row
 from tropism.data.sources.open import DataSource, open_source
@@ -19,7 +19,7 @@ from tropism.data.tokenization.encode import Encoder, default_workers
 from tropism.data.tokenization.render import Renderer
 from tropism.errors import DataError
 
-_HEAD = 10_000  # records of a part by whose columns its format is recognised
+_HEAD = 10_000  # records of a part by whose columns its format is recognized
 
 ReportProgress = Callable[[int, int | None], None]
 
@@ -53,7 +53,7 @@ def load_rows(
     """
     options = options or FormatOptions()
     parts = _open(source, options, most)
-    readings = [recognise(part.head, view, part.name, options) for part in parts]
+    readings = [recognize(part.head, view, part.name, options) for part in parts]
     audit = Audit(source=str(source) if isinstance(source, str | Path) else "rows given in Python",
                   format="; ".join(dict.fromkeys(map(str, readings))))
     origins = [name for name in ORIGINS if any(part.has(name) for part in parts)]
@@ -90,7 +90,7 @@ def load_rows(
 
 
 def view_of_source(source: DataSource, options: FormatOptions | None = None) -> View:
-    """What a source holds: pairs, labelled completions, or completions.
+    """What a source holds: pairs, labeled completions, or completions.
 
     Raises:
         DataError: if it cannot be read.
@@ -150,7 +150,7 @@ Understood = tuple[Row | Dropped, Mapping[str, Any]]
 def _rows(part: Iterable[RawRow], reading: Reading) -> Iterator[Understood]:
     """The rows of records, in file order.
 
-    Of two neighbouring pairs that are split, the first gives its desirable side first and the second its undesirable
+    Of two neighboring pairs that are split, the first gives its desirable side first and the second its undesirable
     one: in file order no class comes in runs, and as partners for the reference point, which are taken from the next
     prompt, both classes serve.
     """

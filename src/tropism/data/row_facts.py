@@ -72,8 +72,8 @@ class RowFacts:
         return np.count_nonzero(self.tokens, axis=1).astype(np.int64)
 
     @property
-    def labelled(self) -> bool:
-        """Whether rows are labelled completions; either all of them are, or none."""
+    def labeled(self) -> bool:
+        """Whether rows are labeled completions; either all of them are, or none."""
         return len(self) > 0 and bool(self.desirable[0] >= 0)
 
     @property

@@ -7,10 +7,10 @@ from tropism.data.rows import EncodedRow
 from tropism.data.tree import PromptTree
 from tropism.errors import DataError
 
-Labelled = PromptTree | tuple[PromptTree, Sequence[bool]]
+Labeled = PromptTree | tuple[PromptTree, Sequence[bool]]
 
 
-def rows_of_trees(trees: Iterable[Labelled], view: View) -> list[EncodedRow]:
+def rows_of_trees(trees: Iterable[Labeled], view: View) -> list[EncodedRow]:
     """One row per pair, or per completion.
 
     Args:

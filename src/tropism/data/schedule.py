@@ -15,7 +15,7 @@ class Steps(Protocol):
 
     @property
     def total_steps(self) -> int:
-        """Planned optimiser steps."""
+        """Planned optimizer steps."""
         ...
 
     def step(self, number: int) -> list[int]:
@@ -65,7 +65,7 @@ class Schedule:
         batch_size: rows of a step, over all ranks.
         seed: of the permutations.
         epochs: passes over the data; ignored where `max_steps` is given.
-        max_steps: optimiser steps; the data is gone through as often as that takes.
+        max_steps: optimizer steps; the data is gone through as often as that takes.
         shuffle: False keeps file order.
         group_prompts: permute prompts instead of rows, and keep all rows of a prompt in one step.
         needs_partners: a step waits until it has two distinct prompts, and a remainder with one prompt joins
@@ -145,7 +145,7 @@ class Schedule:
 
     @property
     def total_steps(self) -> int:
-        """Planned optimiser steps."""
+        """Planned optimizer steps."""
         return self.max_steps if self.max_steps is not None else self._starts[-1]
 
     def step(self, number: int) -> list[int]:

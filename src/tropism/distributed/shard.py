@@ -1,7 +1,7 @@
 """A model spread over processes: FSDP2 by decoder layer, within replicas where there are some.
 
 A sharded weight is a DTensor of which each process holds a part; `part_of` is that part as a plain tensor, which is
-what optimisers, norms and hashes work on. Gradients are summed over processes, never averaged: the loss of a step is
+what optimizers, norms and hashes work on. Gradients are summed over processes, never averaged: the loss of a step is
 divided once, by the counts of the whole step.
 """
 
@@ -39,7 +39,7 @@ class Sharding:
     Args:
         mesh: the axes.
         compute: dtype in which layers compute; their matrices travel in it. None for the weights' own.
-        offload: weights, gradients and optimiser state stay in the host's memory.
+        offload: weights, gradients and optimizer state stay in the host's memory.
     """
 
     mesh: Mesh
@@ -282,7 +282,7 @@ class Owned:
 
     Attributes:
         parts: plain tensors that share the memory of this process's parts; the weights themselves where none is
-            sharded. An optimiser over them is one over the weights, since it works element by element.
+            sharded. An optimizer over them is one over the weights, since it works element by element.
     """
 
     def __init__(self, weights: Sequence[torch.nn.Parameter]) -> None:

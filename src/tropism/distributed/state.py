@@ -1,4 +1,4 @@
-"""State of a model and its optimiser by fully qualified names, as torch.distributed.checkpoint writes and reads it.
+"""State of a model and its optimizer by fully qualified names, as torch.distributed.checkpoint writes and reads it.
 
 Names do not depend on how tensors are sharded, so what one world wrote another can read. Only tensors go through
 torch.distributed.checkpoint: what is no tensor is handed out beside them, as plain values.
@@ -40,10 +40,10 @@ class TrainingState:
     """Everything that an update reads and changes.
 
     Args:
-        tensors: `model/NAME` and `optimizer/NAME/KEY`, sharing memory with the module and the optimiser.
+        tensors: `model/NAME` and `optimizer/NAME/KEY`, sharing memory with the module and the optimizer.
         tied: second names of tensors that are there under another.
-        groups: options of the optimiser's groups, with the names of their weights.
-        values: state of the optimiser that is no tensor, by weight and key.
+        groups: options of the optimizer's groups, with the names of their weights.
+        values: state of the optimizer that is no tensor, by weight and key.
         partial: only some of the module's weights are here; the others do not learn, and have another source.
     """
 
@@ -59,9 +59,9 @@ class TrainingState:
         """The state as it is; of sharded weights as DTensors of this process's parts.
 
         Args:
-            owned: what the optimiser holds of the module's weights, if it does not hold them themselves.
+            owned: what the optimizer holds of the module's weights, if it does not hold them themselves.
             only: names of the weights that are kept; None for all.
-            begun: with what the optimiser makes at its first step, if it has not done that yet. It is made by a step
+            begun: with what the optimizer makes at its first step, if it has not done that yet. It is made by a step
                 with rate 0, so only where other weights and state are given to it afterwards.
         """
         if begun:
@@ -113,7 +113,7 @@ class TrainingState:
 
     def apply(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
               owned: Owned | None = None) -> None:
-        """Give the state to a module and its optimiser; nothing may be missing or left over."""
+        """Give the state to a module and its optimizer; nothing may be missing or left over."""
         model: Plain = {}
         entries: dict[str, Plain] = {name: dict(values) for name, values in self.values.items()}
         everything = self.tensors | {name: self.tensors[other] for name, other in self.tied.items()}
@@ -138,7 +138,7 @@ class TrainingState:
 
 
 def _weights(module: torch.nn.Module, only: Collection[str] | None) -> Plain:
-    """A module's state, or those of its parameters that are wanted: of a quantised module there is more in its state
+    """A module's state, or those of its parameters that are wanted: of a quantized module there is more in its state
     than has a place in it."""
     if only is None:
         return get_model_state_dict(module)
@@ -146,7 +146,7 @@ def _weights(module: torch.nn.Module, only: Collection[str] | None) -> Plain:
 
 
 def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Owned | None) -> list[str]:
-    """The names of an optimiser's weights, by the numbers that its own state has for them."""
+    """The names of an optimizer's weights, by the numbers that its own state has for them."""
     own = {parameter: name for name, parameter in module.named_parameters()}
     weight_of = owned.weight_of() if owned else {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -154,7 +154,7 @@ def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Own
 
 
 def _begin(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimiser make the state that it makes at its first step, by a step that changes nothing: its gradients
+    """Let an optimizer make the state that it makes at its first step, by a step that changes nothing: its gradients
     and its rate are 0."""
     if optimizer.state:
         return
@@ -273,7 +273,7 @@ def model_names(path: Path) -> list[str]:
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
-    """The weights in a directory by their names in the module, without the optimiser's state, on the CPU.
+    """The weights in a directory by their names in the module, without the optimizer's state, on the CPU.
 
     Raises:
         CheckpointError: as `model_names` says.

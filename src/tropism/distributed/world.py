@@ -175,7 +175,7 @@ class World:
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace each gradient by its sum over ranks. A missing gradient counts as zero, on any number of ranks:
-        an optimiser treats the two differently."""
+        an optimizer treats the two differently."""
         bucket: list[Tensor] = []
         held = 0
         for parameter in parameters:

@@ -65,7 +65,7 @@ def reverse_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow,
 
 
 def js(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
-    """Generalised Jensen-Shannon divergence (Agarwal et al. 2024, GKD, arXiv:2306.13649, equation 1).
+    """Generalized Jensen-Shannon divergence (Agarwal et al. 2024, GKD, arXiv:2306.13649, equation 1).
 
     With m = mix p + (1 - mix) q, `mix KL(p || m) + (1 - mix) KL(q || m)`. Bounded by log 2. Divided by mix it goes to
     the forward KL as mix goes to 0, and divided by 1 - mix to the reverse KL as mix goes to 1.
@@ -112,7 +112,7 @@ def tail_logp(logits: LogProbs, kept: Int[Tensor, "n k"], log_z: PerRow) -> PerR
     Args:
         logits: `[n, V]` of one distribution per row; log-probs do as well.
         kept: `[n, k]` ids of the kept tokens, distinct within a row, k < V.
-        log_z: `[n]` log of the normaliser, `logits.logsumexp(-1)`.
+        log_z: `[n]` log of the normalizer, `logits.logsumexp(-1)`.
 
     Returns:
         `[n]` log-prob of the tail, in nats.

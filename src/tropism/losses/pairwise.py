@@ -19,7 +19,7 @@ from tropism.shapes import PerUnit
 def sigmoid(
     chosen: Scored, rejected: Scored, *, beta: float, label_smoothing: float, link: Link = reverse_kl
 ) -> PerUnit:
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, equation 7).
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7).
 
     The loss is `-log sigmoid(beta h)`. `label_smoothing` e > 0 is conservative DPO (Mitchell 2023, "A note on DPO
     with noisy preferences", equation 3): the label is wrong with probability e, so the loss is
@@ -62,7 +62,7 @@ def robust(
 
 
 def hinge(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reverse_kl) -> PerUnit:
-    """Hinge loss `max(0, 1 - beta h)` (SLiC, Zhao et al. 2023, arXiv:2305.10425, with the normalised log-probs of
+    """Hinge loss `max(0, 1 - beta h)` (SLiC, Zhao et al. 2023, arXiv:2305.10425, with the normalized log-probs of
     RSO, Liu et al. 2023, arXiv:2309.06657).
 
     Args:
@@ -78,7 +78,7 @@ def hinge(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reverse
 
 
 def ipo(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reverse_kl) -> PerUnit:
-    """Identity preference optimisation, on summed log-probs (Azar et al. 2023, arXiv:2310.12036, equation 17).
+    """Identity preference optimization, on summed log-probs (Azar et al. 2023, arXiv:2310.12036, equation 17).
 
     `(h - 1 / (2 beta))^2`, as the paper prints it: the target is a margin in nats per completion.
 
@@ -95,7 +95,7 @@ def ipo(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reverse_k
 
 
 def ipo_mean(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reverse_kl) -> PerUnit:
-    """Identity preference optimisation, on means per token (Azar et al. 2023, arXiv:2310.12036).
+    """Identity preference optimization, on means per token (Azar et al. 2023, arXiv:2310.12036).
 
     `ipo` with each side divided by its length, as its authors ran it and as TRL has it: the target is a margin in nats
     per token, so the same beta asks for far more than in `ipo`.
@@ -113,7 +113,7 @@ def ipo_mean(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reve
 
 
 def sigmoid_norm(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reverse_kl) -> PerUnit:
-    """Length-normalised DPO (Lambert et al. 2024, Tülu 3, arXiv:2411.15124, section 5).
+    """Length-normalized DPO (Lambert et al. 2024, Tülu 3, arXiv:2411.15124, section 5).
 
     `-log sigmoid(beta (c / length_c - r / length_r))`: what counts is the log-ratio per token.
 
@@ -132,7 +132,7 @@ def sigmoid_norm(chosen: Scored, rejected: Scored, *, beta: float, link: Link = 
 def exo_pair(
     chosen: Scored, rejected: Scored, *, beta: float, label_smoothing: float, link: Link = reverse_kl
 ) -> PerUnit:
-    """Efficient exact optimisation on pairs (Ji et al. 2024, arXiv:2402.00856, equation 16).
+    """Efficient exact optimization on pairs (Ji et al. 2024, arXiv:2402.00856, equation 16).
 
     The reverse KL from the policy's preference q = sigmoid(beta h) to the smoothed label (1 - e, e):
     `q log(q / (1 - e)) + (1 - q) log((1 - q) / e)`.
@@ -196,7 +196,7 @@ def nca_pair(chosen: Scored, rejected: Scored, *, beta: float) -> PerUnit:
 
 
 def bco_pair(chosen: Scored, rejected: Scored, *, beta: float) -> PerUnit:
-    """Binary classifier optimisation on pairs (Jung et al. 2024, arXiv:2404.04656), without the reward shift.
+    """Binary classifier optimization on pairs (Jung et al. 2024, arXiv:2404.04656), without the reward shift.
 
     `-log sigmoid(beta c) - log sigmoid(-beta r)`. `unpaired.bco` is the paper's loss with the shift.
 
@@ -212,7 +212,7 @@ def bco_pair(chosen: Scored, rejected: Scored, *, beta: float) -> PerUnit:
 
 
 def sppo_hard(chosen: Scored, rejected: Scored, *, beta: float) -> PerUnit:
-    """Self-play preference optimisation with hard labels (Wu et al. 2024, arXiv:2405.00675, equation 4.7).
+    """Self-play preference optimization with hard labels (Wu et al. 2024, arXiv:2405.00675, equation 4.7).
 
     `(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2`: the paper's win probability is taken to be 1 for the chosen side and
     0 for the rejected one, instead of a preference model's estimate.
@@ -230,7 +230,7 @@ def sppo_hard(chosen: Scored, rejected: Scored, *, beta: float) -> PerUnit:
 
 
 def apo_zero(chosen: Scored, rejected: Scored, *, beta: float) -> PerUnit:
-    """Anchored preference optimisation, zero (D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 7).
+    """Anchored preference optimization, zero (D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 7).
 
     `1 - sigmoid(beta c) + sigmoid(beta r)`: chosen up, rejected down. For data whose chosen completions are better than
     what the model writes.
@@ -247,7 +247,7 @@ def apo_zero(chosen: Scored, rejected: Scored, *, beta: float) -> PerUnit:
 
 
 def apo_down(chosen: Scored, rejected: Scored, *, beta: float) -> PerUnit:
-    """Anchored preference optimisation, down (D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 8).
+    """Anchored preference optimization, down (D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 8).
 
     `sigmoid(beta c) + 1 - sigmoid(beta (c - r))`: both down, rejected further. For data whose chosen completions are
     worse than what the model writes.

@@ -9,7 +9,7 @@ from tropism.shapes import PerUnit
 
 
 def cpo(chosen: Scored, rejected: Scored, *, beta: float, label_smoothing: float) -> PerUnit:
-    """Contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417, equation 3, the preference term).
+    """Contrastive preference optimization (Xu et al. 2024, arXiv:2401.08417, equation 3, the preference term).
 
     DPO with a uniform reference: with h = chosen minus rejected summed log-prob of the policy, `-log sigmoid(beta h)`.
     The paper's likelihood term is `sft.nll` of the chosen side, which the caller adds with its own weight.
@@ -27,7 +27,7 @@ def cpo(chosen: Scored, rejected: Scored, *, beta: float, label_smoothing: float
 
 
 def simpo(chosen: Scored, rejected: Scored, *, beta: float, simpo_gamma: float, label_smoothing: float) -> PerUnit:
-    """Simple preference optimisation (Meng et al. 2024, arXiv:2405.14734, equation 6).
+    """Simple preference optimization (Meng et al. 2024, arXiv:2405.14734, equation 6).
 
     With m = mean log-prob per token, `-log sigmoid(beta (m_chosen - m_rejected) - gamma)`.
 

@@ -16,7 +16,7 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> PerUnit:
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8).
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8).
 
     With r = log-ratio and z0 = reference point, a desirable unit costs
     `desirable_weight * (1 - sigmoid(beta (r - z0)))` and an undesirable one
@@ -41,7 +41,7 @@ def kto(
 def apo_zero_unpaired(
     scored: Scored, desirable: Labels, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> PerUnit:
-    """Anchored preference optimisation on single completions (D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 7).
+    """Anchored preference optimization on single completions (D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 7).
 
     The two terms of `apo_zero`, each on units of its own class: with r = log-ratio, `1 - sigmoid(beta r)` for a
     desirable unit and `sigmoid(beta r)` for an undesirable one. This is KTO anchored at a reference point of 0. The
@@ -92,7 +92,7 @@ def bco(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> PerUnit:
-    """Binary classifier optimisation (Jung et al. 2024, arXiv:2404.04656, with the reward shift).
+    """Binary classifier optimization (Jung et al. 2024, arXiv:2404.04656, with the reward shift).
 
     The reward beta r is the logit of a classifier of desirable against undesirable units: with s = shift,
     `-log sigmoid(beta r - s)` for a desirable unit and `-log sigmoid(s - beta r)` for an undesirable one. The weights

@@ -62,7 +62,7 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
 
     Args:
         quantize: hold the weights of linear layers in 4 or 8 bits.
-        plain: full names of modules that are not quantised.
+        plain: full names of modules that are not quantized.
 
     Raises:
         ModelError: where loading fails, or leaves a weight out.
@@ -84,7 +84,7 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
     missing = sorted(report.get("missing_keys") or [])
     if missing:
         raise ModelError(f"{source.name}: {len(missing)} weights are missing and would be random: {missing[0]}, ...")
-    if source.gguf_file:  # the weights are plain now; a model that says it is quantised cannot be saved
+    if source.gguf_file:  # the weights are plain now; a model that says it is quantized cannot be saved
         model.hf_quantizer = None
         model.is_quantized = False
         if hasattr(model.config, "quantization_config"):

@@ -33,7 +33,7 @@ def load_sharded(source: ModelSource, precision: Precision, world: World, how: S
     """A causal model in evaluation mode, spread over processes. All of them call this together.
 
     Each process reads its parts from the safetensors files. Where the names in those files are not the model's own (or
-    they are quantised, or a GGUF file, or an adapter is to be merged) the main process reads the model whole, into the
+    they are quantized, or a GGUF file, or an adapter is to be merged) the main process reads the model whole, into the
     host's memory, and hands the parts out.
 
     Args:
@@ -52,8 +52,8 @@ def load_sharded(source: ModelSource, precision: Precision, world: World, how: S
     if how.mesh.size("tensor") > 1:
         summed = divide(module, getattr(config.get_text_config(), "base_model_tp_plan", None) or {}, how.mesh)
         module.tropism_columns = Divided.of(len(module.get_output_embeddings().weight), Peers(how.mesh.group("tensor")))
-    quantised = getattr(config, "quantization_config", None) is not None
-    files = None if quantised else world.together(lambda: _files(source))
+    quantized = getattr(config, "quantization_config", None) is not None
+    files = None if quantized else world.together(lambda: _files(source))
     apart = files is not None and names.keys() <= files.keys() | _tied(names)
     shard(module, layers_of(module), how)
     module._weight_conversions = []  # what was renamed on the way in, which transformers undoes on the way out
@@ -69,7 +69,7 @@ def load_sharded(source: ModelSource, precision: Precision, world: World, how: S
         module.get_parameter(name).summed_over_tensor = True
     for name, buffer in module.named_buffers():
         module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(world.device)
-    if quantised:  # its weights are plain now
+    if quantized:  # its weights are plain now
         del module.config.quantization_config
     module.generation_config = world.together(lambda: _generation(source, module))
     return module

@@ -1,6 +1,6 @@
 """Frozen weights in 4 or 8 bits (QLoRA, arXiv:2305.14314), by bitsandbytes.
 
-Only the weights are held in few bits. Each product is of the weight as it is spelt out again, in the precision of the
+Only the weights are held in few bits. Each product is of the weight as it is spelled out again, in the precision of the
 run: bitsandbytes' own product of 8 bits rounds the inputs too, so that a result would depend on what else is in a pack.
 """
 
@@ -48,7 +48,7 @@ def made_exact(model: Any) -> Any:
     """The model with products that depend on nothing but their own rows, in place.
 
     Raises:
-        ModelError: if nothing was quantised.
+        ModelError: if nothing was quantized.
     """
     import bitsandbytes  # an optional package
 
@@ -66,7 +66,7 @@ def made_exact(model: Any) -> Any:
 
 
 class _Plain:
-    """The forward of a linear layer whose weight is spelt out for each product, and forgotten."""
+    """The forward of a linear layer whose weight is spelled out for each product, and forgotten."""
 
     def forward(self: Any, hidden: Tensor) -> Tensor:
         result: Tensor = _Product.apply(hidden, self)
@@ -79,16 +79,16 @@ class _Product(torch.autograd.Function):
         kind = hidden.device.type
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         ctx.layer, ctx.compute, ctx.dtype = layer, compute, hidden.dtype
-        return functional.linear(hidden.to(compute), spelt_out(layer).to(compute))
+        return functional.linear(hidden.to(compute), spelled_out(layer).to(compute))
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None]:
-        return (upstream.to(ctx.compute) @ spelt_out(ctx.layer).to(ctx.compute)).to(ctx.dtype), None
+        return (upstream.to(ctx.compute) @ spelled_out(ctx.layer).to(ctx.compute)).to(ctx.dtype), None
 
 
 @torch.no_grad()
-def spelt_out(layer: Any) -> Tensor:
-    """`[out, in]` the weight that a quantised layer stands for."""
+def spelled_out(layer: Any) -> Tensor:
+    """`[out, in]` the weight that a quantized layer stands for."""
     from bitsandbytes import functional as few_bits  # an optional package
 
     weight = layer.weight

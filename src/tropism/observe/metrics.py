@@ -21,7 +21,7 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in (
-    Metric("loss", "nats", "unit", "what is minimised: mean loss of a completion (KTO), a pair (DPO) or a token (SFT)",
+    Metric("loss", "nats", "unit", "what is minimized: mean loss of a completion (KTO), a pair (DPO) or a token (SFT)",
            "lower"),
     Metric("loss/*", "nats", "unit or token", "each loss by its name, before its weight, where there are several",
            "lower"),
@@ -74,7 +74,7 @@ def direction(key: str) -> Literal["", "lower", "higher"]:
 
 BOOKKEEPING = frozenset(("learning_rate", "epoch", "examples", "tokens", "tokens/computed", "tokens_per_second",
                          "step_time", "memory/peak_gib"))
-"""Keys that say how far and how fast a run went, not what it learnt."""
+"""Keys that say how far and how fast a run went, not what it learned."""
 
 
 class Tally:

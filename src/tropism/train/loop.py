@@ -86,7 +86,7 @@ def train(engine: Engine, planner: StepPlanner, evaluate: Evaluate | None, plan:
         halt: says when to stop.
 
     Raises:
-        NothingLearntError: if the first step with a learning rate above 0 changes no weight.
+        NothingLearnedError: if the first step with a learning rate above 0 changes no weight.
         NonFiniteError: at the first record or save after a step whose loss or gradient was not finite; that step
             changed nothing. The rows are named.
         StoppedEarly: where `halt` said so; the run is kept, and was evaluated after that if there was time.

@@ -1,4 +1,4 @@
-"""Optimiser and learning rate. The rate is a function of the step number, so it needs no state."""
+"""Optimizer and learning rate. The rate is a function of the step number, so it needs no state."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -65,7 +65,7 @@ class Updater(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Plain values beside the optimiser's own state."""
+        """Plain values beside the optimizer's own state."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class Updater(Protocol):
 
 
 class Scheduled:
-    """Our optimiser with a learning rate that is a function of the step.
+    """Our optimizer with a learning rate that is a function of the step.
 
     Args:
         optimizer: of `build_optimizer`.
@@ -102,7 +102,7 @@ class Scheduled:
 
 
 class Given:
-    """An optimiser, and perhaps a scheduler, that the user brought. They keep their own learning rate.
+    """An optimizer, and perhaps a scheduler, that the user brought. They keep their own learning rate.
 
     Args:
         optimizer: over weights of the model.
@@ -115,7 +115,7 @@ class Given:
         self.owned = Owned(parameters_of(optimizer))
 
     def apply(self, step: int, finite: torch.Tensor) -> float:
-        """As `Updater` says. Not every optimiser can leave a step out on the device, so the host asks."""
+        """As `Updater` says. Not every optimizer can leave a step out on the device, so the host asks."""
         rate = float(self.optimizer.param_groups[0]["lr"])
         if bool(finite):
             self.optimizer.step()
@@ -135,7 +135,7 @@ class Given:
 
 
 def why_not_kept(updater: Updater) -> str | None:
-    """Why no checkpoint could hold an optimiser or scheduler that the user brought; None if one can."""
+    """Why no checkpoint could hold an optimizer or scheduler that the user brought; None if one can."""
     optimizer = updater.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         return f"the optimizer, a {type(optimizer).__name__}, is no torch.optim.Optimizer"
@@ -150,16 +150,16 @@ def why_not_kept(updater: Updater) -> str | None:
 
 def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any = None,
                   scheduler: Any = None) -> tuple[Updater, list[torch.nn.Parameter]]:
-    """What changes a model's weights: our optimiser and schedule, or those that the user brought.
+    """What changes a model's weights: our optimizer and schedule, or those that the user brought.
 
     Args:
         module: the policy.
         options: of the run.
-        steps: planned optimiser steps.
+        steps: planned optimizer steps.
         optimizer, scheduler: the user's own.
 
     Returns:
-        The updater, and weights that learn no more because the user's optimiser does not hold them.
+        The updater, and weights that learn no more because the user's optimizer does not hold them.
     """
     if optimizer is None:
         rate = learning_rates(options.schedule, options.learning_rate, steps, options.warmup_ratio)
@@ -179,7 +179,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def check_given(optimizer: Any, module: Any) -> None:
-    """An optimiser that the user brought must change this model's weights.
+    """An optimizer that the user brought must change this model's weights.
 
     Raises:
         UsageError: if it holds others.

@@ -44,12 +44,12 @@ class ReferenceOptions(StoreOptions):
 
 
 class TeacherOptions(StoreOptions):
-    """Which teacher to distil from, and how. Without a teacher none of these has an effect."""
+    """Which teacher to distill from, and how. Without a teacher none of these has an effect."""
 
     teacher: str | None = None
     """Teacher model, with the same tokenizer: a Hugging Face directory, a hub id, or a GGUF file."""
     kd_weight: float | None = Field(None, ge=0.0, le=1.0)
-    """Weight of the divergence from the teacher, by default 0.5: `tropism kd` minimises (1 - kd_weight) x
+    """Weight of the divergence from the teacher, by default 0.5: `tropism kd` minimizes (1 - kd_weight) x
     cross-entropy + kd_weight x divergence; other methods add kd_weight x divergence to their loss."""
     divergence: Literal["forward_kl", "reverse_kl", "js", "skew", "tvd"] | None = None
     """Divergence from the teacher; by default forward_kl."""
@@ -113,14 +113,14 @@ class RunOptions(Options):
     """`tree` computes every prompt once; `padded` puts each completion beside its own copy of the prompt; `auto`
     takes the tree where the start-up comparison shows that it is exact for this model."""
     batch_size: int = Field(32, ge=1)
-    """Rows of an optimiser step, over all ranks."""
+    """Rows of an optimizer step, over all ranks."""
     microbatch_tokens: int | None = Field(None, ge=1)
     """Tokens of one forward and backward pass: memory and speed, never the result. Default 2048 on a CPU, 16384 on
     a GPU."""
     epochs: int = Field(1, ge=1)
     """Passes over the data."""
     max_steps: int | None = Field(None, ge=1)
-    """Optimiser steps; wins over epochs."""
+    """Optimizer steps; wins over epochs."""
     learning_rate: float = Field(1e-6, ge=0.0)
     """Peak learning rate."""
     schedule: Schedule = "linear"

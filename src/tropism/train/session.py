@@ -46,7 +46,7 @@ class RunResult:
     Args:
         directory: the run directory.
         model: the trained model's directory.
-        steps: optimiser steps done.
+        steps: optimizer steps done.
         seconds: wall time.
         before, after: evaluation records at step 0 and at the end, or the first and last train records where
             nothing was held out.
@@ -186,7 +186,7 @@ class Session:
                     Interval.parse(options.save_every or 0), self.workers)
 
     def _saver(self) -> Saver | None:
-        """What writes checkpoints, if the optimiser can be kept.
+        """What writes checkpoints, if the optimizer can be kept.
 
         Raises:
             UsageError: if checkpoints are asked for and it cannot.

@@ -1,4 +1,4 @@
-"""One optimiser step, readable as the algorithm."""
+"""One optimizer step, readable as the algorithm."""
 
 from dataclasses import dataclass, field, replace
 

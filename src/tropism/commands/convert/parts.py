@@ -6,8 +6,8 @@ from itertools import chain, islice
 from typing import Any
 
 from tropism.config import ConvertOptions
-from tropism.data.formats import FORMATS, Reading, View, recognise, understand, view_of
-from tropism.data.formats.recognise import renamed
+from tropism.data.formats import FORMATS, Reading, View, recognize, understand, view_of
+from tropism.data.formats.recognize import renamed
 from tropism.data.rows import Dropped, RawRow, Row
 from tropism.data.sources import open as sources
 from tropism.errors import DataError
@@ -95,7 +95,7 @@ class ConvertPart:
 
 
 def open_parts(source: sources.DataSource, options: ConvertOptions) -> list[ConvertPart]:
-    """The parts of a source, each recognised by its first records.
+    """The parts of a source, each recognized by its first records.
 
     Raises:
         DataError: if one is missing, empty, or cannot be converted to what is wanted.
@@ -120,11 +120,11 @@ def _reading(name: str, head: list[RawRow], options: ConvertOptions) -> tuple[Re
     """How records are read, and whether only the chosen side of pairs is wanted."""
     wanted = WANTED[options.to]
     try:
-        reading, first_side = recognise(head, wanted, name, options), False
+        reading, first_side = recognize(head, wanted, name, options), False
     except DataError as error:
         if wanted != "single" or options.pair_by_prompt or view_of(head, options) != "paired":
             raise DataError(f"{error}{_others(name, head, options)}") from None
-        reading, first_side = recognise(head, "unpaired", name, options), True
+        reading, first_side = recognize(head, "unpaired", name, options), True
     if options.turns == "all":
         judged = next((label for label in _labels(reading) for raw in head if label in raw.record), "")
         if judged or reading.shape.view != "single" or reading.format.name in _JUDGED:
@@ -145,7 +145,7 @@ def _others(name: str, head: list[RawRow], options: ConvertOptions) -> str:
     possible = []
     for to, wanted in WANTED.items():
         try:
-            recognise(head, wanted, name, options)
+            recognize(head, wanted, name, options)
         except DataError:
             continue
         possible.append(f"--to {to}")

@@ -18,7 +18,7 @@ def record_of(row: Row, to: str) -> dict[str, Any]:
     """The columns of a shape, and the tools of the row.
 
     Args:
-        row: with one completion, or two for `paired`; labelled for `unpaired`.
+        row: with one completion, or two for `paired`; labeled for `unpaired`.
         to: a name of `SHAPES`.
     """
     if to == "messages":

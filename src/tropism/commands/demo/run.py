@@ -49,7 +49,7 @@ def main(output: Path, voice: Voice | None = None) -> RunResult:
         prompts = len({json.dumps(row["prompt"]) for row in rows})
         voice.say(f"Demo: SmolLM2-135M-Instruct learns a house style from {len(rows)} of its own answers to {prompts} "
                   f"prompts.\nThe rule behind the labels: {RULE}\n"
-                  "The answers were sampled from the model; a rule of a few lines labelled them: no person did.")
+                  "The answers were sampled from the model; a rule of a few lines labeled them: no person did.")
         result = run(options(model, data, output, prompts), voice)
     report(result, voice)
     return result
@@ -76,4 +76,4 @@ def report(result: RunResult, voice: Voice) -> None:
     voice.say(f"  AUC of the implied reward: {before['rewards/auc']:.3f} before, {after['rewards/auc']:.3f} after "
               f"(95 % interval {after['rewards/auc_low']:.3f} to {after['rewards/auc_high']:.3f})")
     voice.say(f"  margin: {before['rewards/margins']:.3f} before, {after['rewards/margins']:.3f} after")
-    voice.say("It learnt a style: a model of this size does not get better at facts.")
+    voice.say("It learned a style: a model of this size does not get better at facts.")

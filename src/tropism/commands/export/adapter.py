@@ -85,10 +85,10 @@ def _of_checkpoint(run: ExportedRun, chosen: Chosen) -> Adapter:
     adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
     ends = [f"{name}.modules_to_save.default.weight" for name in _ends_of(module)]
     shell = _shell(module, adapter)
-    learnt = {name: weight.shape for name, weight in shell.get_base_model().named_parameters() if weight.requires_grad}
+    learned = {name: weight.shape for name, weight in shell.get_base_model().named_parameters() if weight.requires_grad}
     if adapter.config.ensure_weight_tying:  # then one copy of the two ends was trained, and stored under one name
-        stored |= {name: stored[other] for name, other in (ends, ends[::-1]) if other in stored and name in learnt}
-    _compare(learnt, {name: weight.shape for name, weight in stored.items()}, chosen.path)
+        stored |= {name: stored[other] for name, other in (ends, ends[::-1]) if other in stored and name in learned}
+    _compare(learned, {name: weight.shape for name, weight in stored.items()}, chosen.path)
     with _quiet():
         adapter.weights = get_peft_model_state_dict(
             shell, {_INNER + name: weight for name, weight in stored.items()}, save_embedding_layers=False)

@@ -16,8 +16,8 @@ from tropism.observe.metrics import BOOKKEEPING
 from tropism.train.options import RunOptions
 
 METHOD_NAMES = {
-    "kto": "KTO (Kahneman-Tversky optimisation, on single labelled answers)",
-    "dpo": "DPO (direct preference optimisation, on pairs of answers)",
+    "kto": "KTO (Kahneman-Tversky optimization, on single labeled answers)",
+    "dpo": "DPO (direct preference optimization, on pairs of answers)",
     "sft": "SFT (supervised fine-tuning, on answers to imitate)",
     "kd": "KD (knowledge distillation from a teacher)",
 }
@@ -79,10 +79,10 @@ def _what(adapter: bool, merged: bool, options: Mapping[str, Any]) -> str:
         return "An adapter of a causal language model."
     if not merged:
         return "A causal language model."
-    quantised = (options.get("lora") or {}).get("quantize")
+    quantized = (options.get("lora") or {}).get("quantize")
     return "A causal language model: its base with the trained adapter merged into the weights" + (
-        f" (the adapter was trained on the base in {quantised}, and merged into the base as it was before that)."
-        if quantised else ".")
+        f" (the adapter was trained on the base in {quantized}, and merged into the base as it was before that)."
+        if quantized else ".")
 
 
 def _front_matter(facts: Mapping[str, Any], method: str, adapter: bool) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _planned(run: ExportedRun) -> int | None:
 def _training(run: ExportedRun, chosen: Chosen, options: Mapping[str, Any]) -> list[tuple[str, Any]]:
     manifest = run.manifest
     device = str(manifest.get("device", "?")) + (f" ({manifest['device_name']})" if "device_name" in manifest else "")
-    rows: list[tuple[str, Any]] = [("optimiser steps", chosen.step)]
+    rows: list[tuple[str, Any]] = [("optimizer steps", chosen.step)]
     given = manifest.get("given") or {}
     left_out = {"epochs"} if "max_steps" in options else set()
     if "optimizer" in given:  # it has a rate and a decay of its own, and perhaps a scheduler
@@ -132,7 +132,7 @@ def _data(run: ExportedRun) -> list[dict[str, Any]]:
         facts.append(("rows left out", ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or 0))
         facts += [(called, rows[key]) for key, called in (("prompt_cut", "prompts cut"),
                                                           ("completion_cut", "completions cut")) if rows.get(key)]
-        facts += [(f"labelled {label}", count) for label, count in (audit.get("labels") or {}).items()]
+        facts += [(f"labeled {label}", count) for label, count in (audit.get("labels") or {}).items()]
         facts += [(called, audit[key]) for key, called in (("prompts", "distinct prompts"),
                                                            ("duplicates", "repeated rows"),
                                                            ("conflicts", "answers with both labels")) if key in audit]

@@ -256,7 +256,7 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
         else:
             # A column of dates, say, is written as text.
             lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-            # Half a surrogate pair, which JSON may spell, is spelt again: its escape is JSON's own.
+            # Half a surrogate pair, which JSON may spell, is spelled again: its escape is JSON's own.
             temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         temporary.replace(path)
     except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these

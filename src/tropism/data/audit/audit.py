@@ -66,13 +66,13 @@ class Audit:
 
     def labels(self) -> dict[str, int]:
         """Kept units of each class; empty for pairs."""
-        return dict(zip(("desirable", "undesirable"), self.facts.classes, strict=True)) if self.facts.labelled else {}
+        return dict(zip(("desirable", "undesirable"), self.facts.classes, strict=True)) if self.facts.labeled else {}
 
     def to_json(self, decode: Decode | None = None) -> dict[str, Any]:
         """The content of `audit.json` for this source; `decode` as in `findings`."""
         facts = self.facts
         noted = {note: len(facts.notes.get(note, ())) for note in
-                 ("prompt_cut", "completion_cut", "text_changed", "control_spelt", "eos_added")}
+                 ("prompt_cut", "completion_cut", "text_changed", "control_spelled", "eos_added")}
         changed = np.unique(np.concatenate([np.zeros(0, np.int64), *facts.notes.values()]))[:_LISTED].tolist()
         prompts = int(facts.prompt_numbers.max(initial=-1)) + 1
         distinct = int(facts.row_numbers.max(initial=-1)) + 1

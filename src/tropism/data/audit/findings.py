@@ -183,7 +183,7 @@ def _texts(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
          "changes their text; `tropism inspect` shows how"),
         ("unseen", 0.1, "rows with an answer that nobody sees, of zero width or control characters: {count} (first "
          "{first}). They are trained as they are; take them out if they are not meant"),
-        ("control_spelt", 2.0, "rows that spell control tokens in their text: {count} (first {first}). These are "
+        ("control_spelled", 2.0, "rows that spell control tokens in their text: {count} (first {first}). These are "
          "trained as plain characters"),
     ):
         if len(noted := facts.notes.get(note, ())):
@@ -205,10 +205,10 @@ def _duplicates(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding
 
 def both_labels(facts: RowFacts) -> Integers:
     """For each completion of a prompt that carries both labels, the first row that contradicts an earlier one."""
-    labelled = np.flatnonzero(facts.desirable >= 0)
-    answers, labels = groups(facts.row_numbers[labelled]), facts.desirable[labelled]
+    labeled = np.flatnonzero(facts.desirable >= 0)
+    answers, labels = groups(facts.row_numbers[labeled]), facts.desirable[labeled]
     against = np.flatnonzero(labels != labels[first_of(answers)][answers])
-    return labelled[np.sort(against[first_of(answers[against])])]
+    return labeled[np.sort(against[first_of(answers[against])])]
 
 
 def _both_labels(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
@@ -249,7 +249,7 @@ def _length(facts: RowFacts) -> Iterator[Finding]:
     one, other = (facts.learned[rows, sides] for rows, sides in _sides(facts))
     if min(len(one), len(other)) < _ENOUGH:
         return
-    paired = not facts.labelled
+    paired = not facts.labeled
     value = float(np.mean(np.sign(one - other) / 2 + 0.5)) if paired else _auc(one, other)
     strong = abs(value - 0.5)
     name = "chosen" if paired else "desirable"
@@ -271,7 +271,7 @@ def _refusals(rows: Sequence[EncodedRow], facts: RowFacts, decode: Decode) -> It
     if not any(hits):
         return
     rates = [len(hit) / max(len(some), 1) for hit, some in zip(hits, read, strict=True)]
-    names = ("desirable", "undesirable") if facts.labelled else ("chosen", "rejected")
+    names = ("desirable", "undesirable") if facts.labeled else ("chosen", "rejected")
     if not read[1]:
         text, gap = f"answers that open with a refusal: {len(hits[0])} ({percent(rates[0])})", 0.0
     else:

@@ -79,7 +79,7 @@ class Parts:
                             "packed batch, turn packing off (OpenRLHF: no --packing_samples); packs are made here")
         return array.astype(np.bool_)
 
-    def labelled(self, name: str, ids: Ids) -> Mask:
+    def labeled(self, name: str, ids: Ids) -> Mask:
         """`[n, L]` where labels are not -100; each label must be the id at its own place."""
         labels = self._table(name, ids)
         supervised: Mask = labels != _UNSUPERVISED
@@ -192,7 +192,7 @@ def _without_pad_value(parts: Parts, prefix: str = "", name: str = "") -> Side:
     ids = parts.ids(f"{prefix}input_ids")
     masks = [parts.mask(f"{prefix}loss_mask", ids)] if f"{prefix}loss_mask" in parts else []
     if not prefix and "labels" in parts:
-        masks.append(parts.labelled("labels", ids))
+        masks.append(parts.labeled("labels", ids))
     if (masks[0] != masks[-1]).any():
         raise DataError(f"{parts.place}: labels and loss_mask say different things of which tokens count; give one")
     text = parts.mask(f"{prefix}attention_mask", ids) | masks[0]
@@ -223,7 +223,7 @@ def _coati_sft(parts: Parts) -> Content:
 def _by_labels(parts: Parts, ids_name: str, labels: str, length: str, name: str = "") -> Side:
     """Padded on the right, without a mask: the text goes from the first column to, at least, the last label."""
     ids = parts.ids(ids_name)
-    supervised = parts.labelled(labels, ids)
+    supervised = parts.labeled(labels, ids)
     text: Mask = np.logical_or.accumulate(supervised[:, ::-1], axis=1)[:, ::-1]
     if length in parts:
         late = np.flatnonzero(text.sum(axis=1) > parts.lengths(length, len(ids)))
@@ -286,7 +286,7 @@ LAYOUTS: dict[str, str] = {
 """Known layouts and their parts."""
 
 
-def recognise(batch: Any, place: str) -> tuple[BatchLayout, Parts]:
+def recognize(batch: Any, place: str) -> tuple[BatchLayout, Parts]:
     """The layout of a batch and its parts by name.
 
     Raises:

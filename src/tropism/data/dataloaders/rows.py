@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from tropism.data.dataloaders.layouts import Content, Side, recognise
+from tropism.data.dataloaders.layouts import Content, Side, recognize
 from tropism.data.formats import View
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion, TokenIds, token_ids
 from tropism.errors import DataError
 
 _MOST = np.iinfo(np.int32).max
-_HOLDS: dict[View, str] = {"unpaired": "single labelled completions (for KTO)", "paired": "pairs (for DPO)",
+_HOLDS: dict[View, str] = {"unpaired": "single labeled completions (for KTO)", "paired": "pairs (for DPO)",
                            "single": "completions without a label (for distillation)"}
 
 
@@ -49,7 +49,7 @@ def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = 
             different prompts.
     """
     place = f"batch {number}"
-    layout, parts = recognise(batch, place)
+    layout, parts = recognize(batch, place)
     if layout.view != view:
         raise DataError(f"{place}: this is a batch of {layout.name}, which holds {_HOLDS[layout.view]}; the method "
                         f"takes {_HOLDS[view]}. Use the other method, or the dataset class made for this one")

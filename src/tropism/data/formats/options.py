@@ -20,7 +20,7 @@ class FormatOptions(Options):
     label_threshold: float | None = None
     """Rating from which on a completion is desirable, for data that have ratings or scores instead of labels."""
     pair_by_prompt: bool = False
-    """Make pairs of labelled completions: the first desirable of a prompt with its first undesirable, and so on."""
+    """Make pairs of labeled completions: the first desirable of a prompt with its first undesirable, and so on."""
 
     @field_validator("columns", mode="before")
     @classmethod

@@ -19,7 +19,7 @@ SPEAKERS = {
 }
 """Names of speakers in messages that have `from` instead of `role`, and the role that chat templates know."""
 
-_SPELT = {"true": True, "1": True, "false": False, "0": False}
+_SPELLED = {"true": True, "1": True, "false": False, "0": False}
 _THUMBS = {"up": True, "thumbs_up": True, "down": False, "thumbs_down": False}
 
 
@@ -126,8 +126,8 @@ def text(value: Any, name: str, place: str) -> str:
 
 def brief(value: Any) -> str:
     """A value in a sentence about it, not the whole of a long one."""
-    spelt = repr(value)
-    return spelt if len(spelt) <= 100 else f"{spelt[:100]}..."
+    spelled = repr(value)
+    return spelled if len(spelled) <= 100 else f"{spelled[:100]}..."
 
 
 def blank(answer: Content) -> bool:
@@ -195,8 +195,8 @@ def label(value: Any, name: str, place: str) -> bool:
         return value
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
-    if isinstance(value, str) and value.strip().lower() in _SPELT:
-        return _SPELT[value.strip().lower()]
+    if isinstance(value, str) and value.strip().lower() in _SPELLED:
+        return _SPELLED[value.strip().lower()]
     raise DataError(f"{place}: {name} {brief(value)} is not true/false (accepted: true, false, 1, 0). For ratings, "
                     f"name the column and draw the line: --columns rating={name} --label-threshold NUMBER")
 

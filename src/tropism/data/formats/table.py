@@ -83,4 +83,4 @@ _FORMATS = (
 )
 
 FORMATS: dict[str, Format] = {known.name: known for known in _FORMATS}
-"""The formats by their names. Where several claim a record, `recognise` says which has it."""
+"""The formats by their names. Where several claim a record, `recognize` says which has it."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tropism.data.formats import parts
 from tropism.data.formats.parts import Content
-from tropism.data.formats.recognise import Reading
+from tropism.data.formats.recognize import Reading
 from tropism.data.formats.shape import Draft, Drafts, plain_drafts
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
@@ -16,7 +16,7 @@ from tropism.errors import DataError
 def understand(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     """Translate a record to its rows, and to the reasons why others are left out.
 
-    Rows have the view `reading.wanted`, except that labelled completions which are to be paired by prompt stay single
+    Rows have the view `reading.wanted`, except that labeled completions which are to be paired by prompt stay single
     until `pair_by_prompt` has seen them all. The first row has the record's id, the next ones `ID#2`, `ID#3`, ...
 
     Raises:
@@ -93,7 +93,7 @@ def _halves(draft: Draft | Dropped, place: str) -> Drafts:
 
 
 def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
-    """Pairs of labelled completions: the first desirable of a prompt with its first undesirable, the second with the
+    """Pairs of labeled completions: the first desirable of a prompt with its first undesirable, the second with the
     second, and so on. A pair has id and place of its desirable row, and stands where the later of the two stood.
     """
     waiting: dict[str, tuple[deque[int], deque[int]]] = defaultdict(lambda: (deque(), deque()))

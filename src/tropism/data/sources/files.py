@@ -182,7 +182,7 @@ def _of_batches(file: DataFile, batches: Any) -> Iterator[RawRow]:
         for record in batch.to_pylist():
             number += 1
             # The columns stay, null or not; of the keys inside them only those that are not null were written by
-            # the user, the others come from neighbouring rows.
+            # the user, the others come from neighboring rows.
             yield RawRow(f"{file.name}:row {number}", {key: _nested(entry) for key, entry in record.items()})
 
 

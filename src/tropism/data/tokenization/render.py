@@ -16,7 +16,7 @@ from tropism.errors import DataError, ModelError
 _SYSTEM = ("system", "developer")
 _TOOLS = re.compile(r"\btools\b")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_PRIVATE = "\U000f0000"  # first of the private-use characters that stand in for spelt control tokens
+_PRIVATE = "\U000f0000"  # first of the private-use characters that stand in for spelled control tokens
 
 
 class Renderer:
@@ -74,8 +74,8 @@ class Renderer:
             cutter, split = conversation.cutter, conversation.split_text
             spoken = [conversation.completion(tuple(answer), notes)  # type: ignore[arg-type]
                       for answer in row.completions if cutter.ids]
-            if conversation.spelt:
-                notes.add("control_spelt")
+            if conversation.spelled:
+                notes.add("control_spelled")
         if any(says_nothing(answer if isinstance(answer, str) else answer[-1].get("content") or " ")
                and not (isinstance(answer, tuple) and answer[-1].get("tool_calls")) for answer in row.completions):
             notes.add("unseen")
@@ -111,7 +111,7 @@ class Renderer:
             notes.add("text_changed")
         eos = self.text.eos_id
         assert eos is not None
-        if not ids:  # a normaliser may take away all there is
+        if not ids:  # a normalizer may take away all there is
             return None
         self.stop_ids.add(eos)
         return Completion.supervised(ids if ids[-1] == eos else [*ids, eos])
@@ -146,16 +146,16 @@ class Renderer:
                                 "tokenizer reads") from None
         return text
 
-    def prompt(self, text: str, spelt: dict[str, str]) -> list[int]:
-        """Ids of a rendered prompt; neighbouring rows often share it, so the last one is remembered."""
+    def prompt(self, text: str, spelled: dict[str, str]) -> list[int]:
+        """Ids of a rendered prompt; neighboring rows often share it, so the last one is remembered."""
         last = self._last_prompt
-        if last is None or last[:2] != (text, spelt):
-            last = self._last_prompt = (text, spelt, self.encode_text(text, spelt))
+        if last is None or last[:2] != (text, spelled):
+            last = self._last_prompt = (text, spelled, self.encode_text(text, spelled))
         return last[2]
 
-    def encode_text(self, text: str, spelt: dict[str, str]) -> list[int]:
-        """Ids of rendered text; the keys of `spelt` stand in it for control tokens that a user wrote out."""
-        return self.text.encode_spelt(text, spelt) if spelt else self.text.encode(text)
+    def encode_text(self, text: str, spelled: dict[str, str]) -> list[int]:
+        """Ids of rendered text; the keys of `spelled` stand in it for control tokens that a user wrote out."""
+        return self.text.encode_spelled(text, spelled) if spelled else self.text.encode(text)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -185,8 +185,8 @@ class _Conversation:
         prompt: list[Message] = [dict(message) for message in row.prompt]  # type: ignore[arg-type]
         if renderer.system_prompt is not None and not any(message["role"] in _SYSTEM for message in prompt):
             prompt.insert(0, {"role": "system", "content": renderer.system_prompt})
-        self.spelt: dict[str, str] = {}
-        self._masks = self._find_spelt(prompt, row.completions, row.tools)
+        self.spelled: dict[str, str] = {}
+        self._masks = self._find_spelled(prompt, row.completions, row.tools)
         self.row = replace(row, tools=tuple(self._masked(row.tools)) if row.tools else None)
         self.prompt: list[Message] = self._masked(prompt)
         self.answers_from = len(self.prompt)
@@ -198,7 +198,7 @@ class _Conversation:
         self.prompt_text = renderer.template(head, self.row, generate=True) if head else ""
         if head:
             self._check_tools()
-        ids = renderer.prompt(self.prompt_text, self.spelt) if self.prompt_text else []
+        ids = renderer.prompt(self.prompt_text, self.spelled) if self.prompt_text else []
         self.cutter = PromptCutter(ids, self._head(head, ids), lambda: self._shorter(head))
         users = [message.get("content") or "" for message in prompt if message["role"] == "user"]
         # Not the whole prompt: a later turn of a conversation holds the answers to its first turn.
@@ -220,7 +220,7 @@ class _Conversation:
                 raise DataError(f"{self.row.place}: {self.renderer.template_name} does not show the answer's call of "
                                 f"'{name}', so there is nothing to learn of it; choose another with --chat-template")
 
-    def _find_spelt(self, *given: Any) -> dict[str, str]:
+    def _find_spelled(self, *given: Any) -> dict[str, str]:
         """Map each control token that messages or tools spell out to a private-use character of its own."""
         whole = "\n".join(_texts(given))
         names = sorted({match.group() for match in self.renderer.text.control_pattern.finditer(whole)})
@@ -230,12 +230,12 @@ class _Conversation:
             while chr(mark) in whole:
                 mark += 1
             masks[name] = chr(mark)
-            self.spelt[chr(mark)] = name
+            self.spelled[chr(mark)] = name
             mark += 1
         return masks
 
     def _masked(self, value: Any) -> Any:
-        """Messages or tools with private-use characters in place of spelt control tokens."""
+        """Messages or tools with private-use characters in place of spelled control tokens."""
         if not self._masks:
             return value
         if isinstance(value, str):
@@ -247,7 +247,7 @@ class _Conversation:
         return value
 
     def _encode(self, text: str) -> list[int]:
-        return self.renderer.encode_text(text, self.spelt)
+        return self.renderer.encode_text(text, self.spelled)
 
     def _head(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
         """Lengths of the leading tokens that a cut keeps: the BOS; and the system message where it fits."""
@@ -316,7 +316,7 @@ class _Conversation:
         return self._continue(before, ids, start[len(before) :])
 
     def _continue(self, before: str, ids: list[int], text: str) -> tuple[list[int], bool]:
-        return self.renderer.text.continue_text(before, ids, text, self.spelt)
+        return self.renderer.text.continue_text(before, ids, text, self.spelled)
 
     def _answer(self, conversation: Sequence[Message], start: str, notes: set[str]) -> tuple[str, int]:
         """The answer as the template renders it, without terminator; and the terminator's id."""

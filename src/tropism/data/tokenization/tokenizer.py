@@ -20,7 +20,7 @@ _UNSEEN = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0" + "".join(map(chr, ra
 
 
 def visible(text: str) -> str:
-    """A text with line ends and what no terminal should be sent spelt out."""
+    """A text with line ends and what no terminal should be sent spelled out."""
     return text if text.isprintable() else "".join(
         c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
@@ -103,7 +103,7 @@ class TextTokenizer:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, control tokens spelt out."""
+        """Text of ids, control tokens spelled out."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def pieces(self, ids: Sequence[int], before: Sequence[int] = (), mask: Sequence[bool] = ()) -> list[Piece]:
@@ -139,8 +139,8 @@ class TextTokenizer:
             position = end
         return found
 
-    def encode_spelt(self, text: str, spelt: Mapping[str, str]) -> list[int]:
-        """Ids of rendered text in which the keys of `spelt` stand for control tokens that a user wrote out.
+    def encode_spelled(self, text: str, spelled: Mapping[str, str]) -> list[int]:
+        """Ids of rendered text in which the keys of `spelled` stand for control tokens that a user wrote out.
 
         Those become plain characters: they are encoded by a copy of the tokenizer that knows no control
         tokens, together with the text around them, up to the next true control token.
@@ -150,7 +150,7 @@ class TextTokenizer:
         for match in [*self._added_pattern.finditer(text), None]:
             piece = text[position : match.start() if match else len(text)]
             piece = self._strip(piece, before=match.group() if match else "", after=text[:position])
-            piece = self.spell_out(piece, spelt)
+            piece = self.spell_out(piece, spelled)
             if piece:
                 plain = self._plain if ids else self._plain_first
                 ids += plain.encode(piece, add_special_tokens=False).ids
@@ -160,7 +160,7 @@ class TextTokenizer:
         return ids
 
     def _strip(self, piece: str, *, before: str, after: str) -> str:
-        """Honour control tokens that swallow the white space beside them."""
+        """Honor control tokens that swallow the white space beside them."""
         tokens = {str(token): token for token in self.tokenizer.added_tokens_decoder.values()}
         if before in tokens and tokens[before].lstrip:
             piece = piece.rstrip()
@@ -181,7 +181,7 @@ class TextTokenizer:
         from tokenizers import Tokenizer
 
         if self._backend is None:
-            raise ModelError("this tokenizer has no fast backend, so control tokens spelt out in a message "
+            raise ModelError("this tokenizer has no fast backend, so control tokens spelled out in a message "
                              "cannot be told from true ones")
         state = json.loads(self._backend.to_str())
         state["added_tokens"], state["post_processor"] = [], None
@@ -191,17 +191,17 @@ class TextTokenizer:
         return Tokenizer.from_str(json.dumps(state))
 
     def continue_text(self, prompt_text: str, prompt_ids: list[int], text: str,
-                      spelt: Mapping[str, str] = MappingProxyType({})) -> tuple[list[int], bool]:
+                      spelled: Mapping[str, str] = MappingProxyType({})) -> tuple[list[int], bool]:
         """Ids of `text` as the continuation of a prompt, and whether they decode to exactly that text.
 
         The first of three encodings that is exact wins: the text alone; the text behind the prompt, where
         the joint ids begin with the prompt's ids; the text behind a newline (for tokenizers that put a space
-        in front of whatever comes first). `spelt` is as in `encode_spelt`.
+        in front of whatever comes first). `spelled` is as in `encode_spelled`.
         """
         def encode(piece: str) -> list[int]:
-            return self.encode_spelt(piece, spelt) if spelt else self.encode(piece)
+            return self.encode_spelled(piece, spelled) if spelled else self.encode(piece)
 
-        wanted = self.spell_out(text, spelt)
+        wanted = self.spell_out(text, spelled)
         alone = encode(text)
         if self._continues(prompt_ids, alone, wanted):
             return alone, True
@@ -216,9 +216,9 @@ class TextTokenizer:
         return alone, False
 
     @staticmethod
-    def spell_out(text: str, spelt: Mapping[str, str]) -> str:
+    def spell_out(text: str, spelled: Mapping[str, str]) -> str:
         """Rendered text with the control tokens that a user wrote out put back."""
-        for marker, name in spelt.items():
+        for marker, name in spelled.items():
             text = text.replace(marker, name)
         return text
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tropism.distributed.shard import give
 from tropism.errors import ModelError
 from tropism.model.adapters.peft_settings import check_known, check_served, check_values
-from tropism.model.adapters.structure import NAME, adapter_name, learning_names, make_structure, materialise
+from tropism.model.adapters.structure import NAME, adapter_name, learning_names, make_structure, materialize
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -79,7 +79,7 @@ def load_adapter(module: Any, config: Any, path: Path, dtype: torch.dtype) -> No
         ModelError: if it does not fit, naming a weight.
     """
     make_structure(module, config)
-    materialise(module, dtype)
+    materialize(module, dtype)
     load_values(module, path)
 
 

@@ -53,7 +53,7 @@ def folded(model: Any, place: str, instead: str) -> Any:
     Where the adapter changes one end of a model with a tied head, the head gets a weight of its own.
 
     Args:
-        model: in evaluation mode, with weights that are not quantised.
+        model: in evaluation mode, with weights that are not quantized.
         place: what it is called in an error.
         instead: what to do where it cannot be merged.
 
@@ -71,7 +71,7 @@ def unwrap(module: Any, merge: bool = True) -> Any:
 
     Args:
         module: after training.
-        merge: the adapter into the weights; else it is taken away, and with it what modules learnt whole.
+        merge: the adapter into the weights; else it is taken away, and with it what modules learned whole.
 
     Raises:
         ModelError: for an adapter that is not served, is switched off or was merged already, or cannot be merged.
@@ -81,7 +81,7 @@ def unwrap(module: Any, merge: bool = True) -> Any:
     if (name := adapter_name(model)) is None:
         return model
     if getattr(model, "is_quantized", False):
-        raise ModelError(f"{place} holds quantised weights, as no plain model does; load its base in full precision, "
+        raise ModelError(f"{place} holds quantized weights, as no plain model does; load its base in full precision, "
                          "and the adapter on it")
     check_served(model.peft_config[name], place)
     check_trainable(model, place)

@@ -151,7 +151,7 @@ def make_structure(module: Any, config: Any) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of kinds of layers that peft tells apart by itself
-            # Around quantised weights peft spells them out for DoRA and puts them back, which meta memory would lose.
+            # Around quantized weights peft spells them out for DoRA and puts them back, which meta memory would lose.
             inject_adapter_in_model(config, module, adapter_name=NAME,
                                     low_cpu_mem_usage=not getattr(module, "is_quantized", False))
     except (ValueError, TypeError) as error:
@@ -200,7 +200,7 @@ def fill(module: Any, seed: int, dtype: torch.dtype) -> None:
     Args:
         dtype: of the adapter and of the modules that learn whole.
     """
-    materialise(module, dtype)
+    materialize(module, dtype)
     for name, weight in module.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
             give(weight, initial_values(seed, name, weight.shape))
@@ -230,7 +230,7 @@ def fill_magnitudes(module: Any) -> None:
             magnitude.weight.copy_(magnitude.get_weight_norm(weight, change.to(weight.dtype), layer.scaling[NAME]))
 
 
-def materialise(module: Any, dtype: torch.dtype) -> None:
+def materialize(module: Any, dtype: torch.dtype) -> None:
     """Memory for the weights of an adapter, in a dtype, on the device of the layer that it stands on. Where a model is
     spread over processes they have it already."""
     if is_sharded(module):
@@ -282,7 +282,7 @@ def switched_off(module: Any) -> Iterator[None]:
 @contextmanager
 def uncast(module: Any) -> Iterator[None]:
     """Let adapters take activations as they come. peft gives them the dtype of the adapter's weights, which rounds
-    where those have travelled in fewer bits and are widened for the product."""
+    where those have traveled in fewer bits and are widened for the product."""
     layers = [layer for layer in module.modules() if getattr(layer, "cast_input_dtype_enabled", False)]
     for layer in layers:
         layer.cast_input_dtype_enabled = False

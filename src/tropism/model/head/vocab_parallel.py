@@ -62,12 +62,12 @@ class Whole:
         return torch.logsumexp(logits, dim=-1)
 
     def target_logps(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """`[n]` log-probs of the `[n]` targets, and `[n]` log of the normaliser."""
+        """`[n]` log-probs of the `[n]` targets, and `[n]` log of the normalizer."""
         log_z = torch.logsumexp(logits, dim=-1)
         return logits.gather(1, targets[:, None]).squeeze(1) - log_z, log_z
 
     def kept_logps(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[n, k]` log-probs of the `[n, k]` kept ids, `[n]` that of all others, `[n]` log of the normaliser."""
+        """`[n, k]` log-probs of the `[n, k]` kept ids, `[n]` that of all others, `[n]` log of the normalizer."""
         log_z = torch.logsumexp(logits, dim=-1)
         return logits.gather(1, kept) - log_z[:, None], tail_logp(logits, kept, log_z), log_z
 

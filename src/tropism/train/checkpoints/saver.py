@@ -174,7 +174,7 @@ class Saver:
                 self._begin(progress)
             except TropismError:
                 raise
-            except Exception as error:  # of an optimiser that was given; the other ranks would wait for us
+            except Exception as error:  # of an optimizer that was given; the other ranks would wait for us
                 raise OutputError(f"{self.root}: the state after step {progress.step} cannot be kept: "
                                   f"{type(error).__name__}: {error}") from error
 

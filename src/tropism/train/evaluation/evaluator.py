@@ -87,9 +87,9 @@ class Evaluator:
                                  dtype=torch.float64)
             counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
             point = pool(reference_moments(pairs[:, 0] - pairs[:, 1], counts))
-        return self.summarise(engine, scored, point)
+        return self.summarize(engine, scored, point)
 
-    def summarise(self, engine: Engine, scored: Scored, point: ReferencePoint | None) -> dict[str, float]:
+    def summarize(self, engine: Engine, scored: Scored, point: ReferencePoint | None) -> dict[str, float]:
         """Figures of the set.
 
         Args:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tropism.distributed.shard import part_of
-from tropism.errors import NothingLearntError
+from tropism.errors import NothingLearnedError
 from tropism.train.step import StepOutcome
 
 _ROUNDING = 1e-6  # what a stored teacher leaves of a divergence that is 0, in nats; and of its gradient
@@ -36,7 +36,7 @@ class FirstUpdate:
         """Called after each step; only the first with a learning rate above 0 that was applied is looked at.
 
         Raises:
-            NothingLearntError: if the step changed no weight at all, with the counts of trainable weights. Not where
+            NothingLearnedError: if the step changed no weight at all, with the counts of trainable weights. Not where
                 its loss is 0: a student that is its teacher has nothing to learn.
         """
         if self.done or outcome.learning_rate == 0 or not bool(outcome.finite):
@@ -47,7 +47,7 @@ class FirstUpdate:
         self.done, self._before = True, None
         anywhere, = self.most([changed])
         if not anywhere and not self._nothing_to_learn(outcome):
-            raise NothingLearntError(explain(self.module, outcome.learning_rate, float(outcome.grad_norm)))
+            raise NothingLearnedError(explain(self.module, outcome.learning_rate, float(outcome.grad_norm)))
 
     def _nothing_to_learn(self, outcome: StepOutcome) -> bool:
         """Whether the step's loss is 0, but for what rounding leaves of it."""

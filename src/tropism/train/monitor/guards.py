@@ -20,7 +20,7 @@ AGAIN = 2.0
 ZEROS = 3
 """Records in a row with a gradient norm of exactly 0: one can be a step of one class, three are none."""
 LARGE_MARGIN = 50.0
-"""Reward margin in nats: sigmoid(50) is 1 in float64, so nothing is learnt any more, and rounding of the log-probs
+"""Reward margin in nats: sigmoid(50) is 1 in float64, so nothing is learned any more, and rounding of the log-probs
 grows with them."""
 FAR_REWARD = 5.0
 """beta x nats from the reference: sigmoid(5) is 0.993, where the utility of KTO and the loss of DPO are flat."""
@@ -198,7 +198,7 @@ def _gradient(guards: Guards, metrics: Mapping[str, float]) -> _Found:
     if guards.zeros < ZEROS:
         return None
     return guards.zeros, (
-        f"the gradient has been exactly 0 for {guards.zeros} records in a row: nothing is learnt. Is every example "
+        f"the gradient has been exactly 0 for {guards.zeros} records in a row: nothing is learned. Is every example "
         "saturated (a smaller --beta), or does nothing trainable touch the loss?")
 
 

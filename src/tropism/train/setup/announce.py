@@ -16,7 +16,7 @@ from tropism.train.setup.python_objects import PythonObjects
 
 
 def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
-    """Say what was read, and what is minimised."""
+    """Say what was read, and what is minimized."""
     for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
         if audit is not None:
             voice.say(f"{name}: {audit.source}: {audit.summary()}")

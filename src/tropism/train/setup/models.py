@@ -56,7 +56,7 @@ class Numerics:
     def module(self, named: ModelOrModule, change: Callable[[Any], None] = lambda module: None) -> Any:
         """The module in evaluation mode, with the weights' dtype of the precision, on the device.
 
-        A module that was given is changed in place, so that an optimiser that holds its weights goes on holding them.
+        A module that was given is changed in place, so that an optimizer that holds its weights goes on holding them.
 
         Args:
             change: called with a model that is to be spread over processes, as `load_sharded` says.

@@ -72,7 +72,7 @@ class PolicyBuilder:
             if named.adapter is not None and not merge:
                 return cls(named.base, lora, _checked(Path(named.adapter)))
         elif getattr(named, "is_quantized", False):
-            raise ModelError("the model that was given holds quantised weights, which would be spelt out in float32; "
+            raise ModelError("the model that was given holds quantized weights, which would be spelled out in float32; "
                              "give it by its name, with lora.quantize")
         elif (name := adapters.adapter_name(inner := given.inner(named, _GIVEN))) is not None:
             if lora.wanted:
@@ -260,7 +260,7 @@ class PolicyBuilder:
                        "same weights cannot be told")
 
     def _check_origin(self, module: Any, voice: Voice) -> None:
-        """A module that was given may come from nowhere, or have learnt since it was loaded: its adapter's file then
+        """A module that was given may come from nowhere, or have learned since it was loaded: its adapter's file then
         names no base."""
         if isinstance(self.named, ModelSource):
             return
@@ -277,7 +277,7 @@ class PolicyBuilder:
                    "adapter, and name it where the adapter is used: tropism export RUN --base DIR")
 
     def _plain_names(self, trust_remote_code: bool) -> list[str]:
-        """Full names of the modules that are not quantised: those that learn whole, as peft finds them, and the head,
+        """Full names of the modules that are not quantized: those that learn whole, as peft finds them, and the head,
         whatever a model calls it."""
         config = load.load_config(self.named, trust_remote_code=trust_remote_code)
         model = load.skeleton(config, trust_remote_code=trust_remote_code)

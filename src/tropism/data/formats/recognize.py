@@ -18,7 +18,7 @@ NATIVE: dict[View, tuple[View, ...]] = {
     "unpaired": ("unpaired", "paired"), "paired": ("paired", "unpaired"), "single": ("single", "unpaired")}
 """What rows of a wanted view can be made of, best first."""
 
-_HELD: dict[View, str] = {"unpaired": "labelled completions", "paired": "pairs", "single": "completions to imitate"}
+_HELD: dict[View, str] = {"unpaired": "labeled completions", "paired": "pairs", "single": "completions to imitate"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def renamed(rows: Sequence[RawRow], names: Mapping[str, str]) -> list[RawRow]:
     return found
 
 
-def recognise(rows: Sequence[RawRow], wanted: View, source: str, options: FormatOptions | None = None) -> Reading:
+def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: FormatOptions | None = None) -> Reading:
     """How to read a file for a method.
 
     Args:
@@ -87,7 +87,7 @@ def recognise(rows: Sequence[RawRow], wanted: View, source: str, options: Format
 
 
 def view_of(rows: Sequence[RawRow], options: FormatOptions | None = None) -> View:
-    """What a file holds, by its columns: pairs, labelled completions, or completions."""
+    """What a file holds, by its columns: pairs, labeled completions, or completions."""
     options = options or FormatOptions()
     if _claims(rows, "paired", options):
         return "paired"
@@ -154,7 +154,7 @@ def _check_effect(reading: Reading, source: str) -> None:
         raise DataError(f"{source}: label_threshold has no effect on {name} {reading.shape}: it is for columns "
                         "'rating' and 'score' beside a completion")
     if options.pair_by_prompt and (view, reading.wanted) != ("unpaired", "paired"):
-        raise DataError(f"{source}: pair_by_prompt has no effect: it makes pairs of labelled completions, and this is "
+        raise DataError(f"{source}: pair_by_prompt has no effect: it makes pairs of labeled completions, and this is "
                         f"{name} {reading.shape} for a method that takes {_HELD[reading.wanted]}")
 
 
@@ -182,7 +182,7 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
     hint = ""
     plain = options.model_copy(update={"format": None})
     if wanted == "paired" and _claims(rows, "unpaired", plain):
-        hint = (" These are single labelled completions: use `tropism kto`, or make pairs of those that answer one "
+        hint = (" These are single labeled completions: use `tropism kto`, or make pairs of those that answer one "
                 "prompt with --pair-by-prompt.")
     elif wanted == "single" and _claims(rows, "paired", plain):
         hint = (" These are pairs: use `tropism dpo`, or imitate one side of them with --columns completion=chosen.")

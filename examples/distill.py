@@ -1,6 +1,6 @@
-"""Distil a teacher into a smaller student with the same tokenizer.
+"""Distill a teacher into a smaller student with the same tokenizer.
 
-    python examples/distil.py STUDENT TEACHER [--output RUN] [--steps N] [--top-k K]
+    python examples/distill.py STUDENT TEACHER [--output RUN] [--steps N] [--top-k K]
 
 Without --top-k the teacher stays in memory and every step compares the whole vocabulary. With it the teacher runs once
 before training; its K likeliest tokens and the mass of all others are kept in the store, and then it is gone. Another
@@ -15,7 +15,7 @@ TEXTS = [
     "A wren weighs as much as a coin and is louder than a crow.",
     "The river froze in January and the children skated to school.",
     "Bread needs flour, water, salt and somebody who can wait.",
-    "He kept the lighthouse for thirty years and never learnt to swim.",
+    "He kept the lighthouse for thirty years and never learned to swim.",
     "When the wind turns east the gulls come inland.",
     "She planted beans by the moon and pruned the apple by the book.",
     "The ferry leaves at nine, or when the captain has had his tea.",
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("student", help="directory or hub id")
     parser.add_argument("teacher", help="directory or hub id, with the student's tokenizer")
     parser.add_argument("--output", help="run directory, by default tropism-run")
-    parser.add_argument("--steps", type=int, help="optimiser steps, by default five passes over the texts")
+    parser.add_argument("--steps", type=int, help="optimizer steps, by default five passes over the texts")
     parser.add_argument("--top-k", type=int, help="keep the teacher's K likeliest tokens instead of the teacher")
     arguments = parser.parse_args()
 
