@@ -1,8 +1,29 @@
 """The errors that a user can meet. Each says where, what, and what to do; none shows a traceback."""
 
+import difflib
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type if it has no text; a heading is joined with the line below it."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[:2 if lines[0].rstrip().endswith(":") else 1])
+
+
+def did_you_mean(name: str, known: Iterable[str], style: str = "{}") -> str:
+    """A question that names the closest known name, or the list of known names if none is close.
+
+    Args:
+        name: as the user wrote it.
+        known: valid names.
+        style: how a name is shown, such as `--{}`.
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"Did you mean {style.format(close[0])}?" if close else f"Known: {', '.join(map(style.format, names))}"
 
 
 class TropismError(Exception):
@@ -67,7 +88,7 @@ class OutputError(TropismError):
             needed_bytes: that were to be written; 0 where that is not known.
             what: happened, in words.
         """
-        reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         room = ""
         if needed_bytes:
             with suppress(OSError):

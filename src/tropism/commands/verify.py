@@ -14,7 +14,7 @@ import torch
 
 from tropism.config import METHODS, MethodOptions, read_yaml
 from tropism.distributed import World
-from tropism.errors import CheckpointError, ModelError, TropismError, UsageError
+from tropism.errors import CheckpointError, ModelError, TropismError, UsageError, first_line
 from tropism.model import load
 from tropism.model.language_model import LanguageModel
 from tropism.model.options import LoraOptions
@@ -99,7 +99,8 @@ def verify(directory: Path) -> Verdict:
         known = METHODS[method or manifest["method"]]
         options = known.model_validate(known.nested(values | {"output": str(directory)}))
     except (TropismError, ValueError, KeyError) as error:
-        return Verdict(directory, (*kept, Check("options", "unknown", f"config.yaml cannot be read: {_line(error)}"),
+        return Verdict(directory, (*kept, Check("options", "unknown",
+                                                  f"config.yaml cannot be read: {first_line(error)}"),
                                    *_of_machine(manifest)))
     return Verdict(directory, (*kept, *_of_inputs(options, manifest, directory), *_of_machine(manifest)))
 
@@ -128,7 +129,7 @@ def _manifest(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"{directory}: holds no run (there is no manifest.json)") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {_line(error)}") from None
+        raise UsageError(f"{path}: cannot be read: {first_line(error)}") from None
     if not isinstance(found, dict) or "fingerprints" not in found:
         raise UsageError(f"{path}: is no manifest of a run")
     return found
@@ -158,7 +159,7 @@ def _checkpoint(path: Path) -> Check:
     try:
         checkpoint.verify(path)
     except CheckpointError as error:
-        return Check(name, "differs", _line(error), of="intact")
+        return Check(name, "differs", first_line(error), of="intact")
     return Check(name, "same", of="intact")
 
 
@@ -211,7 +212,7 @@ def _of_data(options: MethodOptions, manifest: Mapping[str, Any], tokenizer: Any
     except TropismError as error:
         paths = [Path(path).expanduser() for path in (options.data, options.eval_data) if path]
         gone = any(path.is_absolute() and not path.exists() for path in paths)
-        yield from (Check(name, "gone" if gone else "differs", _line(error)) for name in names)
+        yield from (Check(name, "gone" if gone else "differs", first_line(error)) for name in names)
         return
     found = data.fingerprints()
     counts = {"data": len(data.train), "eval_data": len(data.evaluation)}
@@ -301,6 +302,3 @@ def _state_of_missing(name: str) -> State:
         return "differs"
     return "gone" if path.is_absolute() else "unknown"
 
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from tropism.data.batching.collate import Layout, collate
 from tropism.data.tree import PromptTree
 from tropism.distributed.shard import is_sharded, rest
-from tropism.errors import ModelError
+from tropism.errors import ModelError, first_line
 from tropism.model.attention import attention, plain_implementation
 from tropism.model.language_model import LanguageModel, Precision, computing
 
@@ -102,7 +102,7 @@ def choose_layout(module: object, precision: Precision, device: torch.device, tr
             unforeseen = not isinstance(refusal, ModelError)
             if unforeseen and (isinstance(refusal, torch.OutOfMemoryError) or is_sharded(module)):
                 raise
-            reason = f"{type(refusal).__name__}: {str(refusal).splitlines()[0]}" if unforeseen else str(refusal)
+            reason = f"{type(refusal).__name__}: {first_line(refusal)}" if unforeseen else str(refusal)
         else:
             return model, Probe(layout, per_token, per_root_token, reason)
     raise ModelError(f"this model cannot be served exactly: {reason}")

@@ -10,11 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from tropism.errors import ModelError
+from tropism.errors import ModelError, first_line
 from tropism.model import quantization as quantized
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
-from tropism.model.adapters.files import first_line
 from tropism.model.language_model import Precision
 from tropism.model.source import ModelSource
 

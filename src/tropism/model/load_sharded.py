@@ -15,7 +15,7 @@ from tropism.distributed.peers import Peers
 from tropism.distributed.shard import Sharding, fill, region_of, shard
 from tropism.distributed.tensor import divide
 from tropism.distributed.world import World
-from tropism.errors import ModelError
+from tropism.errors import ModelError, first_line
 from tropism.model.adapters.structure import base_name
 from tropism.model.head.vocab_parallel import Divided
 from tropism.model.language_model import Precision
@@ -136,7 +136,7 @@ def _files(source: ModelSource) -> dict[str, str] | None:
         with safe_open(single, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), str(single))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{source.name}: the model could not be loaded: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{source.name}: the model could not be loaded: {first_line(error)}") from error
 
 
 def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:
@@ -153,7 +153,7 @@ def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:
                 part: Tensor = kept[region] if region else opened[file].get_tensor(name)
                 return part.clone()  # out of the file that is mapped, which may go or change
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file}: the model could not be loaded: {str(error).splitlines()[0]}") from error
+            raise ModelError(f"{file}: the model could not be loaded: {first_line(error)}") from error
         raise ModelError(f"{file}: {name} is {list(kept.get_shape())} there and {list(weight.shape)} in the model")
 
     def read(name: str, weight: Tensor, region: tuple[slice, ...]) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tropism.data.sources.files import DataFile
-from tropism.errors import DataError, OutputError, UsageError
+from tropism.errors import DataError, OutputError, UsageError, first_line
 
 KINDS = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
 
@@ -138,7 +138,7 @@ def _parquet(spool: Path, target: Path, path: Path) -> None:
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema=schemas[0]))
     except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError) as error:
         raise DataError(f"{path}: these rows have no common Parquet schema, as plain text beside messages has none; "
-                        f"write .jsonl ({str(error).splitlines()[0]})") from None
+                        f"write .jsonl ({first_line(error)})") from None
 
 
 def _in_order(kind: Any, values: list[Any]) -> Any:

@@ -21,7 +21,7 @@ from tropism.commands.export.source import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.commands.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
 from tropism.commands.export.write import check_tensors
 from tropism.distributed.state import read_model
-from tropism.errors import CheckpointError, ModelError, OutputError
+from tropism.errors import CheckpointError, ModelError, OutputError, first_line
 from tropism.model import load, save
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
@@ -111,7 +111,7 @@ def _config_in(path: Path) -> Any:
     try:
         return PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{path}: no adapter config could be read: {adapter_files.first_line(error)}") from error
+        raise ModelError(f"{path}: no adapter config could be read: {first_line(error)}") from error
 
 
 def _base(run: ExportedRun, chosen: Chosen) -> str:
@@ -149,7 +149,7 @@ def _configs(run: ExportedRun, chosen: Chosen, begun: str) -> Iterator[Any]:
             yield PeftConfig.from_peft_type(**values)
         except (TypeError, ValueError) as error:
             raise ModelError(f"{run.path / 'manifest.json'}: the adapter's config there does not suit this peft: "
-                             f"{adapter_files.first_line(error)}; export with the peft that the run had") from error
+                             f"{first_line(error)}; export with the peft that the run had") from error
     if (Path(begun).expanduser() / ADAPTER_CONFIG).is_file():
         yield _config_in(Path(begun).expanduser())
 
@@ -190,7 +190,7 @@ def _shell(module: Any, adapter: Adapter) -> Any:
         with _quiet():
             return get_peft_model(module, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ModelError(f"the adapter does not fit {adapter.base}: {adapter_files.first_line(error)}") from error
+        raise ModelError(f"the adapter does not fit {adapter.base}: {first_line(error)}") from error
 
 
 def _check_complete(shell: Any, weights: Weights, path: Path) -> None:

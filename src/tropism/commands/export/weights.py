@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tropism.commands.export.source import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.distributed.state import read_model
-from tropism.errors import CheckpointError, ModelError, UsageError
+from tropism.errors import CheckpointError, ModelError, UsageError, first_line
 from tropism.model import load
 from tropism.model.source import ModelSource
 
@@ -88,7 +88,7 @@ def of_result(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> tupl
         model, report = AutoModelForCausalLM.from_pretrained(
             chosen.path, dtype="auto", output_loading_info=True, trust_remote_code=run.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{chosen.path}: cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{chosen.path}: cannot be loaded: {first_line(error)}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found := report.get(kind):
             raise ModelError(f"{chosen.path}: {kind.replace('_', ' ')}: {sorted(map(str, found))[0]}")

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tropism.errors import OutputError, OutputExistsError, UsageError
+from tropism.errors import OutputError, OutputExistsError, UsageError, first_line
 from tropism.observe.rundir import free_name
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
@@ -124,7 +124,7 @@ def read_back(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, tru
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto", output_loading_info=True, trust_remote_code=trust_remote_code)
     except (ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise _wrong(str(error).splitlines()[0]) from error
+        raise _wrong(first_line(error)) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if found := report.get(kind):
             raise _wrong(f"{kind.replace('_', ' ')}: {sorted(map(str, found))[0]}")

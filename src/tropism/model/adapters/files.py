@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tropism.distributed.shard import give
-from tropism.errors import ModelError
+from tropism.errors import ModelError, first_line
 from tropism.model.adapters.peft_settings import check_known, check_served, check_values
 from tropism.model.adapters.structure import NAME, adapter_name, learning_names, make_structure, materialize
 
@@ -198,9 +198,3 @@ def read_values(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path / CONFIG}: cannot be read: it is no JSON object")
     check_values(values, path / CONFIG)
     return values
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says first; of one that begins with a heading what stands below it too."""
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    return " ".join(line.strip() for line in lines[:2 if lines[0].rstrip().endswith(":") else 1])

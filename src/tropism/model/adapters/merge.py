@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tropism.errors import ModelError
-from tropism.model.adapters.files import CONFIG, first_line, read_values, weights_file
+from tropism.errors import ModelError, first_line
+from tropism.model.adapters.files import CONFIG, read_values, weights_file
 from tropism.model.adapters.peft_module import check_trainable, inner
 from tropism.model.adapters.peft_settings import check_known, check_served
 from tropism.model.adapters.structure import adapter_name

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tropism.distributed.state import TrainingState, read_tensors
-from tropism.errors import CheckpointError
+from tropism.errors import CheckpointError, first_line
 from tropism.model.adapters.structure import learning_names
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory
@@ -198,7 +198,7 @@ def load(engine: Engine, origin: Origin) -> None:
     try:
         state.apply(module, updater.optimizer, updater.owned)
     except (RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: does not fit this run: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{path}: does not fit this run: {first_line(error)}") from error
     updater.restore(trainer["updater"])
     engine.shift.restore(trainer["shift"], engine.model.device)
     if torch.cuda.is_available() or "cuda" not in trainer["random"]:
