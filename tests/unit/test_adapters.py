@@ -171,9 +171,9 @@ def test_figures() -> None:
     model = llama()
     total = sum(weight.numel() for weight in model.parameters())
     facts = adapters.facts_of(adapt(model, targets="q_proj"))
-    assert facts == adapters.Facts(3, 2, 1, 0, 192, total + 192)
+    assert facts == adapters.AdapterFacts(3, 2, 1, 0, 192, total + 192)
     assert str(facts).startswith("rank 3 on 2 modules (1 kinds): 192 of ")
-    big = adapters.Facts(16, 28, 7, 1, 1_234_567, 135_000_000)
+    big = adapters.AdapterFacts(16, 28, 7, 1, 1_234_567, 135_000_000)
     assert str(big) == "rank 16 on 28 modules (7 kinds) and 1 whole modules: 1.23M of 135M weights learn"
 
 
