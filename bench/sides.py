@@ -107,7 +107,7 @@ def ours(pipe: Connection, job: Job) -> None:
         optimizer = build_optimizer("adamw", trainable(module), 0.0)
         engine = Engine(model, reference, method, optimizer, world, MAX_GRAD_NORM,
                         probe.error)
-        works = {number: planner.work(number) for number in job.numbers}
+        works = {number: planner.packs_of(number) for number in job.numbers}
         # At step 0 the reference is the policy: its stored scores are the policy's log-probs.
         scores = {(tree.prompt_ids.tobytes(), completion.key): reference.scores[tree.score_key(completion)]
                   for pack in works[1].packs for tree in pack.trees for completion in tree.completions}

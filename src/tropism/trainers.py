@@ -226,7 +226,7 @@ class Trainer:
             UsageError: if nothing is held out.
         """
         with self._working() as run:
-            return EvalResult(run.evaluate(), len(run.held_out))
+            return EvalResult(run.evaluate(), len(run.inputs.held_out))
 
 
 class KTOTrainer(Trainer):

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +96,24 @@ def assert_same_metrics(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
                 assert one[key] == pytest.approx(other[key], rel=relative, abs=absolute), (key, one["step"])
             else:
                 assert one[key] == other[key]
+
+
+def train_steps(run: Any) -> Iterator[Any]:
+    """Build a `Run` and train it; yields the record of each optimizer step before the next one begins."""
+    from tropism.train.interval import Interval
+    from tropism.train.loop import Plan, TrainingLoop
+    from tropism.train.preemption import Preemption
+    from tropism.train.run_state import RunState
+
+    engine, state = run.build(), RunState()
+    found: list[Any] = []
+
+    def stop(record: Any) -> str:
+        found.append(record)
+        return "one step at a time"
+
+    while state.step < run.inputs.schedule.total_steps:
+        state.ending = None
+        TrainingLoop(engine, run.planner, Plan(Interval(1), Interval(0)), Preemption(engine.world), stop,
+                     state=state).run()
+        yield found.pop()

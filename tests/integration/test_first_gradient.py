@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
+from integration.conftest import train_steps
 from tropism.config import METHODS
 from tropism.data.rows import EncodedRow
 from tropism.distributed import World
 from tropism.observe.console import Voice
 from tropism.runner import PythonObjects, Run
-from tropism.train.interval import Interval
-from tropism.train.loop import Plan, train
 
 BETA = 0.4
 RATE = 0.5
@@ -136,10 +135,10 @@ def test_first_step(tiny_model_dir: Path, data_of: dict[str, Path], tmp_path: Pa
         model=str(tiny_model_dir), data=str(data), output="none", batch_size=9, max_steps=1, precision="fp64",
         learning_rate=RATE, optimizer="sgd", warmup_ratio=0.0, max_grad_norm=0.0, microbatch_tokens=100, **own,
         **options), World(0, 1, torch.device("cpu")), Voice(loud=False), PythonObjects(model=module))
-    record, = train(run.build(), run.planner, None, Plan(Interval(1), Interval(0)))
-    assert len(run.planner.work(1).packs) > 2
+    record, = train_steps(run)
+    assert len(run.planner.packs_of(1).packs) > 2
     plain = Plain(tiny_model_dir)
-    wanted = by_hand(plain, [run.data.train[index] for index in run.schedule.step(1)])
+    wanted = by_hand(plain, [run.inputs.data.train[index] for index in run.inputs.schedule.step(1)])
     wanted.backward()
     assert record.metrics["loss"] == pytest.approx(wanted.item(), rel=1e-6)
     moved = slope = difference = 0.0

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from integration.conftest import train_steps
 from integration.test_invariance import run_ranks
 from tropism.config import METHODS
 from tropism.data.options import DataOptions
@@ -22,8 +23,6 @@ from tropism.errors import UsageError
 from tropism.methods import LOSSES
 from tropism.observe.console import Voice
 from tropism.runner import PythonObjects, Run
-from tropism.train.interval import Interval
-from tropism.train.loop import Plan, train
 from tropism.train.options import RunOptions, StoreOptions
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -136,10 +135,10 @@ class Bench:
         self.module.load_state_dict(self.initial)
         run = Run(settings, self.world, Voice(loud=False),
                   PythonObjects(model=self.module, tokenizer=self.tokenizer, **others))
-        engine = run.build()
+        run.build()
         self.module.load_state_dict(self.moved, strict=False)
-        first, = train(engine, run.planner, None, Plan(Interval(1), Interval(0)))
-        if run.data.evaluation:
+        first, = train_steps(run)
+        if run.inputs.data.evaluation:
             assert run.evaluate()["loss"] == pytest.approx(first.metrics["loss"], rel=1e-5)  # L5
         added = path["kd_weight"] * first.metrics["kd/divergence"] if "kd_weight" in path else 0.0
         return first.metrics["loss"] - added

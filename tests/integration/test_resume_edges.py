@@ -13,13 +13,13 @@ import torch
 
 from integration.conftest import weights
 from integration.resuming import during, lines
+from tropism import runner
 from tropism.errors import OutputError, StoppedEarly, TropismError, UsageError
 from tropism.model import save
 from tropism.train import loop
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints import saver as keep
-from tropism.train.session import Session
-from tropism.train.step import StepOutcome
+from tropism.train.step_log import StepOutcome
 
 __all__ = ["during"]
 Train = Callable[..., Any]
@@ -109,7 +109,7 @@ def test_a_run_killed_after_the_save_of_its_early_end(train: Train, tmp_path: Pa
     """C1: it has ended already."""
     straight = train("dpo", **ENDS, save_every=3)
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "_export", lambda self: 1 / 0)
+        patch.setattr(runner, "export_result", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train("dpo", output=str(tmp_path / "cut"), **ENDS, save_every=3)
     resumed = train("dpo", output=str(tmp_path / "cut"), resume="auto", **ENDS, save_every=3)
@@ -153,9 +153,9 @@ def test_stopped_twice_in_the_same_evaluation_on_a_full_disk(train: Train, tmp_p
     """C1, C2: the checkpoint of that step stays until another one of it is complete."""
     options = {"max_steps": 4, "eval_fraction": 0.2, "eval_every": 2}
     straight, output = train("dpo", **options), tmp_path / "cut"
-    real = Session.evaluate
+    real = runner.Run._evaluate
 
-    def stopping(self: Session, *args: Any) -> dict[str, float]:
+    def stopping(self: runner.Run, *args: Any) -> dict[str, float]:
         if (output / "metrics.jsonl").exists():
             raise StoppedEarly("in the middle")
         return real(self, *args)
@@ -164,7 +164,7 @@ def test_stopped_twice_in_the_same_evaluation_on_a_full_disk(train: Train, tmp_p
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "evaluate", stopping)
+        patch.setattr(runner.Run, "_evaluate", stopping)
         with pytest.raises(StoppedEarly):
             train("dpo", output=str(output), **options)
         with monkeypatch.context() as disk:
@@ -180,13 +180,14 @@ def test_stopped_twice_in_the_same_evaluation_on_a_full_disk(train: Train, tmp_p
 
 def evaluating(patch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """The evaluations of steps 0, 2, 4, ... say these losses."""
-    real = loop._Run.evaluated
+    real = loop.TrainingLoop._emit
 
-    def said(self: Any) -> loop.Record:
-        record = real(self)
-        return loop.Record(record.step, "eval", record.metrics | {"loss": losses[record.step // 2]})
+    def said(self: Any, record: loop.Record) -> None:
+        if record.split == "eval":
+            record = loop.Record(record.step, "eval", record.metrics | {"loss": losses[record.step // 2]})
+        real(self, record)
 
-    patch.setattr(loop._Run, "evaluated", said)
+    patch.setattr(loop.TrainingLoop, "_emit", said)
 
 
 BEST = {"max_steps": 8, "eval_fraction": 0.2, "eval_every": 2, "keep": 1, "keep_best": "loss"}
@@ -242,11 +243,9 @@ def test_going_back_names_the_best_of_those_that_count(train: Train, during: Cal
 def test_the_space_that_is_asked_for_is_that_of_the_saves(train: Train, monkeypatch: pytest.MonkeyPatch,
                                                           save_every: Any, copies: int) -> None:
     """C2: a run of ten steps, two epochs, is not refused for ten checkpoints."""
-    from tropism.model import load
-
     asked: list[int] = []
     real = save.check_space
-    monkeypatch.setattr(load, "check_space", lambda *args: asked.append(args[4]) or real(*args))
+    monkeypatch.setattr(save, "check_space", lambda *args: asked.append(args[4]) or real(*args))
     monkeypatch.setattr(keep.Saver, "estimate_bytes", lambda self: 1)
     result = train("dpo", max_steps=10, save_every=save_every, keep=0)
     assert max(asked) == len(kept(result.directory)) == copies
@@ -284,10 +283,8 @@ def test_state_that_cannot_be_had_is_an_error_of_every_rank(train: Train, monkey
 
 def test_keep_best_needs_an_optimizer_that_can_be_kept(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """C2: as save_every does."""
-    from tropism.train import session
-
-    monkeypatch.setattr(session, "why_not_kept", lambda updater: "the optimizer is odd")
-    with pytest.raises(UsageError, match="keep_best: the optimizer is odd; leave keep_best out"):
+    monkeypatch.setattr(keep, "why_not_kept", lambda updater: "the optimizer is odd")
+    with pytest.raises(UsageError, match="keep_best: the optimizer is odd. Leave keep_best out"):
         train("dpo", **{**BEST, "keep": 2})
 
 

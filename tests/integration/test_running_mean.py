@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from integration.conftest import train_steps
 from tropism.config import METHODS
 from tropism.data.batching.collate import collate
 from tropism.data.tree import PromptTree, score_key
@@ -16,8 +17,6 @@ from tropism.errors import NonFiniteError
 from tropism.observe.console import Voice
 from tropism.runner import Run
 from tropism.train.frozen.reference import StoredReference
-from tropism.train.interval import Interval
-from tropism.train.loop import Plan, train
 
 BETA, DESIRABLE_WEIGHT = 0.7, 1.5
 
@@ -37,12 +36,11 @@ def opened(tiny_model_dir: Path, data_of: dict[str, Path], tmp_path: Path) -> Ca
 
 def rewards_of(run: Run, rows: list[int]) -> torch.Tensor:
     """Rewards of some training rows, each computed alone."""
-    assert run.engine is not None
     assert run.engine.reference is not None
     found = []
     with torch.no_grad():
         for index in rows:
-            row = run.data.train[index]
+            row = run.inputs.data.train[index]
             trees = [PromptTree(row.prompt_ids, row.completions)]
             batch = collate(trees, "tree")
             found.append(BETA * (run.engine.model.logps(batch) - run.engine.reference.score(trees, batch)))
@@ -57,17 +55,17 @@ def test_three_steps_by_hand(opened: Callable[..., Run]) -> None:
     run = opened(loss="bco", beta=BETA, desirable_weight=DESIRABLE_WEIGHT)
     engine = run.build()
     total, count, shifts = 0.0, 0, []
-    records = train(engine, run.planner, None, Plan(Interval(1), Interval(0)))
+    records = train_steps(run)
     for step in (1, 2, 3):
         before = None if engine.shift.sums is None else engine.shift.sums.clone()
         evaluated = [run.evaluate()["loss"] for _ in range(2)]
         assert evaluated[0] == evaluated[1]
         assert before is None if engine.shift.sums is None else torch.equal(engine.shift.sums, before)
-        rows = run.schedule.step(step)
+        rows = run.inputs.schedule.step(step)
         rewards = rewards_of(run, rows)
         total, count = total + float(rewards.sum()), count + len(rows)
         shifts.append(total / count)
-        labels = [run.data.train[index].desirable for index in rows]
+        labels = [run.inputs.data.train[index].desirable for index in rows]
         wanted = sum((DESIRABLE_WEIGHT if label else 1.0)
                      * math.log1p(math.exp(-(reward - shifts[-1]) * (1 if label else -1)))
                      for reward, label in zip(rewards.tolist(), labels, strict=True)) / len(rows)
@@ -83,7 +81,7 @@ def test_an_evaluation_sees_the_mean(opened: Callable[..., Run]) -> None:
     """L3: the shift moves the evaluation's loss, by which it is told from `bco` without one."""
     run = opened(loss="bco", beta=BETA)
     engine = run.build()
-    for _ in train(engine, run.planner, None, Plan(Interval(1), Interval(0))):
+    for _ in train_steps(run):
         pass
     with_mean = run.evaluate()["loss"]
     engine.shift.sums = None
@@ -110,11 +108,11 @@ def test_a_step_that_is_not_finite(opened: Callable[..., Run], monkeypatch: pyte
     """N1: it leaves weights and running mean as they were; only the rows that are not finite themselves are named."""
     run = opened(method, loss=loss)
     engine = run.build()
-    records = train(engine, run.planner, None, Plan(Interval(1), Interval(0)))
+    records = train_steps(run)
     next(records)
     before = {name: weight.detach().clone() for name, weight in engine.model.module.named_parameters()}
     sums = None if engine.shift.sums is None else engine.shift.sums.clone()
-    bad = run.data.train[run.schedule.step(2)[3]]
+    bad = run.inputs.data.train[run.inputs.schedule.step(2)[3]]
     key = score_key(bad.prompt_ids, bad.completions[0])
     poison(monkeypatch, key, value)
     with pytest.raises(NonFiniteError, match="step 2") as error:
@@ -122,6 +120,6 @@ def test_a_step_that_is_not_finite(opened: Callable[..., Run], monkeypatch: pyte
     for name, weight in engine.model.module.named_parameters():
         assert torch.equal(weight, before[name])
     assert engine.shift.sums is None if sums is None else torch.equal(engine.shift.sums, sums)
-    guilty = [row.place for row in (run.data.train[index] for index in run.schedule.step(2))
+    guilty = [row.place for row in (run.inputs.data.train[index] for index in run.inputs.schedule.step(2))
               if key in (score_key(row.prompt_ids, completion) for completion in row.completions)]
     assert f"the loss of {len(guilty)} rows is not finite: {', '.join(guilty)}" in str(error.value)

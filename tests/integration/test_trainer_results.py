@@ -16,7 +16,7 @@ from tropism import DPOTrainer, EvalResult, KTOTrainer, RunResult
 from tropism import runner as runs
 from tropism.errors import OutputExistsError, UsageError
 from tropism.observe import track
-from tropism.train import session
+from tropism.train import observers
 from tropism.trainers import Trainer
 
 
@@ -191,7 +191,7 @@ class Watched:
 def test_trackers_get_every_record(changes: dict[str, Any], names: list[str], small: Any, tmp_path: Path,
                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines of metrics.jsonl, under the run's name, in `log_dir` or in the run."""
-    monkeypatch.setattr(session, "Trackers", Watched)
+    monkeypatch.setattr(observers, "Trackers", Watched)
     monkeypatch.setattr(runs, "check_trackers", lambda names: None)
     log_dir = {"log_dir": str(tmp_path / "elsewhere")} if "track" not in changes else {}
     result = small("kto", eval_fraction=0.2, eval_steps=2, **changes, **log_dir).fit()
@@ -207,7 +207,7 @@ def test_trackers_get_every_record(changes: dict[str, Any], names: list[str], sm
 def test_no_tracker_is_asked_unless_one_is_named(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """H4: not even where its package is installed."""
     Watched.made = None
-    monkeypatch.setattr(session, "Trackers", Watched)
+    monkeypatch.setattr(observers, "Trackers", Watched)
     small("dpo", use_wandb=False).fit()
     assert Watched.made is None
     with pytest.raises(UsageError, match="unknown tracker 'wandbb'"):

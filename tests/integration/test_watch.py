@@ -16,7 +16,7 @@ from integration.test_invariance import run_ranks
 from tropism.errors import NonFiniteError, NothingLearnedError, ReferenceMismatchError, UsageError
 from tropism.model.language_model import LanguageModel
 from tropism.train import loop
-from tropism.train.step import StepOutcome
+from tropism.train.step_log import StepOutcome
 
 Spoil = Callable[[set[int]], None]
 
@@ -120,7 +120,7 @@ def test_skip_leaves_the_step_out_and_says_so(train: Callable[..., Any], spoil_l
     assert all(row["place"].startswith("pairs.jsonl:") for line in named for row in line["rows"])
     said = capsys.readouterr().out
     assert f"the loss of 1 rows is not finite: {named[0]['rows'][0]['id']}" in said
-    assert "The step was left out" in said
+    assert "The step was skipped" in said
     assert json.loads((result.directory / "manifest.json").read_text())["status"] == "done"
     assert all(torch.isfinite(tensor).all() for tensor in weights(result.model).values())
 
@@ -189,7 +189,7 @@ def test_a_run_that_gets_no_better_stops_early(train: Callable[..., Any], method
     manifest = json.loads((result.directory / "manifest.json").read_text())
     assert (manifest["status"], manifest["steps"], manifest["stopped_by"]) == ("done", 2, "stop_metric")
     assert f"{metric} was best at step 0" in manifest["reason"]
-    assert f"step 2: the run ends here: {metric} was best at step 0" in capsys.readouterr().out
+    assert f"step 2: early stopping: {metric} was best at step 0" in capsys.readouterr().out
     assert [line["step"] for line in records(result) if line["split"] == "train"] == [1, 2]
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from tropism.errors import NothingLearnedError
 from tropism.observe.metrics import Tally
 from tropism.train.monitor.first_update import FirstUpdate, snapshot
-from tropism.train.step import StepOutcome
+from tropism.train.step_log import StepOutcome
 
 YES, NO, NORM = torch.tensor(True), torch.tensor(False), torch.tensor(0.5)
 

@@ -35,6 +35,11 @@ class Units:
     members: Int[Tensor, "U m"]
     desirable: Bool[Tensor, " U"] | None
 
+    def to(self, device: torch.device) -> "Units":
+        """The same units on a device."""
+        desirable = None if self.desirable is None else self.desirable.to(device)
+        return Units(self.members.to(device), desirable)
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
@@ -279,9 +284,3 @@ def _confidence(scored: Scored, units: Units) -> PerUnit:
     """`[U]` WPO's weight of each pair: how likely the policy is to write both sides itself."""
     assert scored.confidence is not None
     return scored.confidence[units.members[:, :2]].sum(dim=1).exp().detach()
-
-
-def to_device(units: Units, device: torch.device) -> Units:
-    """The same units on a device."""
-    desirable = None if units.desirable is None else units.desirable.to(device)
-    return Units(units.members.to(device), desirable)

@@ -38,7 +38,7 @@ class Engine:
     rounding: float = 0.0
     """Largest difference between our log-prob of a completion and the model's own, measured at start, in nats per
     root of its tokens; what bfloat16 explains."""
-    balance: RouterLoss | None = None
+    router_loss: RouterLoss | None = None
     """The routers' load-balancing loss, if it is trained on."""
 
     @property
@@ -51,13 +51,20 @@ class Engine:
     @property
     def metric_keys(self) -> tuple[str, ...]:
         """Keys of a step's tally, the same on every rank."""
-        return self.method.metric_keys + ((KEY,) if self.balance is not None else ())
+        return self.method.metric_keys + ((KEY,) if self.router_loss is not None else ())
 
     def score(self, trees: Sequence[PromptTree], batch: Batch, tree: TreePass | None = None,
-              routed: Routed | None = None) -> Scored:
-        """What the losses are a function of, for the completions of a batch on the model's device."""
+              routed: Routed | None = None, distill: bool = True) -> Scored:
+        """What the losses are a function of, for the completions of a batch on the model's device.
+
+        Args:
+            trees: in the batch's order.
+            tree: the pass to compute the trees in; by default a new one.
+            routed: takes the router logits of the pass.
+            distill: compare with the teacher, if there is one.
+        """
         comparison = targets = None
-        if self.teacher is not None:
+        if self.teacher is not None and distill:
             comparison, targets = self.teacher.comparison, self.teacher.targets(trees, batch)
         out = self.model.outcome(batch, tree, comparison=comparison, targets=targets, confidence=self.method.wpo,
                                  routed=routed)

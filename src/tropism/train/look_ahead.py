@@ -1,66 +1,101 @@
-"""What the losses of a step take from the whole of it, before any backward pass."""
+"""What the losses of a step take from all of its units, found by passes without gradient before any backward pass."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from tropism.losses.scored import Scored
+from tropism.data.batching.collate import Batch
 from tropism.methods import StepInputs
-from tropism.methods.method import to_device
 from tropism.model.attention import TreePass
 from tropism.model.moe_router import Routed
+from tropism.observe.metrics import Tally
 from tropism.train.engine import Engine
-from tropism.train.router_loss import StepRouterLoss
-from tropism.train.step_packs import MismatchedPack, Pack
+from tropism.train.step_packs import MismatchedPack, Pack, StepPacks
 from tropism.train.step_statistics import ReferencePoint, pool, ranks_of_step, reference_moments, rewards_of_step
 
 
-@torch.no_grad()
-def look_ahead(engine: Engine, packs: Sequence[Pack], balance: StepRouterLoss | None = None) -> list[StepInputs]:
-    """What the losses of each pack take from the whole step besides the reference point, by a forward pass of it.
+class LookAhead:
+    """KTO's reference point, AOT's sorted partners, BCO's running mean and the load of a MoE's experts in one step.
 
-    BCO's running mean is moved on, and stays so once the step is known to be finite. `balance` sees the same pass.
+    All processes make one together. BCO's running mean is only proposed: `engine.shift.settle` keeps or drops it.
+
+    Args:
+        engine: of the run.
+        step: the packs of this process.
+
+    Attributes:
+        point: the reference point; with `step.leaves` it is known once `inputs` was called.
     """
-    method, device = engine.method, engine.model.device
-    if not method.looks_ahead:
-        if balance:
-            balance.look_ahead()
-        return [StepInputs()] * len(packs)
-    found = []
-    for pack in packs:
-        batch = pack.batch.to(device)
-        routed = Routed() if balance else None
-        logps = engine.model.logps(batch, routed=routed)  # of an empty pack too: ranks may share the model
-        scored = None
-        if pack.rows:
-            assert engine.reference is not None
-            scored = Scored(logps, engine.reference.score(pack.trees, batch), batch.lengths)
-            if balance and routed:
-                balance.see(routed, pack)
-        found.append((scored, to_device(pack.units, device)))
-    shift = None
-    if method.needs("shift"):
-        shift = engine.shift.propose(engine.world.sum(rewards_of_step(method, found, device)))
-    if not method.needs_sorting:
-        return [StepInputs(shift=shift)] * len(packs)
-    wide = ranks_of_step(method, found, [pack.rows for pack in packs], engine.world, device)
-    return [replace(of_pack, shift=shift) for of_pack in wide]
+
+    def __init__(self, engine: Engine, step: StepPacks) -> None:
+        self.engine, self.step = engine, step
+        self.point: ReferencePoint | None = None
+        if step.mismatched:
+            self.point = pooled_reference_point(engine, step.mismatched)
+        self._router = engine.router_loss and engine.router_loss.of_step(engine.model, engine.world, step.packs)
+        self._inputs = self._from_all_packs(step.packs)
+
+    def tree_pass(self, batch: Batch) -> TreePass | None:
+        """How a pack's trees are computed: prompts are kept if mismatched completions continue them."""
+        return self.engine.model.tree_pass(batch, record=self.step.leaves is not None)
+
+    def routed(self) -> Routed | None:
+        """A place for the router logits of a pack's forward pass, if the router loss is trained on."""
+        return Routed() if self._router else None
+
+    def inputs(self, number: int, prompts: TreePass | None) -> StepInputs:
+        """What the losses of pack `number` take from the step.
+
+        Args:
+            prompts: the pack's own pass; mismatched completions of a step of one pack continue it.
+        """
+        if self.step.leaves is not None:
+            self.point = pooled_reference_point(self.engine, [self.step.leaves], prompts)
+        return replace(self._inputs[number], reference_point=self.point.value if self.point else None)
+
+    def router_share(self, routed: Routed | None, pack: Pack, tally: Tally) -> Tensor | float:
+        """What the router loss adds to the scalar that is differentiated for a pack; 0 without one."""
+        return self._router.share(routed, pack, tally) if self._router and routed else 0.0
+
+    @torch.no_grad()
+    def _from_all_packs(self, packs: Sequence[Pack]) -> list[StepInputs]:
+        """What each pack takes from the step besides the reference point. The router loss sees the same pass."""
+        engine, method, router = self.engine, self.engine.method, self._router
+        if not method.looks_ahead:
+            if router:
+                router.look_ahead()
+            return [StepInputs()] * len(packs)
+        scored = []
+        for pack in packs:  # an empty one too: processes may share the model
+            routed = self.routed()
+            found = engine.score(pack.trees, pack.batch.to(engine.model.device), routed=routed, distill=False)
+            scored.append((found, pack.units.to(engine.model.device)))
+            if router and routed and pack.rows:
+                router.see(routed, pack)
+        shift = None
+        if method.needs("shift"):
+            shift = engine.shift.propose(engine.world.sum(rewards_of_step(method, scored, engine.model.device)))
+        if not method.needs_sorting:
+            return [StepInputs(shift=shift)] * len(packs)
+        ranked = ranks_of_step(method, scored, [pack.rows for pack in packs], engine.world, engine.model.device)
+        return [replace(of_pack, shift=shift) for of_pack in ranked]
 
 
 @torch.no_grad()
 def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack],
-                           earlier: TreePass | None = None) -> ReferencePoint:
-    """z0 = max(0, S / n) with S and n summed over all units of the step on all ranks (KTO paper, section 4.1).
+                           prompts: TreePass | None = None) -> ReferencePoint:
+    """z0 = max(0, S / n) with S and n summed over all units of the step on all processes (KTO paper, section 4.1).
 
     Args:
-        packs: mismatched trees of this rank.
-        earlier: the pass that computed their prompts already, if one did.
+        packs: mismatched trees of this process.
+        prompts: the pass that has computed their prompts already, if one has.
     """
     moments = torch.zeros(5, dtype=torch.float64, device=engine.model.device)
     for pack in packs:
         batch = pack.batch.to(engine.model.device)
-        leaf_pass = engine.model.tree_pass(batch, earlier=earlier)
+        leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
         assert engine.reference is not None
         logratios = engine.model.logps(batch, leaf_pass) - engine.reference.score(pack.trees, batch)
         moments += reference_moments(logratios, pack.counts.to(batch.lengths.device))

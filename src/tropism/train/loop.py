@@ -1,206 +1,211 @@
-"""The training loop: a generator of records. It reads like the algorithm; observers only read what it yields."""
+"""The training loop. It reads like the algorithm; what observes it answers, and the loop acts on the answer."""
 
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tropism.errors import StoppedEarly
+from tropism.train.checkpoints.saver import Saver
 from tropism.train.engine import Engine
 from tropism.train.interval import Due, Interval
 from tropism.train.monitor.first_update import FirstUpdate
-from tropism.train.preemption import Halt
-from tropism.train.records import Progress, Record, Window
+from tropism.train.options import RunOptions
+from tropism.train.preemption import Preemption
+from tropism.train.records import Record, Window
+from tropism.train.run_state import RunState
 from tropism.train.step import train_step
 from tropism.train.step_packs import StepPacks, StepPlanner
 
 Evaluate = Callable[[Engine], dict[str, float]]
-"""Gives the metrics of the policy as it is (an `Evaluator`)."""
+"""Gives the metrics of the policy as it is now."""
+Observe = Callable[[Record], str | None]
+"""Looks at a record. Returns why the run ends with this step, or None to continue."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """When to do what.
+    """When to log, evaluate and save.
 
     Args:
         log_every: between train records.
-        eval_every: between evaluations; 0 for start and end only.
-        save_every: between checkpoints, with one at the end; 0 for those alone that a stop or the keeper asks for.
-        workers: threads that prepare steps ahead.
+        eval_every: between evaluations; 0 for the start and the end only.
+        save_every: between checkpoints, with one at the end; 0 saves only if the run is stopped or an evaluation is the
+            best so far.
+        prefetch: steps to prepare ahead, in threads.
     """
 
     log_every: Interval
     eval_every: Interval
     save_every: Interval = field(default=Interval(0))
-    workers: int = 0
+    prefetch: int = 0
+
+    @classmethod
+    def of(cls, options: RunOptions, total_steps: int, prefetch: int = 0) -> "Plan":
+        """The plan of a run; by default it evaluates every tenth of it."""
+        tenth = max(1, total_steps // 10)
+        return cls(Interval.parse(options.log_every),
+                   Interval.parse(tenth if options.eval_every is None else options.eval_every),
+                   Interval.parse(options.save_every or 0), prefetch)
 
 
-class Keeper(Protocol):
-    """Keeps a run as it stands."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether a save that went on beside the steps has failed."""
-        ...
-
-    def wants(self, step: int) -> bool:
-        """Whether it asks for a save after the evaluation of this step; called by all ranks."""
-        ...
-
-    def save(self, progress: Progress) -> None:
-        """Begin to save; called by all ranks."""
-        ...
-
-    def wait(self) -> None:
-        """Come back when everything is on the disk; called by all ranks.
-
-        Raises:
-            OutputError: on all of them, if it could not be written.
-        """
-        ...
-
-
-class _NoKeeper:
-    failed = False
-
-    def wants(self, step: int) -> bool:
-        """Never."""
-        return False
-
-    def save(self, progress: Progress) -> None:
-        """Nothing is kept."""
-
-    def wait(self) -> None:
-        """Nothing is awaited."""
-
-
-def train(engine: Engine, planner: StepPlanner, evaluate: Evaluate | None, plan: Plan, progress: Progress | None = None,
-          keeper: Keeper | None = None, halt: Halt | None = None) -> Iterator[Record]:
-    """Run what is left of the schedule, after what the step before still owes.
+@dataclass
+class TrainingLoop:
+    """Runs the rest of the schedule.
 
     Args:
-        evaluate: None if nothing is held out.
-        progress: where to go on; by default before step 1.
-        keeper: keeps the run at the steps that the plan says, and where it is stopped.
-        halt: says when to stop.
-
-    Raises:
-        NothingLearnedError: if the first step with a learning rate above 0 changes no weight.
-        NonFiniteError: at the first record or save after a step whose loss or gradient was not finite; that step
-            changed nothing. The rows are named.
-        StoppedEarly: where `halt` said so; the run is kept, and was evaluated after that if there was time.
-        OutputError: if the keeper could not write.
+        engine, planner: what trains, and what prepares its steps.
+        plan: when to log, evaluate and save.
+        preemption: knows when the run must stop early.
+        observe: looks at each record, on every process alike.
+        evaluate: None if no rows are held out.
+        saver: writes checkpoints; None if the run cannot be saved.
+        state: where to start; by default before step 1.
     """
-    run = _Run(engine, planner, evaluate, plan, progress or Progress(), keeper or _NoKeeper(),
-               halt or Halt(engine.world))
-    progress, halt = run.progress, run.halt
-    timers = _Timers(plan, planner)
-    last = 0 < progress.step == timers.total
-    if last and progress.window.steps:
-        yield run.record()
-    progress.evaluation_due = progress.evaluation_due and evaluate is not None
-    yield from run.close(last and plan.save_every.every > 0)
-    halt.check()
-    first = FirstUpdate(engine.model.module, progress.step > 0, engine.world.sum, engine.world.max)
-    for work in () if halt.ending else _prepared(planner, plan.workers, progress.step + 1):
-        began = time.monotonic()
-        outcome = train_step(engine, work)
-        progress.add(outcome, work.units, work.flat_tokens, work.computed_tokens)
-        first.look(outcome)
-        halt.took("step", time.monotonic() - began)
-        due = timers.after(work.step, halt, run.keeper, evaluate is not None)
-        if due.log:
-            yield run.record()
-        progress.evaluation_due = evaluate is not None and (due.evaluate or halt.ending is not None)
-        if due.failed:
-            run.keeper.wait()
-        if due.stop:
-            yield from run.stopped(due.stop)
-        yield from run.close(due.save)
-        if halt.ending:
-            break
-    run.keeper.wait()
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What the loop does at a step, besides the step."""
 
     engine: Engine
     planner: StepPlanner
-    evaluate: Evaluate | None
     plan: Plan
-    progress: Progress
-    keeper: Keeper
-    halt: Halt
+    preemption: Preemption
+    observe: Observe = lambda record: None
+    evaluate: Evaluate | None = None
+    saver: Saver | None = None
+    state: RunState = field(default_factory=RunState)
 
-    def record(self) -> Record:
-        """The train record of the window, which begins anew."""
-        progress, step = self.progress, self.progress.step
-        metrics = progress.window.read(self.engine, self.planner.rows, progress.tolerance)
-        metrics |= {"learning_rate": progress.learning_rate, "epoch": self.planner.schedule.epochs_after(step),
-                    **progress.totals}
-        skipped = tuple(progress.window.skipped)
-        progress.window = Window()
-        return Record(step, "train", metrics, skipped)
+    def run(self) -> None:
+        """Train until the schedule, an observer or a request ends the run, after what the last step still owes.
 
-    def evaluated(self) -> Record:
-        """The evaluation that is due. Where it is stopped in the middle, the run is kept and still owes it."""
+        Raises:
+            NothingLearnedError: if the first step with a learning rate above 0 changes no weight.
+            NonFiniteError: at the first record or save after a step whose loss or gradient was not finite. That step
+                changed nothing, and the error names its rows.
+            StoppedEarly: if `preemption` asked for it. The run is saved first, and evaluated if there is time.
+            OutputError: if a checkpoint could not be written.
+        """
+        state, timers = self.state, _Timers(self.plan, self.planner)
+        self._catch_up(timers.total)
+        first = FirstUpdate(self.engine.model.module, state.step > 0, self.engine.world.sum, self.engine.world.max)
+        for packs in self._prepared():
+            began = time.monotonic()
+            outcome = train_step(self.engine, packs)
+            state.add(outcome, packs)
+            first.look(outcome)
+            self.preemption.took("step", time.monotonic() - began)
+            due = timers.after(state.step, self.preemption, self.saver, self.evaluate is not None)
+            if due.log:
+                self._log()
+            state.evaluation_due = self.evaluate is not None and (due.evaluate or state.ending is not None)
+            if due.failed:
+                self._wait()
+            if due.stop:
+                self._stop(due.stop)
+            self._close(due.save)
+            if state.ending:
+                break
+        self._wait()
+
+    def _catch_up(self, total: int) -> None:
+        """What the step before the first one still owes: a record, an evaluation, a checkpoint."""
+        state = self.state
+        last = 0 < state.step == total
+        if last and state.window.steps:
+            self._log()
+        state.evaluation_due = state.evaluation_due and self.evaluate is not None
+        self._close(last and self.plan.save_every.every > 0)
+        self.preemption.check()
+
+    def _prepared(self) -> Iterator[StepPacks]:
+        """The packs of each step in order; with `prefetch`, some steps ahead. None if the run has ended already."""
+        steps = range(self.state.step + 1, 1 if self.state.ending else self.planner.schedule.total_steps + 1)
+        if not self.plan.prefetch:
+            yield from map(self.planner.packs_of, steps)
+            return
+        with ThreadPoolExecutor(self.plan.prefetch) as pool:
+            ahead = [pool.submit(self.planner.packs_of, step) for step in steps[: self.plan.prefetch + 1]]
+            for place in range(len(steps)):
+                if place + self.plan.prefetch + 1 < len(steps):
+                    ahead.append(pool.submit(self.planner.packs_of, steps[place + self.plan.prefetch + 1]))
+                yield ahead.pop(0).result()
+
+    def _emit(self, record: Record) -> None:
+        """Hand a record to the observers and act on their answer."""
+        self.state.see(record)
+        reason = self.observe(record)
+        self.state.ending = self.state.ending or reason
+
+    def _log(self) -> None:
+        """Emit the train record of the window, and begin a new window."""
+        state = self.state
+        metrics = state.window.read(self.engine, self.planner.rows, state.tolerance)
+        metrics |= {"learning_rate": state.learning_rate, "epoch": self.planner.schedule.epochs_after(state.step),
+                    **state.totals}
+        skipped = tuple(state.window.skipped)
+        state.window = Window()
+        self._emit(Record(state.step, "train", metrics, skipped))
+
+    def _evaluate(self) -> None:
+        """Emit the evaluation that is due. If it is interrupted, the run is saved and still owes it."""
         assert self.evaluate is not None
         began = time.monotonic()
         try:
-            record = Record(self.progress.step, "eval", self.evaluate(self.engine))
+            record = Record(self.state.step, "eval", self.evaluate(self.engine))
         except StoppedEarly:
-            if self.progress.step:
-                self.save()
-                self.keeper.wait()
+            if self.state.step:
+                self._save()
+                self._wait()
             raise
-        self.progress.evaluation_due = False
-        self._paused("evaluate", began)
-        return record
+        self.state.evaluation_due = False
+        self._pause("evaluate", began)
+        self._emit(record)
 
-    def close(self, save: bool) -> Iterator[Record]:
-        """What comes after a step and its record: the evaluation, where it is due, and what follows from it."""
-        if self.progress.evaluation_due:
-            yield self.evaluated()
-            save = save or (self.progress.step > 0 and self.keeper.wants(self.progress.step))
-        if self.halt.ending and self.progress.window.steps:
-            yield self.record()
-        if save or (self.halt.ending and self.progress.step and self.plan.save_every.every):
-            self.save()
+    def _close(self, save: bool) -> None:
+        """What follows a step and its record: the evaluation if it is due, and a checkpoint if one is wanted."""
+        state = self.state
+        if state.evaluation_due:
+            self._evaluate()
+            save = save or (state.step > 0 and self.saver is not None and self.saver.wants(state))
+        if state.ending and state.window.steps:
+            self._log()
+        if save or (state.ending and state.step and self.plan.save_every.every):
+            self._save()
 
-    def save(self) -> None:
-        """Keep the run as it stands."""
+    def _save(self) -> None:
+        """Begin to write a checkpoint; it is written beside the next steps."""
         began = time.monotonic()
-        self.progress.window.settle(self.engine, self.planner.rows, self.progress.tolerance)
-        self.keeper.save(self.progress)
-        self._paused("stall", began)
+        self.state.window.settle(self.engine, self.planner.rows, self.state.tolerance)
+        if self.saver is not None:
+            self.saver.save(self.state)
+        self._pause("stall", began)
 
-    def stopped(self, wish: int) -> Iterator[Record]:
-        """Keep the run, then evaluate it where there is time: what is kept does not know of that evaluation, as a
-        straight run would not.
+    def _wait(self) -> None:
+        """Wait until the checkpoint in progress is on the disk."""
+        if self.saver is not None:
+            self.saver.wait()
+
+    def _stop(self, request: int) -> None:
+        """Save the run, then evaluate it if there is time. The checkpoint does not know of that evaluation, as in a run
+        that is not stopped.
 
         Raises:
             StoppedEarly: at the end.
         """
-        self.save()
-        self.keeper.wait()
-        self.halt.kept = True
-        if self.evaluate is not None and self.halt.leaves_time(wish):
-            yield Record(self.progress.step, "eval", self.evaluate(self.engine))
-        raise StoppedEarly(self.halt.reason(wish))
+        self._save()
+        self._wait()
+        self.preemption.saved = True
+        if self.evaluate is not None and self.preemption.leaves_time(request):
+            self._emit(Record(self.state.step, "eval", self.evaluate(self.engine)))
+        raise StoppedEarly(self.preemption.reason(request))
 
-    def _paused(self, what: str, began: float) -> None:
-        """It was no part of a step's time."""
+    def _pause(self, what: str, began: float) -> None:
+        """Leave out time that was not spent in a step."""
         seconds = time.monotonic() - began
-        self.halt.took(what, seconds)
-        self.progress.window.pause(seconds)
+        self.preemption.took(what, seconds)
+        self.state.window.pause(seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Now:
-    """What comes after a step; the same on every rank."""
+    """What follows a step; the same on every process."""
 
     log: bool
     evaluate: bool
@@ -210,7 +215,7 @@ class _Now:
 
 
 class _Timers:
-    """Decides what comes after each step."""
+    """Decides what follows each step."""
 
     def __init__(self, plan: Plan, planner: StepPlanner) -> None:
         self.total = planner.schedule.total_steps
@@ -218,31 +223,17 @@ class _Timers:
                      for every in (plan.log_every, plan.eval_every, plan.save_every)]
         self.world = planner.world
 
-    def after(self, step: int, halt: Halt, keeper: Keeper, evaluates: bool) -> _Now:
-        """All ranks ask together. What depends on a clock is the main rank's to say; any rank may want to stop."""
+    def after(self, step: int, preemption: Preemption, saver: Saver | None, evaluates: bool) -> _Now:
+        """All processes ask together. The main process decides what depends on a clock; any of them may want to
+        stop."""
         last = step == self.total
         found = [last or (one.after(step) and (self.world.is_main or one.interval.unit != "seconds"))
                  for one in self.dues]
         found[2] = found[2] and self.dues[2].interval.every > 0
-        wish = halt.wish(last, evaluates and found[1])
-        log, evaluate, save, failed, stop = self.world.max([*map(int, found), int(keeper.failed), wish])
+        request = preemption.request(last, evaluates and found[1])
+        failed = saver is not None and saver.failed
+        log, evaluate, save, failing, stop = self.world.max([*map(int, found), int(failed), request])
         for one, now in zip(self.dues, (log, evaluate, save), strict=True):
             if now:
                 one.done()
-        return _Now(bool(log), bool(evaluate), bool(save), bool(failed), stop)
-
-
-def _prepared(planner: StepPlanner, workers: int, first: int) -> Iterator[StepPacks]:
-    """Each step's work in order; with workers, some steps ahead."""
-    steps = range(first, planner.schedule.total_steps + 1)
-    if not workers:
-        yield from map(planner.work, steps)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        ahead = [pool.submit(planner.work, step) for step in steps[: workers + 1]]
-        for place in range(len(steps)):
-            if place + workers + 1 < len(steps):
-                ahead.append(pool.submit(planner.work, steps[place + workers + 1]))
-            yield ahead.pop(0).result()
-
-
+        return _Now(bool(log), bool(evaluate), bool(save), bool(failing), stop)

@@ -1,65 +1,132 @@
-"""What looks at the records of a run while it goes on, and speaks, or ends it."""
+"""What observes the records of a run: `metrics.jsonl`, trackers, progress, guards and early stopping."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from tropism.distributed.world import World
+from tropism.errors import UsageError
+from tropism.methods import Method
 from tropism.observe.console import Voice
-from tropism.train.monitor.early_stopping import EarlyStopping
-from tropism.train.monitor.guards import Guards
+from tropism.observe.rundir import RunDirectory
+from tropism.observe.track import Trackers
+from tropism.train.monitor.early_stopping import EarlyStopping, make_rule
+from tropism.train.monitor.guards import Guards, Subject
+from tropism.train.options import RunOptions
 from tropism.train.records import Record
 
-Line = Callable[[dict[str, Any]], None]
-"""Writes a line of a file."""
 
-
-class Watch:
-    """Guards and early stopping of a run. Every rank has one and hears the same; the main rank speaks and writes.
+class Observers:
+    """Every process has one and sees the same records; the main process speaks and writes.
 
     Args:
-        guards: look at train records.
-        stopper: looks at evaluations; None if the run has its full length.
+        world: this process among the others.
+        directory: of the run.
         voice: speaks to the user.
-        notice, skipped: write a line of `notices.jsonl` and of `skipped.jsonl`.
+        guards: look at train records.
+        early_stopping: looks at evaluations; None to run the whole schedule.
+        keep_best: the metric that every evaluation must have; None for none.
     """
 
-    def __init__(self, guards: Guards, stopper: EarlyStopping | None, voice: Voice, notice: Line,
-                 skipped: Line) -> None:
-        self.guards = guards
-        self.stopper = stopper
+    def __init__(self, world: World, directory: RunDirectory, voice: Voice, guards: Guards,
+                 early_stopping: EarlyStopping | None, keep_best: str | None = None) -> None:
+        self.world = world
+        self.directory = directory
         self.voice = voice
-        self.notice = notice
-        self.skipped = skipped
+        self.guards = guards
+        self.early_stopping = early_stopping
+        self.keep_best = keep_best
+        self._trackers: Trackers | None = None
+        self._progress: Callable[[Record], None] = lambda record: None
+
+    @classmethod
+    def of(cls, options: RunOptions, method: Method, evaluates: bool, world: World, directory: RunDirectory,
+           voice: Voice) -> "Observers":
+        """The observers that the options ask for.
+
+        Args:
+            evaluates: rows are held out.
+        """
+        rule = make_rule(options.stop_metric, options.stop_patience, options.stop_delta, method, evaluates)
+        guards = Guards(Subject.of(method, getattr(options, "reference", None)))
+        return cls(world, directory, voice, guards, EarlyStopping(rule) if rule else None, options.keep_best)
+
+    @contextmanager
+    def showing(self, total: int, options: RunOptions, written: dict[str, Any]) -> Iterator[None]:
+        """Show progress, and log to trackers, while the block runs.
+
+        Args:
+            total: optimizer steps of the run.
+            options: name the trackers.
+            written: every option of the run with its value.
+        """
+        if self.world.is_main and options.track:
+            logs = Path(options.log_dir).expanduser() if options.log_dir else self.directory.path / "logs"
+            self._trackers = Trackers(options.track.split(","), self.directory.path.name, logs, written,
+                                      self.voice.warn)
+        try:
+            with self.voice.bar("train") as report:
+                self._progress = lambda record: report(record.step, total, **shown(record.metrics))
+                yield
+        finally:
+            if self._trackers is not None:
+                self._trackers.finish()
 
     def see(self, record: Record) -> str | None:
-        """Look at a record.
+        """Write a record, show it and judge it. What this changes is in `state`, so call it before the next save.
 
         Returns:
-            Why the run ends with this step; None if it goes on.
+            Why the run ends with this step; None to continue.
+
+        Raises:
+            OutputError: on all processes, if it cannot be written.
+            UsageError: if an evaluation lacks the metric of `--keep-best`.
         """
+        self.world.on_main(lambda: self.directory.append_record(record.to_json()))
+        if self._trackers is not None:
+            self._trackers.log(record.metrics, record.step, record.split)
         for bad in record.skipped:
-            self.voice.warn(f"{bad}. The step was left out")
-            self.skipped(bad.to_json())
+            self.voice.warn(f"{bad}. The step was skipped")
+            self._append("skipped.jsonl", bad.to_json())
         if record.split == "train":
             for found in self.guards.see(record.step, record.metrics):
                 self.voice.warn(found.text)
-                self.notice(found.to_json())
-        elif self.stopper is not None and self.stopper.see(record.step, record.metrics):
-            self.voice.say(f"step {record.step}: the run ends here: {self.stopper.reason}")
-            return self.stopper.reason
+                self._append("notices.jsonl", found.to_json())
+            self._progress(record)
+            return None
+        if self.keep_best is not None and self.keep_best not in record.metrics:
+            raise UsageError(f"--keep-best {self.keep_best}: not a metric of this evaluation. It has "
+                             f"{', '.join(sorted(record.metrics))}")
+        if self.early_stopping is not None and self.early_stopping.see(record.step, record.metrics):
+            self.voice.say(f"step {record.step}: early stopping: {self.early_stopping.reason}")
+            return self.early_stopping.reason
         return None
 
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        self.world.on_main(lambda: self.directory.append_line(name, line))
+
     @property
-    def over(self) -> str | None:
+    def ending(self) -> str | None:
         """Why the run has ended, if it has: it can be killed between its last save and its end."""
-        return self.stopper.reason if self.stopper is not None and self.stopper.over else None
+        return self.early_stopping.reason if self.early_stopping is not None and self.early_stopping.over else None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {"guards": self.guards.state(), "stopper": self.stopper.state() if self.stopper else None}
+        """What a checkpoint keeps; plain values."""
+        return {"guards": self.guards.state(),
+                "stopper": self.early_stopping.state() if self.early_stopping else None}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state()`; what it does not have begins anew."""
+        """Continue from `state()`; what it does not have starts anew."""
         if state.get("guards"):
             self.guards.restore(state["guards"])
-        if self.stopper is not None and state.get("stopper"):
-            self.stopper.restore(state["stopper"])
+        if self.early_stopping is not None and state.get("stopper"):
+            self.early_stopping.restore(state["stopper"])
+
+
+def shown(metrics: dict[str, float]) -> dict[str, str]:
+    """The figures of a train record that stand beside the progress bar."""
+    figures = {"loss": f"{metrics['loss']:.4f}"} if "loss" in metrics else {}
+    if "rewards/margins" in metrics:
+        figures["margin"] = f"{metrics['rewards/margins']:+.4f}"
+    return {**figures, "tokens/s": f"{metrics['tokens_per_second']:.0f}"}

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import get_scheduler
 
 from tropism.distributed.shard import Owned
 from tropism.distributed.state import check_plain
+from tropism.distributed.world import World
 from tropism.errors import UsageError
 from tropism.train.options import RunOptions
 
@@ -200,3 +202,12 @@ def step_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finit
     optimizer.found_inf = (~finite).float().reshape(())
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def clip(owned: Owned, max_norm: float, world: World) -> Tensor:
+    """The norm of the gradient over all processes. Gradients are scaled down to `max_norm` if they exceed it; 0 never
+    clips."""
+    norm = owned.norm(world)
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(owned.parts, max_norm, norm)
+    return norm

@@ -19,7 +19,7 @@ _MARGIN_SHARE = 0.02
 """Of the limit: no step is exactly as long as the longest so far."""
 
 
-class Halt:
+class Preemption:
     """Whether a run shall stop before its end.
 
     Args:
@@ -33,10 +33,7 @@ class Halt:
         self.limit_s = limit_s
         self.began = time.monotonic() if began is None else began
         self.longest = {"step": 0.0, "evaluate": 0.0, "stall": 0.0, "save": 0.0}
-        self.ending: str | None = None
-        """Why the run ends with the step in hand as if it were the last; set by an observer that sees the same records
-        on every rank."""
-        self.kept = False
+        self.saved = False
         """Whether the run is on the disk as it stands: nothing needs time any more but what is going on."""
         self._signal = 0
 
@@ -63,7 +60,7 @@ class Halt:
         """A step, an evaluation or a save took so long; the next one may take as long as the longest so far."""
         self.longest[what] = max(self.longest.get(what, 0.0), seconds)
 
-    def wish(self, last: bool = False, evaluating: bool = False) -> int:
+    def request(self, last: bool = False, evaluating: bool = False) -> int:
         """This rank's own wish, between two steps: 0 to go on, else what `agreed` takes.
 
         Args:
@@ -83,14 +80,14 @@ class Halt:
         margin = _MARGIN_S + _MARGIN_SHARE * self.limit_s
         return self.limit_s - margin - (time.monotonic() - self.began)
 
-    def reason(self, wish: int) -> str:
+    def reason(self, request: int) -> str:
         """A wish that all ranks agreed on, in words."""
-        return "max_time is reached" if wish == _TIME else f"it got {signal.Signals(wish >> 1).name}"
+        return "max_time is reached" if request == _TIME else f"it got {signal.Signals(request >> 1).name}"
 
     @staticmethod
-    def leaves_time(wish: int) -> bool:
+    def leaves_time(request: int) -> bool:
         """Whether a stop is early enough for a last evaluation. After a signal a kill may follow at any moment."""
-        return wish == _TIME
+        return request == _TIME
 
     def check(self) -> None:
         """Stop here if that was asked for; called by all ranks alike, where nothing needs to be kept.
@@ -99,13 +96,13 @@ class Halt:
             StoppedEarly: on every rank.
         """
         own = self._signal << 1
-        if not own and self.limit_s is not None and self._left() < (0.0 if self.kept else self.longest["save"]):
+        if not own and self.limit_s is not None and self._left() < (0.0 if self.saved else self.longest["save"]):
             own = _TIME
-        wish, = self.world.max([own])
-        if wish:
-            raise StoppedEarly(self.reason(wish))
+        request, = self.world.max([own])
+        if request:
+            raise StoppedEarly(self.reason(request))
 
-    def watching(self, report: Callable[..., None]) -> Callable[..., None]:
+    def interruptible(self, report: Callable[..., None]) -> Callable[..., None]:
         """A progress report, called by all ranks alike, that also stops a pass over the data between two packs.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The log window: the steps since the last train record, and what they add up to."""
+"""Records of `metrics.jsonl`, and the window of steps that the next train record sums up."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,8 +11,23 @@ from tropism.observe.metrics import means
 from tropism.train.engine import Engine
 from tropism.train.memory import peak_gib
 from tropism.train.monitor.nonfinite import BadStep, Tolerance
-from tropism.train.step import StepOutcome
+from tropism.train.step_log import StepOutcome
 from tropism.train.step_statistics import point_record
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    split: str
+    metrics: dict[str, float]
+    skipped: tuple[BadStep, ...] = ()
+    """Steps of its window that were not finite and were skipped."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as it is written."""
+        return {"step": self.step, "split": self.split, **self.metrics}
 
 
 @dataclass
@@ -20,15 +35,14 @@ class Window:
     """The steps since the last record.
 
     Args:
-        rows: `[keys, 2]` sums and counts of each step over all ranks, on the host: a record that spans a stop and a
-            resume adds up the same numbers in the same order. Zeros for a step that was left out.
-        skipped: steps that were left out.
-        last: what a record takes from its last step alone, of those that were not left out: gradient norm and
-            reference point.
+        rows: `[keys, 2]` sums and counts of each step over all processes, on the host. A record that spans a stop and
+            a resume adds the same numbers in the same order. Zeros for a skipped step.
+        skipped: steps that were not finite.
+        last: gradient norm and reference point of the last step that was applied.
         pending: steps that the host has not read yet.
-        tokens: as if flat, of all of them.
-        seconds: that they took before `began`.
-        began: when this sitting began with the window.
+        tokens: of all steps, as if each row were computed alone.
+        seconds: time of the steps before `began`.
+        began: when this process began to count, by the monotonic clock.
     """
 
     rows: list[Tensor] = field(default_factory=list)
@@ -83,8 +97,8 @@ class Window:
         """The metrics of all its steps, as `settle` says."""
         self.settle(engine, rows, tolerance)
         metrics = engine.method.combine(means(engine.metric_keys, torch.stack(self.rows).sum(0)))
-        if engine.balance is not None:
-            metrics = engine.balance.with_loss(metrics)
+        if engine.router_loss is not None:
+            metrics = engine.router_loss.with_loss(metrics)
         metrics |= self.last
         if self.skipped:
             metrics["skipped"] = len(self.skipped)
@@ -106,60 +120,3 @@ class Window:
         return cls([torch.tensor(row, dtype=torch.float64) for row in state["rows"]],
                    [BadStep.from_json(line) for line in state["skipped"]], dict(state["last"]), [],
                    int(state["tokens"]), float(state["seconds"]))
-
-
-@dataclass
-class Progress:
-    """Where a run stands between two steps: what a checkpoint keeps of the loop.
-
-    Args:
-        step: the last step that was done.
-        totals: `examples`, `tokens` and `tokens/computed` so far.
-        window: the steps since the last record.
-        evaluation_due: the evaluation that belongs to this step has not been recorded yet.
-        learning_rate: of the last step.
-        tolerance: of steps that are not finite.
-    """
-
-    step: int = 0
-    totals: dict[str, int] = field(default_factory=lambda: {"examples": 0, "tokens": 0, "tokens/computed": 0})
-    window: Window = field(default_factory=Window)
-    evaluation_due: bool = True
-    learning_rate: float = 0.0
-    tolerance: Tolerance = field(default_factory=Tolerance)
-
-    def add(self, outcome: StepOutcome, units: int, flat_tokens: int, computed_tokens: int) -> None:
-        """One more step."""
-        self.step, self.learning_rate = outcome.step, outcome.learning_rate
-        self.window.add(outcome, flat_tokens)
-        for key, count in (("examples", units), ("tokens", flat_tokens), ("tokens/computed", computed_tokens)):
-            self.totals[key] += count
-
-    def state(self) -> dict[str, Any]:
-        """Plain values that `restore` takes."""
-        return {"step": self.step, "totals": dict(self.totals), "window": self.window.state(),
-                "evaluation_due": self.evaluation_due, "learning_rate": self.learning_rate,
-                "tolerance": self.tolerance.state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state()`."""
-        self.step, self.evaluation_due = int(state["step"]), bool(state["evaluation_due"])
-        self.learning_rate = float(state.get("learning_rate", 0.0))
-        self.totals = {key: int(count) for key, count in state["totals"].items()}
-        self.window = Window.restored(state["window"])
-        self.tolerance.restore(state["tolerance"])
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One line of `metrics.jsonl`."""
-
-    step: int
-    split: str
-    metrics: dict[str, float]
-    skipped: tuple[BadStep, ...] = ()
-    """Steps of its window that were not finite and left out."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The line as it is written."""
-        return {"step": self.step, "split": self.split, **self.metrics}

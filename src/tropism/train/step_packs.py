@@ -127,7 +127,7 @@ class StepPlanner:
         heavy: npt.NDArray[np.bool_] = (tokens > self.microbatch_tokens)[facts.prompt_numbers]
         return heavy
 
-    def work(self, step: int) -> StepPacks:
+    def packs_of(self, step: int) -> StepPacks:
         """Everything of a step that does not need the model."""
         indices = self.schedule.step(step)
         planted = build_trees(self.rows, indices)

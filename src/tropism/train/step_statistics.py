@@ -13,7 +13,7 @@ from tropism.losses.scored import Scored
 from tropism.losses.transport import partners
 from tropism.methods import Method, StepInputs, Units
 
-ScoredPacks = Sequence[tuple[Scored | None, Units]]
+ScoredPacks = Sequence[tuple[Scored, Units]]
 """Packs of this rank as a pass without gradient found them; None for an empty one."""
 
 
@@ -59,9 +59,8 @@ def rewards_of_step(method: Method, found: ScoredPacks, device: torch.device) ->
     """`[2]` sum and count of this rank's rewards."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for scored, units in found:
-        if scored is not None:
-            rewards = method.unit_rewards(scored, units)
-            sums += torch.stack((rewards.sum(), torch.ones_like(rewards).sum()))
+        rewards = method.unit_rewards(scored, units)
+        sums += torch.stack((rewards.sum(), torch.ones_like(rewards).sum()))
     return sums
 
 
@@ -73,18 +72,17 @@ def ranks_of_step(method: Method, found: ScoredPacks, rows: Sequence[tuple[int, 
     """
     own: dict[int, tuple[float, ...]] = {}
     for (scored, units), indices in zip(found, rows, strict=True):
-        if scored is not None:
-            own |= dict(zip(indices, map(tuple, side_values(method, scored, units).tolist()), strict=True))
+        own |= dict(zip(indices, map(tuple, side_values(method, scored, units).tolist()), strict=True))
     everywhere = {index: values for part in world.of_parts(own) for index, values in part.items()}
     order = sorted(everywhere)
     place = {index: position for position, index in enumerate(order)}
     columns = sorted_partners(torch.tensor([everywhere[index] for index in order], dtype=torch.float64))
-    wide = []
+    inputs = []
     for indices in rows:
         at = torch.tensor([place[index] for index in indices], dtype=torch.int64)
         partner, of_chosen, of_rejected = (column[at].to(device) for column in columns)
-        wide.append(StepInputs(partner=partner, chosen_partner=of_chosen, rejected_partner=of_rejected))
-    return wide
+        inputs.append(StepInputs(partner=partner, chosen_partner=of_chosen, rejected_partner=of_rejected))
+    return inputs
 
 
 def side_values(method: Method, scored: Scored, units: Units) -> Tensor:

@@ -5,17 +5,20 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tropism.distributed.state import TrainingState, check_plain, read_whole
 from tropism.distributed.world import World
-from tropism.errors import OutputError, TropismError
+from tropism.errors import OutputError, TropismError, UsageError
 from tropism.methods import Method
 from tropism.model.adapters.structure import learning_names
+from tropism.model.save import export
 from tropism.observe.console import Voice
 from tropism.observe.files import write_whole
 from tropism.observe.lock import lend
@@ -25,8 +28,10 @@ from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.rng_state import random_state
 from tropism.train.engine import Engine
 from tropism.train.monitor.early_stopping import check_evaluated
-from tropism.train.preemption import Halt
-from tropism.train.records import Progress
+from tropism.train.optimizer import why_not_kept
+from tropism.train.options import RunOptions
+from tropism.train.preemption import Preemption
+from tropism.train.run_state import RunState
 
 _SLOWEST_DISK = 100e6
 """Bytes per second that the first save is expected to write, before any was measured."""
@@ -51,68 +56,31 @@ class Retention:
         return {*newest, *([best] if best in steps else [])}
 
 
-@dataclass
-class Notes:
-    """What a checkpoint keeps of everything around the loop; plain values.
-
-    Args:
-        fixed: fingerprints, options, libraries and world size that it belongs to.
-        answers: given before training.
-        baselines: of the evaluator.
-        evaluation: the last evaluation record.
-        guards: state of whatever watches the records, by its name.
-        seconds: that earlier sittings took.
-        began: when this sitting began, of the monotonic clock.
-    """
-
-    fixed: dict[str, Any]
-    answers: list[str] = field(default_factory=list)
-    baselines: dict[str, float] = field(default_factory=dict)
-    evaluation: dict[str, Any] = field(default_factory=dict)
-    guards: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds of the run so far."""
-        return self.seconds + time.monotonic() - self.began
-
-    def resume(self, trainer: dict[str, Any]) -> None:
-        """Take over what a checkpoint kept."""
-        self.answers, self.baselines = list(trainer["answers"]), dict(trainer["baselines"])
-        self.evaluation, self.guards = dict(trainer["evaluation"]), dict(trainer["guards"])
-        self.seconds = float(trainer["seconds"])
-
-    def state(self) -> dict[str, Any]:
-        """What is written down."""
-        return {**self.fixed, "answers": list(self.answers), "baselines": dict(self.baselines),
-                "evaluation": dict(self.evaluation), "guards": json.loads(json.dumps(self.guards)),
-                "seconds": self.elapsed}
-
-
 class Saver:
     """Writes checkpoints of a run, one at a time. The main rank writes, with all others where the model is sharded.
 
     Args:
         engine: what is kept.
         directory: of the run.
-        notes: what is kept around it; whoever changes them is seen by the next save.
+        facts: fingerprints, options, libraries and world size that the checkpoints belong to.
         retention: which checkpoints stay.
-        halt: is told how long a save takes.
+        preemption: learns how long a save takes.
         voice: says a line for each save.
+        guards: gives the state of whatever watches the records.
         model: writes the weights of a state dict as a model directory; None for none.
     """
 
-    def __init__(self, engine: Engine, directory: RunDirectory, notes: Notes, retention: Retention, halt: Halt,
-                 voice: Voice, model: Callable[[dict[str, Any], Path], None] | None = None) -> None:
+    def __init__(self, engine: Engine, directory: RunDirectory, facts: Mapping[str, Any], retention: Retention,
+                 preemption: Preemption, voice: Voice, guards: Callable[[], dict[str, Any]],
+                 model: Callable[[dict[str, Any], Path], None] | None = None) -> None:
         self.engine = engine
         self.world: World = engine.world
         self.directory = directory
-        self.notes = notes
+        self.facts = facts
         self.retention = retention
-        self.halt = halt
+        self.preemption = preemption
         self.voice = voice
+        self.guards = guards
         self.model = model
         self.root = directory.checkpoints
         self.best: tuple[int, float] | None = None
@@ -122,7 +90,7 @@ class Saver:
             self.world.together(self._see)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        halt.took("save", self.estimate_bytes() / _SLOWEST_DISK)
+        preemption.took("save", self.estimate_bytes() / _SLOWEST_DISK)
         self.world.on_main(self._begin_with_best)
 
     @property
@@ -154,14 +122,14 @@ class Saver:
         """A save in the background has failed; `wait` says how."""
         return self._failure is not None
 
-    def wants(self, step: int) -> bool:
+    def wants(self, state: RunState) -> bool:
         """Whether the evaluation of this step is better than that of any checkpoint. All ranks call this together."""
         if self.retention.best is None:
             return False
-        own = self.world.is_main and self._beats(step, self.notes.evaluation)
+        own = self.world.is_main and self._beats(state.step, state.evaluation)
         return bool(self.world.max([int(own)])[0])
 
-    def save(self, progress: Progress) -> None:
+    def save(self, state: RunState) -> None:
         """Copy what is to be kept, and begin to write it. All ranks call this together.
 
         Raises:
@@ -171,11 +139,11 @@ class Saver:
 
         def begin() -> None:
             try:
-                self._begin(progress)
+                self._begin(state)
             except TropismError:
                 raise
             except Exception as error:  # of an optimizer that was given; the other ranks would wait for us
-                raise OutputError(f"{self.root}: the state after step {progress.step} cannot be kept: "
+                raise OutputError(f"{self.root}: the state after step {state.step} cannot be kept: "
                                   f"{type(error).__name__}: {error}") from error
 
         if self.together:
@@ -207,23 +175,24 @@ class Saver:
             raise failure if isinstance(failure, TropismError) else OutputError(
                 f"{self.root}: the checkpoint could not be written: {type(failure).__name__}: {failure}")
 
-    def _begin(self, progress: Progress) -> None:
+    def _begin(self, state: RunState) -> None:
         began = time.monotonic()
         updater = self.engine.updater
         module = self.engine.model.module
-        state = TrainingState.of(module, updater.optimizer, updater.owned, only=learning_names(module))
-        tensors = self._copy = state.copied(self._copy, self.world.mesh)
-        check_plain([state.groups, state.values], "the optimizer")
+        weights = TrainingState.of(module, updater.optimizer, updater.owned, only=learning_names(module))
+        tensors = self._copy = weights.copied(self._copy, self.world.mesh)
+        check_plain([weights.groups, weights.values], "the optimizer")
         trainer = {
-            **progress.state(), **self.notes.state(), "offsets": self.directory.offsets(),
+            **state.to_json(), **self.facts, "guards": json.loads(json.dumps(self.guards())),
+            "offsets": self.directory.offsets(),
             "shift": self.engine.shift.state(), "random": random_state(), "updater": updater.state(),
-            "optimizer": {"groups": state.groups, "values": state.values, "begun": bool(updater.optimizer.state)},
+            "optimizer": {"groups": weights.groups, "values": weights.values, "begun": bool(updater.optimizer.state)},
             "saved": datetime.now(UTC).isoformat(timespec="seconds")}
-        if self._beats(progress.step, self.notes.evaluation):
-            self.best = progress.step, self.notes.evaluation[str(self.retention.best)]
+        if self._beats(state.step, state.evaluation):
+            self.best = state.step, state.evaluation[str(self.retention.best)]
         trainer["stall_s"] = time.monotonic() - began
         # A daemon: whoever leaves the run in a hurry does not wait for it, and what is unfinished does not count.
-        self._thread = threading.Thread(target=self._write, args=(progress.step, tensors, state.tied, trainer),
+        self._thread = threading.Thread(target=self._write, args=(state.step, tensors, weights.tied, trainer),
                                         name="checkpoint", daemon=True)
         lend(self.directory.path, self._thread)  # first: an interrupt may come between these two
         self._thread.start()
@@ -248,7 +217,7 @@ class Saver:
             self._failure = error
             return
         seconds = time.monotonic() - began
-        self.halt.took("save", trainer["stall_s"] + seconds)
+        self.preemption.took("save", trainer["stall_s"] + seconds)
         self.voice.say(f"checkpoint: step {step}, {size / 2**20:.1f} MiB in {seconds:.2f} s beside the training, which "
                        f"stood still for {trainer['stall_s']:.3f} s")
 
@@ -305,3 +274,30 @@ def check_metric(metric: str | None, method: Method, has_evaluation: bool) -> No
     if metric is None:
         return
     check_evaluated("keep_best", metric, method, has_evaluation)
+
+
+def make_saver(engine: Engine, directory: RunDirectory, options: RunOptions, facts: Mapping[str, Any],
+               preemption: Preemption, voice: Voice, guards: Callable[[], dict[str, Any]],
+               tokenizer: Any) -> Saver | None:
+    """The saver that the options ask for; None if the optimizer's state cannot be saved.
+
+    Args:
+        facts: as `Saver` takes them; `stop_ids` are the ids that end a completion.
+        tokenizer: written beside the weights with `--checkpoint-model`.
+
+    Raises:
+        UsageError: if checkpoints are asked for and the optimizer's state cannot be saved.
+    """
+    reason = why_not_kept(engine.updater)
+    if reason is not None:
+        for name in ("save_every", "keep_best"):
+            if getattr(options, name):
+                raise UsageError(f"{name}: {reason}. Leave {name} out, or let Tropism make the optimizer")
+        voice.warn(f"this run cannot be resumed if it is stopped: {reason}")
+        return None
+
+    def write_model(weights: dict[str, Any], path: Path) -> None:
+        export(engine.model.module, tokenizer, path, getattr(torch, options.export_dtype), facts["stop_ids"], weights)
+
+    return Saver(engine, directory, facts, Retention(options.keep, options.keep_best), preemption, voice, guards,
+                 write_model if options.checkpoint_model else None)

@@ -10,6 +10,7 @@ from tropism.data.tree import TokenIds
 from tropism.distributed.shard import is_sharded, rest
 from tropism.model.attention import attention, plain_implementation
 from tropism.model.language_model import LanguageModel, computing
+from tropism.train.engine import Engine
 
 NEW_TOKENS = 64
 _TOGETHER = 16  # prompts that are answered side by side
@@ -76,6 +77,12 @@ class Sampler:
     def ask(self, model: LanguageModel) -> list[str]:
         """Answers of the model as it is."""
         return answer(model, self.tokenizer, self.rows, self.stop_ids)
+
+    def ask_together(self, engine: Engine) -> list[str]:
+        """Answers of the policy: from the main process, or from all together if they share the model."""
+        if engine.world.mesh is not None:
+            return engine.world.computed(lambda: self.ask(engine.model))
+        return engine.world.on_main(lambda: self.ask(engine.model)) or []
 
     def compare(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
         """Lines of `samples.jsonl`."""

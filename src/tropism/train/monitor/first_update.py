@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tropism.distributed.shard import part_of
 from tropism.errors import NothingLearnedError
-from tropism.train.step import StepOutcome
+from tropism.train.step_log import StepOutcome
 
 _ROUNDING = 1e-6  # what a stored teacher leaves of a divergence that is 0, in nats; and of its gradient
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

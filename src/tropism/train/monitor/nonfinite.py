@@ -8,7 +8,7 @@ from typing import Any, Literal
 from tropism.data.rows import EncodedRow
 from tropism.distributed.world import World
 from tropism.errors import NonFiniteError
-from tropism.train.step import StepOutcome
+from tropism.train.step_log import StepOutcome
 
 MOST_IN_A_ROW = 10
 """Steps that may be left out one after the other: beyond them the weights do not come back by themselves."""

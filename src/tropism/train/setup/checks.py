@@ -9,7 +9,6 @@ from tropism.data.batching.pack import build_trees
 from tropism.data.row_facts import facts_of
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import PromptTree
-from tropism.losses.scored import Scored
 from tropism.train.engine import Engine
 from tropism.train.step_packs import StepPlanner
 
@@ -20,13 +19,10 @@ def check_first_step(engine: Engine, planner: StepPlanner) -> tuple[bool, str]:
     Returns:
         Whether they agree within rounding, and the sentence that says what was found.
     """
-    model, beta, reference = engine.model, engine.method.beta, engine.reference
-    assert reference is not None
-    found = (False, 0.0, 0)
+    beta, found = engine.method.beta, (False, 0.0, 0)
     with torch.no_grad():
-        for pack in planner.work(1).packs:
-            batch = pack.batch.to(model.device)
-            scored = Scored(model.logps(batch), reference.score(pack.trees, batch), batch.lengths)
+        for pack in planner.packs_of(1).packs:
+            scored = engine.score(pack.trees, pack.batch.to(engine.model.device), distill=False)
             gaps = scored.logratios.abs()
             differs = not bool((beta * gaps <= engine.noise(scored)).all())  # NaN differs too
             found = (found[0] or differs, found[1] + float(gaps.sum()), found[2] + len(gaps))

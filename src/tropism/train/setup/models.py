@@ -25,7 +25,7 @@ from tropism.observe.console import Voice
 from tropism.train.frozen import reference as references
 from tropism.train.frozen import teacher as teachers
 from tropism.train.options import ParallelOptions, TeacherOptions
-from tropism.train.preemption import Halt
+from tropism.train.preemption import Preemption
 
 ModelOrModule = ModelSource | Any
 """A model by its name, or the module itself."""
@@ -189,7 +189,7 @@ def check_teacher(named: ModelOrModule | None, config: Any, tokenizer: Any, top_
 
 def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
-                    voice: Voice, halt: Halt,
+                    voice: Voice, preemption: Preemption,
                     as_reference: Callable[[Any], AbstractContextManager[None]]) -> references.Reference:
     """Stored scores of the policy as it is now, or of another model.
 
@@ -197,12 +197,13 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
         named: another model.
         trees: every (prompt, completion) that will be asked for.
         probes: as `choose_layout` takes them.
-        halt: may stop the pass.
+        preemption: may stop the pass.
         as_reference: inside of it a module is what the policy's reference is.
     """
     frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with voice.bar("reference") as report, as_reference(policy.module):
-        built = references.build(frozen, trees, numerics.microbatch_tokens, store, world, halt.watching(report))
+        built = references.build(frozen, trees, numerics.microbatch_tokens, store, world,
+                                 preemption.interruptible(report))
     _tell_damaged(built.damaged, "reference", voice)
     if is_sharded(frozen.module) and named is not None:
         let_go(frozen.module)
@@ -213,7 +214,7 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
 
 def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherOptions, tokenizer: Any,
                   trees: list[PromptTree], probes: Sequence[PromptTree], numerics: Numerics, store: Path,
-                  world: World, voice: Voice, halt: Halt) -> teachers.Teacher:
+                  world: World, voice: Voice, preemption: Preemption) -> teachers.Teacher:
     """A teacher in memory, or its likeliest tokens from the store."""
     model = numerics.frozen(named, probes, "auto", "teacher")
     rows = [len(one.module.get_output_embeddings().weight) for one in (policy, model)]
@@ -226,7 +227,7 @@ def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherO
         return teachers.LiveTeacher(model, comparison)
     with voice.bar("teacher") as report:
         built = teachers.build(model, trees, options, comparison, numerics.microbatch_tokens, store, world, voice.say,
-                               halt.watching(report))
+                               preemption.interruptible(report))
     _tell_damaged(built.store.damaged, "teacher", voice)
     if is_sharded(model.module):
         let_go(model.module)

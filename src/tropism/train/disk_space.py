@@ -1,0 +1,39 @@
+"""Whether the disk has room for the result and the checkpoints, checked before step 1."""
+
+import math
+
+import torch
+
+from tropism.data.schedule import Steps
+from tropism.model import save
+from tropism.observe.rundir import RunDirectory
+from tropism.train.checkpoints.saver import Saver
+from tropism.train.engine import Engine
+from tropism.train.interval import Interval
+from tropism.train.options import RunOptions
+
+
+def check_disk_space(engine: Engine, options: RunOptions, directory: RunDirectory, saver: Saver | None,
+                     schedule: Steps) -> None:
+    """Check that the result fits beside the checkpoints that are kept.
+
+    Raises:
+        OutputError: with the bytes that are needed and free.
+    """
+    copies, beside = 1, 0
+    saves = fewest_saves(options, schedule)
+    if saver is not None and saves:
+        together = min(saves, options.keep + 1 + bool(options.keep_best)) if options.keep else saves
+        more = max(0, together - len(saver.finished()))
+        beside, copies = more * saver.estimate_bytes(), copies + more * options.checkpoint_model
+    save.check_space(engine.model.module, directory.path, getattr(torch, options.export_dtype), copies, beside)
+
+
+def fewest_saves(options: RunOptions, schedule: Steps) -> int:
+    """Checkpoints that the run writes at the least; how many a time interval gives is not known beforehand."""
+    every, steps = Interval.parse(options.save_every or 0), schedule.total_steps
+    best = int(options.keep_best is not None)
+    if not every.every:
+        return best
+    length = {"steps": steps, "epochs": schedule.epochs_after(steps), "seconds": 0}[every.unit]
+    return best + min(steps, max(1, math.ceil(length / every.every - 1e-9)))  # epochs are sums of fractions

@@ -1,0 +1,118 @@
+"""What a run leaves: the exported model, and figures from its first and its last record."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tropism.distributed.shard import gathered
+from tropism.distributed.world import World
+from tropism.errors import OutputError
+from tropism.model import save
+from tropism.model.adapters.structure import learning_names
+from tropism.observe.checksums import checksums
+from tropism.observe.console import Voice
+from tropism.observe.manifest import Manifest
+from tropism.observe.metrics import BOOKKEEPING
+from tropism.observe.rundir import RunDirectory
+from tropism.train.engine import Engine
+from tropism.train.run_state import RunState
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left behind.
+
+    Args:
+        directory: the run directory.
+        model: the trained model's directory.
+        steps: optimizer steps done.
+        seconds: wall time.
+        before, after: the evaluation records at step 0 and at the end. Without held-out rows, the first and the last
+            train record.
+        samples: prompts with the completions sampled before and after training.
+    """
+
+    directory: Path
+    model: Path
+    steps: int
+    seconds: float
+    before: dict[str, float]
+    after: dict[str, float]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+def first_and_last(directory: RunDirectory) -> tuple[dict[str, float], dict[str, float]]:
+    """The first and the last evaluation of a run, or its first and last train record if it has no evaluations."""
+    records = directory.records()
+    shown = [record for record in records if record["split"] == "eval"] or records
+    found = [{key: float("nan") if value is None else value for key, value in record.items()
+              if key not in ("step", "split")} for record in (shown[0], shown[-1])] if shown else [{}, {}]
+    return found[0], found[1]
+
+
+def result_of(directory: RunDirectory, manifest: dict[str, Any]) -> RunResult:
+    """What a finished run left behind.
+
+    Raises:
+        OutputError: if its files cannot be read.
+    """
+    try:
+        before, after = first_and_last(directory)
+        file = directory.path / "samples.jsonl"
+        samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{directory.path}: cannot be read: {error}") from error
+    return RunResult(directory.path, directory.model, int(manifest["steps"]), float(manifest["seconds"]), before, after,
+                     samples)
+
+
+def export_result(engine: Engine, tokenizer: Any, path: Path, dtype_name: str, stop_ids: Sequence[int],
+                  initial: dict[str, torch.Tensor] | None, voice: Voice) -> None:
+    """Write the model or adapter directory. All processes call this together.
+
+    Args:
+        dtype_name: of the weights, as torch calls it.
+        initial: weights before step 1, to report the share of changed weights that rounding keeps; None to skip it.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    dtype, world, module = getattr(torch, dtype_name), engine.world, engine.model.module
+    weights = None
+    if world.mesh is not None:
+        learning = learning_names(module)
+        weights = gathered({name: weight for name, weight in module.state_dict().items()
+                            if learning is None or name in learning}, dtype, world.is_main)
+    world.on_main(lambda: save.export(module, tokenizer, path, dtype, stop_ids, weights))
+    if initial is not None:
+        own = save.survived_rounding(module, initial, dtype)
+        changed, kept = map(sum, zip(*(world.gather(own) if world.mesh else [own]), strict=True))
+        share = kept / changed if changed else 1.0
+        voice.say(f"export in {dtype_name}: rounding keeps {share:.1%} of the changed weights")
+
+
+def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, samples: list[dict[str, Any]],
+           total_steps: int, held_out: int, stop_ids: Sequence[int], world: World, voice: Voice) -> RunResult:
+    """Complete the manifest and report the result. All processes call this together.
+
+    Args:
+        manifest: on the main process.
+        samples: lines of `samples.jsonl`.
+        total_steps: that were planned.
+        held_out: rows that were evaluated.
+        stop_ids: ids that end a completion.
+    """
+    seconds, steps = state.elapsed_s, state.step
+    before, after = world.broadcast(first_and_last(directory) if world.is_main else ({}, {}))
+    if manifest is not None:
+        reason = {"reason": state.ending, "stopped_by": "stop_metric"} if state.ending else {}
+        manifest.end("done", steps=steps, planned_steps=total_steps, seconds=round(seconds, 3),
+                     model_files=checksums(directory.model), stop_ids=list(stop_ids), **reason)
+    what = f"{held_out} held-out rows" if held_out else "training steps, first and last"
+    voice.before_after(f"{what}: before and after", before, after, leave_out=BOOKKEEPING)
+    voice.say(f"model: {directory.model}  ({steps} steps, {seconds:.0f} s)")
+    return RunResult(directory.path, directory.model, steps, seconds, before, after, samples)

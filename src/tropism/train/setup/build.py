@@ -1,0 +1,154 @@
+"""From checked inputs to an engine that is ready for step 1: model, layout, reference, teacher and optimizer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tropism.data.rows import EncodedRow
+from tropism.data.schedule import Steps
+from tropism.distributed.world import World
+from tropism.errors import ModelError
+from tropism.methods import Method
+from tropism.model.fingerprint import fingerprint
+from tropism.model.language_model import LanguageModel
+from tropism.model.layout_check import choose_layout
+from tropism.observe.console import Voice
+from tropism.train.engine import Engine
+from tropism.train.evaluation.evaluator import evenly
+from tropism.train.frozen.score_store import check_writable
+from tropism.train.memory import keep_freed_memory
+from tropism.train.optimizer import build_updater
+from tropism.train.options import RunOptions
+from tropism.train.preemption import Preemption
+from tropism.train.router_loss import build_router_loss
+from tropism.train.setup import models
+from tropism.train.setup.announce import sharding_lines
+from tropism.train.setup.checks import probe_trees
+from tropism.train.setup.data import PreparedData
+from tropism.train.setup.policy import PolicyBuilder
+from tropism.train.setup.python_objects import PythonObjects
+from tropism.train.step_packs import StepPlanner, all_trees, own_trees
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run is made of, checked before any model is loaded.
+
+    Args:
+        options: of the run.
+        world: this process among the others.
+        voice: speaks to the user.
+        objects: what was given in Python.
+        numerics: dtype, device and pack size.
+        store: directory of scores that are kept between runs.
+        tokenizer: of the policy.
+        data: rows as token ids.
+        method: losses and what they need.
+        schedule: which rows make up each step.
+        policy: makes the model that is trained.
+        reference, teacher: other models; None if there is none.
+        live: the reference stays in memory.
+    """
+
+    options: RunOptions
+    world: World
+    voice: Voice
+    objects: PythonObjects
+    numerics: models.Numerics
+    store: Path
+    tokenizer: Any
+    data: PreparedData
+    method: Method
+    schedule: Steps
+    policy: PolicyBuilder
+    reference: models.ModelOrModule | None
+    teacher: models.ModelOrModule | None
+    live: bool
+
+    @cached_property
+    def held_out(self) -> Sequence[EncodedRow]:
+        """The rows that are evaluated: all that are held out, or `--eval-limit` of them at even distances."""
+        return evenly(self.data.evaluation, self.options.eval_limit)
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine, and what belongs to it.
+
+    Args:
+        engine: ready for step 1.
+        planner: prepares its steps.
+        facts: of the models, for the manifest.
+        idle: parameters that the given optimizer does not hold; they do not learn during the run.
+    """
+
+    engine: Engine
+    planner: StepPlanner
+    facts: dict[str, Any]
+    idle: list[torch.nn.Parameter]
+
+
+def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
+    """Load and check everything that trains. All processes call this together.
+
+    Raises:
+        ModelError: if a model cannot be served, or processes hold different weights.
+        StoppedEarly: if `preemption` asks for it.
+    """
+    options, world, method, numerics = inputs.options, inputs.world, inputs.method, inputs.numerics
+    if world.device.type == "cpu":
+        keep_freed_memory(world.mesh is None)
+    if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
+        world.on_main(lambda: check_writable(inputs.store))
+    module, facts = inputs.policy.begin(numerics, options.seed, inputs.voice,
+                                        method.needs_reference and inputs.reference is None)
+    preemption.check()
+    probes = probe_trees(inputs.data.train, numerics.microbatch_tokens)
+    model, probe = choose_layout(module, numerics.precision, world.device, probes, options.layout)
+    model = replace(model, sum_once=numerics.sum_once)
+    inputs.voice.say(f"layout: {probe.layout}; differs from the model's own forward pass by at most "
+                     f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
+    inputs.policy.round_weights(module, model.precision, sharded=False)
+    if world.size > 1 and world.mesh is None and len(set(world.gather(fingerprint(model)))) > 1:
+        raise ModelError("the processes hold different weights. Load or seed the model equally on all of them")
+    planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, numerics.microbatch_tokens,
+                          inputs.data.max_length, world, reuse_prompts=not inputs.live,
+                          balanced=options.router_aux_weight > 0)
+    teacher, reference = _frozen_models(inputs, model, planner, probes, preemption)
+    updater, idle = build_updater(module, options, inputs.schedule.total_steps, inputs.objects.optimizer,
+                                  inputs.objects.scheduler)
+    engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
+                    rounding=probe.per_root_token,
+                    router_loss=build_router_loss(options.router_aux_weight, model, probes))
+    facts |= {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token}
+    if world.mesh is not None:
+        for line in sharding_lines(engine.modules, world):
+            inputs.voice.say(line)
+    return BuiltEngine(engine, planner, facts, idle)
+
+
+def _frozen_models(inputs: RunInputs, model: LanguageModel, planner: StepPlanner, probes: Sequence[Any],
+                   preemption: Preemption) -> tuple[Any, Any]:
+    """The teacher and the reference, each None if the method does not use one."""
+    numerics, world, held_out = inputs.numerics, inputs.world, inputs.held_out
+    trees, oversized = planner.survey(preemption.interruptible(lambda done, total: None))
+    if oversized:
+        inputs.voice.warn(f"{oversized} prompts with their completions exceed --microbatch-tokens "
+                          f"{numerics.microbatch_tokens}. Each gets a pack of its own")
+    evaluated = all_trees(held_out, range(len(held_out)), inputs.method, inputs.data.max_length)
+    teacher = reference = None
+    if inputs.teacher is not None:
+        teacher = models.build_teacher(
+            model, inputs.teacher, inputs.options, inputs.tokenizer,  # type: ignore[arg-type]
+            own_trees(inputs.data.train, inputs.schedule) + evaluated, probes, numerics, inputs.store, world,
+            inputs.voice, preemption)
+    if inputs.method.needs_reference and inputs.live:
+        reference = inputs.policy.live(model, probes, numerics, inputs.options.seed)
+    elif inputs.method.needs_reference:
+        reference = models.build_reference(model, inputs.reference, trees + evaluated, probes, numerics, inputs.store,
+                                           world, inputs.voice, preemption, inputs.policy.as_reference)
+    return teacher, reference
