@@ -284,7 +284,7 @@ def test_state_that_cannot_be_had_is_an_error_of_every_rank(train: Train, monkey
 def test_keep_best_needs_an_optimizer_that_can_be_kept(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """C2: as save_every does."""
     monkeypatch.setattr(keep, "why_not_kept", lambda updater: "the optimizer is odd")
-    with pytest.raises(UsageError, match="keep_best: the optimizer is odd. Leave keep_best out"):
+    with pytest.raises(UsageError, match=r"keep_best: the optimizer is odd. Leave keep_best out"):
         train("dpo", **{**BEST, "keep": 2})
 
 
