@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from tropism.data.formats import View
 from tropism.data.formats.options import FormatOptions
 from tropism.data.options import DataOptions
-from tropism.data.sources.open import absolute
+from tropism.data.sources.resolve import absolute
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.truncate import LengthOptions
 from tropism.errors import UsageError

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tropism.config import MethodOptions
-from tropism.data.load import check_embedding
+from tropism.data.read_rows import check_embedding
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.distributed import World, connect

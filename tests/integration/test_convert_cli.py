@@ -10,7 +10,7 @@ import pytest
 
 from tropism.cli.app import main
 from tropism.data.formats import recognize, understand
-from tropism.data.sources.open import read
+from tropism.data.sources.resolve import read
 
 PAIRS = [{"id": "a", "prompt": "p", "chosen": "x", "rejected": "y", "source": "s"},
          {"prompt": "q", "chosen": "x", "rejected": " "}]

@@ -31,7 +31,7 @@ from published import (
 from tropism import DPOTrainer, KDTrainer, KTOTrainer, SFTTrainer, run
 from tropism.config import METHODS
 from tropism.data.dataloaders.steps import rows_per_pass
-from tropism.data.load import load_rows
+from tropism.data.read_rows import read_rows
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
 from tropism.errors import DataError, TropismError, UsageError
@@ -107,7 +107,7 @@ def trainer(settings: Callable[..., Any]) -> Callable[..., Trainer]:
 def rows_of(files: dict[str, Path], fixture_tokenizer: Any) -> Callable[[str], list[Known]]:
     """The rows of a method's file, as token ids."""
     def read(method: str) -> list[Known]:
-        found = load_rows(files[method], Renderer(fixture_tokenizer, Limits(512, None)), METHODS[method].view)
+        found = read_rows(files[method], Renderer(fixture_tokenizer, Limits(512, None)), METHODS[method].view)
         return [Known(row.prompt_ids.tolist(), tuple(side.ids.tolist() for side in row.completions),
                       tuple(side.loss_mask.astype(int).tolist() for side in row.completions), bool(row.desirable))
                 for row in found.rows]

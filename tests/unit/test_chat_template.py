@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from helpers import CHATML, build_tokenizer, case_rows, case_yaml, chat, encoded, expected, said, supervised_text
 from tropism.data.audit.template_findings import find_in_template
-from tropism.data.load import load_rows
+from tropism.data.read_rows import read_rows
 from tropism.data.rows import Row
 from tropism.data.tokenization.chat_template import (
     NAMES,
@@ -244,7 +244,7 @@ def test_case_14_notices() -> None:
     """T1: of the three templates only the one without an end gets a message."""
     case = case_yaml("14-bos-eos-once.yaml")
     for name, template in case["templates"].items():
-        audit = load_rows([{"messages": case["messages"]}], Renderer(build_tokenizer(chat_template=template), LIMITS),
+        audit = read_rows([{"messages": case["messages"]}], Renderer(build_tokenizer(chat_template=template), LIMITS),
                           "single")
         said_so = [notice for notice in audit.notices() if "one eos was added" in notice]
         assert len(said_so) == (1 if name.startswith("B") else 0)
@@ -253,7 +253,7 @@ def test_case_14_notices() -> None:
 def test_case_16_tools(fixture_tokenizer) -> None:
     """T4: the schemas with the user's keys only; a template without a place for them is refused, not left alone."""
     rows = case_rows("16-tools-null-keys.jsonl")
-    audit = load_rows([raw.record for raw in rows], Renderer(fixture_tokenizer, LIMITS), "unpaired")
+    audit = read_rows([raw.record for raw in rows], Renderer(fixture_tokenizer, LIMITS), "unpaired")
     for found, raw in zip(audit.rows, rows, strict=True):
         text = fixture_tokenizer.decode(found.prompt_ids.tolist())
         wanted = expected("16")[raw.record["id"]]
@@ -261,4 +261,4 @@ def test_case_16_tools(fixture_tokenizer) -> None:
         assert not [word for word in wanted["must_not_contain"] if word in text]
         assert json.loads(text.split("\n")[1]) == raw.record["tools"][0]
     with pytest.raises(DataError, match=r"^row 1: the row has tools, and the chat template has no place for them"):
-        load_rows([raw.record for raw in rows], Renderer(build_tokenizer(chat_template=CHATML), LIMITS), "unpaired")
+        read_rows([raw.record for raw in rows], Renderer(build_tokenizer(chat_template=CHATML), LIMITS), "unpaired")

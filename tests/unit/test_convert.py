@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tropism.commands.convert import Account, convert
 from tropism.config import ConvertOptions
 from tropism.data.formats import View, recognize, understand, view_of
-from tropism.data.formats.parts import blank
+from tropism.data.formats.fields import blank
 from tropism.data.rows import Dropped, Row
-from tropism.data.sources.open import read
+from tropism.data.sources.resolve import read
 from tropism.errors import DataError, OutputError, UsageError
 from unit import test_formats_known as known
 from unit.test_formats_known import CHAT, FROM_VALUE, MARKED, RATED, SCORED, TREE, ULTRA, answer, user

@@ -385,7 +385,7 @@ def test_options_without_effect_are_refused() -> None:
     ("tulu_human_accept_kto", "unpaired", 1266), ("tulu_human_pairs", "paired", 675),
 ])
 def test_public_data(test_data, name: str, view: View, count: int) -> None:
-    from tropism.data.sources.open import read as rows_of
+    from tropism.data.sources.resolve import read as rows_of
 
     rows = list(rows_of(test_data / "data" / f"{name}.jsonl"))
     assert view_of(rows) == view

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from tropism.data.rows import RawRow
-from tropism.data.sources.open import absolute, open_source, read
+from tropism.data.sources.resolve import absolute, read, resolve_source
 from tropism.errors import DataError
 
 ROWS = [{"prompt": "café \u2028 ", "completion": "a\nb", "label": True},
@@ -273,13 +273,13 @@ def test_a_directory(write, tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(name, json.dumps({"from": name}))
     assert [raw.place for raw in read(tmp_path)] == ["a.jsonl:1", "b.jsonl:1", "sub/c.jsonl:1"]
-    assert [part.name for part in open_source(tmp_path)] == [tmp_path.name]
+    assert [part.name for part in resolve_source(tmp_path)] == [tmp_path.name]
 
 
 def test_several_files_and_weights(write, tmp_path: Path) -> None:
     """Each is a part of its own; a fraction is the same rows every time, and a larger one has all of a smaller."""
     a, b = write("a.jsonl", as_jsonl([{"n": n} for n in range(200)])), write("b.jsonl", as_jsonl(ROWS))
-    parts = open_source(f"{a}, {b}:2")
+    parts = resolve_source(f"{a}, {b}:2")
     assert [(part.name, part.weight) for part in parts] == [("a.jsonl", 1), ("b.jsonl", 2)]
     assert [raw.place for raw in parts[1].read()] == ["b.jsonl:1", "b.jsonl:2"] * 2
     shares = {weight: [raw.record["n"] for raw in read(f"{a}:{weight}")] for weight in ("0.25", "0.5", ".5", "1.5")}

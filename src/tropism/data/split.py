@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tropism.data.row_table import RowTable
+from tropism.data.row_blocks import RowTable
 from tropism.data.rows import EncodedRow
 from tropism.errors import UsageError
 

@@ -16,9 +16,9 @@ from tropism.config import ScoringOptions
 from tropism.data.batching.collate import collate
 from tropism.data.batching.pack import build_trees, cost, scoring_packs, share
 from tropism.data.formats import View
-from tropism.data.load import check_embedding, load_rows, view_of_source
+from tropism.data.read_rows import check_embedding, read_rows, view_of_source
 from tropism.data.rows import EncodedRow
-from tropism.data.sources import open as sources
+from tropism.data.sources import resolve as sources
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tree import PromptTree, score_key
 from tropism.distributed import World, connect
@@ -102,7 +102,7 @@ class _Scoring:
         configs = [config, *([config_of(self.other, remote)] if self.other else [])]
         renderer = make_renderer(self.tokenizer, limits(options, *configs), options)
         with voice.bar("read") as report, world.main_first():
-            audit = load_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
+            audit = read_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
                               options=options, cache=options.store_root / ROWS, report=report)
         check_effect(options, renderer)
         for one in configs:

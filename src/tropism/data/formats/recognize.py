@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tropism.data.formats import parts
+from tropism.data.formats import fields
+from tropism.data.formats.known_formats import FORMATS
 from tropism.data.formats.options import FormatOptions
-from tropism.data.formats.shape import Format, Shape
-from tropism.data.formats.table import FORMATS
+from tropism.data.formats.plain_records import Format, Shape
 from tropism.data.rows import RawRow, View
 from tropism.errors import DataError
 
@@ -196,7 +196,7 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
 
 def _distribution(rows: Sequence[RawRow], column: str) -> str:
     """`1: 20 rows, 2: 31 rows`; of many different ratings the quartiles."""
-    values = sorted(parts.rating(row.record[column], column, row.place) for row in rows
+    values = sorted(fields.rating(row.record[column], column, row.place) for row in rows
                     if row.record.get(column) is not None)
     counts = Counter(values)
     if len(counts) <= 12:

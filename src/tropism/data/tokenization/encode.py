@@ -20,14 +20,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from tropism.data.row_table import BLOCK_ROWS, Block
+from tropism.data.row_blocks import BLOCK_ROWS, Block
 from tropism.data.rows import Dropped, EncodedRow, Row
 from tropism.data.tokenization.render import Renderer
 from tropism.errors import TropismError
 
 _BEFORE_HELP = 4  # blocks that are rendered here before processes are started, which takes as long as some blocks do
 _MOST_WORKERS = 8
-_CODE = ("row_facts", "row_table", "rows", "tree", *(f"tokenization/{name}" for name in (
+_CODE = ("row_facts", "row_blocks", "rows", "tree", *(f"tokenization/{name}" for name in (
     "encode", "render", "tokenizer", "truncate")))
 
 

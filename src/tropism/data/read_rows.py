@@ -12,9 +12,9 @@ from tropism.data.audit.findings import ORIGINS
 from tropism.data.formats import Reading, View, pair_by_prompt, recognize, understand, view_of
 from tropism.data.formats.options import FormatOptions
 from tropism.data.formats.recognize import renamed
-from tropism.data.row_table import RowTable, TableBuilder
+from tropism.data.row_blocks import RowTable, TableBuilder
 from tropism.data.rows import Dropped, EncodedRow, RawRow, Row
-from tropism.data.sources.open import DataSource, open_source
+from tropism.data.sources.resolve import DataSource, resolve_source
 from tropism.data.tokenization.encode import Encoder, default_workers
 from tropism.data.tokenization.render import Renderer
 from tropism.errors import DataError
@@ -24,7 +24,7 @@ _HEAD = 10_000  # records of a part by whose columns its format is recognized
 ReportProgress = Callable[[int, int | None], None]
 
 
-def load_rows(
+def read_rows(
     source: DataSource, renderer: Renderer, view: View, *, strict: bool = False, workers: int | None = 0,
     options: FormatOptions | None = None, cache: Path | None = None, most: int | None = None,
     report: ReportProgress = lambda done, total: None,
@@ -35,7 +35,7 @@ def load_rows(
     and full blocks are files. Pairs made of single completions are the exception, since they look at all rows.
 
     Args:
-        source: files as `sources.open_source` takes them, or rows as dicts.
+        source: files as `sources.resolve_source` takes them, or rows as dicts.
         renderer: turns rows into ids.
         view: the shape that the method needs.
         strict: a row that would be left out stops the run instead.
@@ -134,7 +134,7 @@ class _LoadedPart:
 def _open(source: DataSource, options: FormatOptions, most: int | None = None) -> list[_LoadedPart]:
     """The parts of a source; each has a format of its own."""
     head = _HEAD if most is None else min(_HEAD, most)
-    parts = [_LoadedPart(part.name, part.read(), options.renames, head) for part in open_source(source)]
+    parts = [_LoadedPart(part.name, part.read(), options.renames, head) for part in resolve_source(source)]
     for column in options.renames:
         if not any(column in part.columns for part in parts):
             found = dict.fromkeys(key for part in parts for key in part.columns)

@@ -1,8 +1,8 @@
 """The table of formats: one row each."""
 
-from tropism.data.formats import nested, parts
+from tropism.data.formats import fields, nested_records
 from tropism.data.formats.options import FormatOptions
-from tropism.data.formats.shape import Format, Record, Shape
+from tropism.data.formats.plain_records import Format, Record, Shape
 from tropism.data.rows import View
 
 _PAIR = ("chosen", "rejected")
@@ -44,7 +44,7 @@ _FORMATS = (
     )),
     Format("openai", (  # `input` is an object with `messages` and perhaps `tools`
         Shape("paired", "input", ("preferred_output", "non_preferred_output")),
-    ), drafts=nested.requests),
+    ), drafts=nested_records.requests),
     Format("sharegpt", (  # messages with `from` and `value`
         Shape("unpaired", "", ("conversations",), "kto_tag"), Shape("unpaired", "", ("conversations",), "label"),
         Shape("paired", "conversations", _PAIR), Shape("single", "", ("conversations",)),
@@ -65,21 +65,21 @@ _FORMATS = (
     Format("nemo", (
         Shape("unpaired", "prompt", ("response",), "preference"),
         Shape("paired", "prompt", ("chosen_response", "rejected_response")),
-    ), verdict=parts.preference),
+    ), verdict=fields.preference),
     Format("anthropic-hh", (Shape("paired", "", _PAIR),),
-           fits=nested.is_transcript, decisive=True, drafts=nested.transcripts),
+           fits=nested_records.is_transcript, decisive=True, drafts=nested_records.transcripts),
     Format("axolotl", (  # the last one only if it is asked for: without the column `system` it is what trl has
         Shape("paired", "messages", _PAIR), Shape("paired", "question", _PAIR),
         Shape("paired", "question", ("chosen_response", "rejected_response")), Shape("paired", "prompt", _PAIR),
     ), chat=True),
     Format("ultrafeedback", (*_scored("paired"), *_scored("unpaired")),
-           fits=nested.is_scored, decisive=True, drafts=nested.scored),
+           fits=nested_records.is_scored, decisive=True, drafts=nested_records.scored),
     Format("oasst", (Shape("paired", "prompt", ()), Shape("unpaired", "prompt", ())),
-           fits=nested.is_tree, decisive=True, drafts=nested.replies),
+           fits=nested_records.is_tree, decisive=True, drafts=nested_records.replies),
     Format("rating", (*_rated("unpaired"), *_rated("single")),
-           fits=nested.is_rated, decisive=True, drafts=nested.rated),
+           fits=nested_records.is_rated, decisive=True, drafts=nested_records.rated),
     Format("feedback", (Shape("unpaired", "", ("messages",)), Shape("single", "", ("messages",))),
-           fits=nested.is_marked, decisive=True, drafts=nested.marked),
+           fits=nested_records.is_marked, decisive=True, drafts=nested_records.marked),
 )
 
 FORMATS: dict[str, Format] = {known.name: known for known in _FORMATS}

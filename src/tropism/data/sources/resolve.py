@@ -14,7 +14,7 @@ from tropism.data.sources.files import KINDS, PACKINGS, DataFile, mapping
 from tropism.errors import DataError
 
 DataSource = str | Path | Iterable[dict[str, Any]]
-"""A path; a text as in `open_source`; or rows as dicts."""
+"""A path; a text as in `resolve_source`; or rows as dicts."""
 
 _WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -56,16 +56,16 @@ class SourcePart:
 
 
 def read(source: DataSource) -> Iterator[RawRow]:
-    """Yield the rows of a source, as `open_source` takes it.
+    """Yield the rows of a source, as `resolve_source` takes it.
 
     Raises:
         DataError: if it is missing, of an unknown kind, or a line of it cannot be read.
     """
-    for part in open_source(source):
+    for part in resolve_source(source):
         yield from part.read()
 
 
-def open_source(source: DataSource) -> list[SourcePart]:
+def resolve_source(source: DataSource) -> list[SourcePart]:
     """The parts of a source.
 
     Args:

@@ -5,10 +5,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tropism.data.formats import parts
-from tropism.data.formats.parts import Content
+from tropism.data.formats import fields
+from tropism.data.formats.fields import Content
+from tropism.data.formats.plain_records import Draft, Drafts, plain_drafts
 from tropism.data.formats.recognize import Reading
-from tropism.data.formats.shape import Draft, Drafts, plain_drafts
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
 
@@ -31,7 +31,7 @@ def understand(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
 def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     record, view = raw.record, reading.shape.view
     first = str(record["id"]) if record.get("id") is not None else raw.place
-    tools = parts.tool_schemas(record.get("tools"), raw.place)
+    tools = fields.tool_schemas(record.get("tools"), raw.place)
     known = reading.format
     if known.drafts is None:
         drafts = plain_drafts(known, raw, view)
@@ -55,26 +55,26 @@ def _row(draft: Draft, place: str, reading: Reading) -> Row | Dropped:
     prompt = draft.prompt
     completions = {name: _without_prompt(prompt, answer) for name, answer in draft.answers.items()}
     for name, completion in completions.items():
-        if parts.blank(completion):
+        if fields.blank(completion):
             return Dropped(place, Reason.EMPTY_COMPLETION, f"'{name}' is empty")
     answers: tuple[Content, ...] = tuple(completions.values())
     if any(isinstance(part, tuple) for part in (prompt, *answers)):
-        prompt = parts.as_messages(prompt, "user")
-        spoken = [parts.as_messages(answer, "assistant") for answer in answers]
+        prompt = fields.as_messages(prompt, "user")
+        spoken = [fields.as_messages(answer, "assistant") for answer in answers]
         for messages in spoken:
             if messages[-1].get("role") != "assistant":
                 raise DataError(f"{place}: a completion must end with a message of role 'assistant', "
-                                f"not {parts.brief(messages[-1]['role'])}")
+                                f"not {fields.brief(messages[-1]['role'])}")
         answers = tuple(spoken)
     desirable = None if reading.wanted == "single" else draft.desirable
-    return Row(place, place, prompt, answers, desirable, parts.tool_schemas(draft.tools, place))
+    return Row(place, place, prompt, answers, desirable, fields.tool_schemas(draft.tools, place))
 
 
 def _without_prompt(prompt: Content, completion: Content) -> Content:
     """A completion that repeats the prompt's messages before its answer, as some public sets have it, without them."""
     if not isinstance(completion, tuple) or not prompt:
         return completion
-    lead = parts.as_messages(prompt, "user")
+    lead = fields.as_messages(prompt, "user")
     same = len(completion) > len(lead) and all(
         (one.get("role"), one.get("content")) == (other.get("role"), other.get("content"))
         for one, other in zip(lead, completion, strict=False))

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tropism.data.formats import parts
+from tropism.data.formats import fields
+from tropism.data.formats.fields import Content
 from tropism.data.formats.options import FormatOptions
-from tropism.data.formats.parts import Content
 from tropism.data.rows import Dropped, Message, RawRow, Reason, View
 from tropism.errors import DataError
 
@@ -78,7 +78,7 @@ class Format:
     fits: Callable[[Record, Shape, FormatOptions], bool] = lambda record, shape, options: True
     decisive: bool = False
     chat: bool = False
-    verdict: Callable[[Any, str, str], bool] = parts.label
+    verdict: Callable[[Any, str, str], bool] = fields.label
     drafts: "Callable[[RawRow, Shape, FormatOptions], Drafts] | None" = None
 
     def shape_for(self, record: Record, view: View) -> Shape:
@@ -110,13 +110,13 @@ def plain_drafts(known: Format, raw: RawRow, view: View) -> Drafts:
     for name in shape.columns:
         if name not in record:
             return [Dropped(place, Reason.MISSING_FIELD, f"no '{name}'")]
-    answers = {name: parts.part(record[name], name, place) for name in shape.answers}
+    answers = {name: fields.part(record[name], name, place) for name in shape.answers}
     if shape.prompt:
         return [Draft(asked(known, raw, shape), answers, desirable)]
     if len(answers) == 2:
         found = of_two(answers, place)
     else:
-        found = of_one(_with_lead(known, raw, parts.conversation(record[shape.answers[0]], shape.answers[0], place)),
+        found = of_one(_with_lead(known, raw, fields.conversation(record[shape.answers[0]], shape.answers[0], place)),
                        shape.answers[0], desirable, place)
     return [found]
 
@@ -143,7 +143,7 @@ def of_two(answers: dict[str, Content], place: str) -> Draft | Dropped:
     (one, chosen), (other, rejected) = answers.items()
     if not (isinstance(chosen, tuple) and isinstance(rejected, tuple)):
         return Dropped(place, Reason.MISSING_FIELD, "no 'prompt'; plain text needs one")
-    shared = parts.shared_start(chosen, rejected)
+    shared = fields.shared_start(chosen, rejected)
     if shared == len(chosen) == len(rejected):
         return Dropped(place, Reason.IDENTICAL_PAIR, "both sides are the same conversation")
     if shared in (len(chosen), len(rejected)):
@@ -152,20 +152,20 @@ def of_two(answers: dict[str, Content], place: str) -> Draft | Dropped:
     for name, branch in ((one, chosen), (other, rejected)):
         if branch[shared].get("role") != "assistant":
             return Dropped(place, Reason.NO_COMPLETION,
-                           f"'{name}' goes on with role {parts.brief(branch[shared]['role'])} after the shared "
+                           f"'{name}' goes on with role {fields.brief(branch[shared]['role'])} after the shared "
                            "messages, so the two sides do not answer one prompt")
     return Draft(chosen[:shared], {one: chosen[shared:], other: rejected[shared:]})
 
 
 def asked(known: Format, raw: RawRow, shape: Shape) -> Content:
     """The prompt of a record that has a column for it."""
-    prompt = parts.part(raw.record[shape.prompt], shape.prompt, raw.place)
+    prompt = fields.part(raw.record[shape.prompt], shape.prompt, raw.place)
     if not known.chat:
         return prompt
     if isinstance(prompt, str) and shape.prompt == "instruction":
         more = raw.record.get("input")
-        prompt = "\n".join(given for given in (prompt, parts.text(more or "", "input", raw.place)) if given)
-    return _with_lead(known, raw, parts.as_messages(prompt, "user"))
+        prompt = "\n".join(given for given in (prompt, fields.text(more or "", "input", raw.place)) if given)
+    return _with_lead(known, raw, fields.as_messages(prompt, "user"))
 
 
 def _with_lead(known: Format, raw: RawRow, spoken: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -176,13 +176,13 @@ def _with_lead(known: Format, raw: RawRow, spoken: tuple[Message, ...]) -> tuple
     lead: list[Message] = []
     system = record.get("system")
     if system and not (spoken and spoken[0].get("role") == "system"):
-        lead.append({"role": "system", "content": parts.text(system, "system", place)})
+        lead.append({"role": "system", "content": fields.text(system, "system", place)})
     history = record.get("history") or []
     if not isinstance(history, list | tuple):
         raise DataError(f"{place}: 'history' must be a list of [question, answer], not {type(history).__name__}")
     for turn in history:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise DataError(f"{place}: each entry of 'history' must be [question, answer]")
-        lead += [{"role": role, "content": parts.text(said, "history", place)}
+        lead += [{"role": role, "content": fields.text(said, "history", place)}
                  for role, said in zip(("user", "assistant"), turn, strict=True)]
     return (*lead, *spoken)

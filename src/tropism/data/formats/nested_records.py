@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tropism.data.formats import parts
+from tropism.data.formats import fields
 from tropism.data.formats.options import FormatOptions
-from tropism.data.formats.shape import Draft, Drafts, Format, Record, Shape, of_two, plain_drafts
+from tropism.data.formats.plain_records import Draft, Drafts, Format, Record, Shape, of_two, plain_drafts
 from tropism.data.rows import Dropped, Message, RawRow, Reason
 from tropism.errors import DataError
 
@@ -31,13 +31,13 @@ def transcripts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
 
 
 def _turns(value: Any, name: str, place: str) -> tuple[Message, ...]:
-    said = _TURN.split(parts.text(value, name, place).strip())
+    said = _TURN.split(fields.text(value, name, place).strip())
     if said[0].strip() or len(said) < 3:
         raise DataError(f"{place}: '{name}' is not a transcript: it must begin with 'Human:', and each turn must "
                         "stand behind an empty line")
     turns: list[Message] = []
     for speaker, content in zip(said[1::2], said[2::2], strict=True):
-        role, content = parts.SPEAKERS.get(speaker.lower(), "user"), content.strip()
+        role, content = fields.SPEAKERS.get(speaker.lower(), "user"), content.strip()
         if turns and turns[-1]["role"] == role:  # a speaker who goes on; chat templates want turns to alternate
             content = "\n\n".join(filter(None, (turns.pop()["content"], content)))
         turns.append({"role": role, "content": content})
@@ -55,8 +55,8 @@ def requests(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
     request = raw.record[shape.prompt]
     if not isinstance(request, dict):
         raise DataError(f"{raw.place}: 'input' must be an object with 'messages', not {type(request).__name__}")
-    prompt = parts.conversation(request.get("messages"), "input.messages", raw.place)
-    answers = {name: parts.part(raw.record[name], name, raw.place) for name in shape.answers}
+    prompt = fields.conversation(request.get("messages"), "input.messages", raw.place)
+    answers = {name: fields.part(raw.record[name], name, raw.place) for name in shape.answers}
     return [Draft(prompt, answers, tools=request.get("tools"))]
 
 
@@ -74,13 +74,13 @@ def rated(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
     assert threshold is not None
     if raw.record.get(shape.label) is None:
         return [Dropped(raw.place, Reason.MISSING_FIELD, f"no '{shape.label}'")]
-    plain = Format("rating", (shape,), verdict=lambda *given: parts.rating(*given) >= threshold)
+    plain = Format("rating", (shape,), verdict=lambda *given: fields.rating(*given) >= threshold)
     return plain_drafts(plain, raw, shape.view)
 
 
 # --- ultrafeedback: several scored answers to one prompt -------------------------------------------------------------
 
-Scored = list[tuple[float, parts.Content]]
+Scored = list[tuple[float, fields.Content]]
 
 
 def is_scored(record: Record, shape: Shape, options: FormatOptions) -> bool:
@@ -96,9 +96,9 @@ def scored(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
     for name in shape.columns:
         if name not in raw.record:
             return [Dropped(raw.place, Reason.MISSING_FIELD, f"no '{name}'")]
-    prompt = parts.part(raw.record[shape.prompt], shape.prompt, raw.place)
+    prompt = fields.part(raw.record[shape.prompt], shape.prompt, raw.place)
     if shape.prompt == "instruction":
-        prompt = parts.as_messages(prompt, "user")
+        prompt = fields.as_messages(prompt, "user")
     answers = _scored_answers(raw, shape)
     name = shape.answers[0]
     values = [score for score, _ in answers]
@@ -121,7 +121,7 @@ def _scored_answers(raw: RawRow, shape: Shape) -> Scored:
         values = raw.record[other]
         if not isinstance(values, list) or len(values) != len(given):
             raise DataError(f"{place}: '{other}' must be a list with one score for each of '{name}'")
-        return [(parts.rating(value, other, place), parts.part(answer, name, place))
+        return [(fields.rating(value, other, place), fields.part(answer, name, place))
                 for answer, value in zip(given, values, strict=True) if value is not None]
     found: Scored = []
     for entry in given:
@@ -129,7 +129,7 @@ def _scored_answers(raw: RawRow, shape: Shape) -> Scored:
             raise DataError(f"{place}: each entry of '{name}' needs a 'response' and a score")
         key = "overall_score" if entry.get("overall_score") is not None else "fine-grained_score"
         if entry.get(key) is not None:
-            found.append((parts.rating(entry[key], key, place), parts.part(entry["response"], "response", place)))
+            found.append((fields.rating(entry[key], key, place), fields.part(entry["response"], "response", place)))
     return found
 
 
@@ -167,7 +167,7 @@ def _ranked(node: Any, before: tuple[Message, ...], place: str) -> Iterator[tupl
     below = [reply for reply in given if isinstance(reply, dict) and not reply.get("deleted")]
     answers = [reply for reply in below if reply.get("rank") is not None and reply.get("role") == "assistant"]
     if len(answers) > 1:
-        yield spoken, sorted(answers, key=lambda reply: parts.rating(reply["rank"], "rank", place))
+        yield spoken, sorted(answers, key=lambda reply: fields.rating(reply["rank"], "rank", place))
     for reply in below:
         yield from _ranked(reply, spoken, place)
 
@@ -175,9 +175,9 @@ def _ranked(node: Any, before: tuple[Message, ...], place: str) -> Iterator[tupl
 def _node(node: Any, place: str) -> Message:
     speaker = str(node.get("role", "prompter")).lower()
     if speaker not in ("prompter", "assistant"):
-        raise DataError(f"{place}: a message of the tree has the role {parts.brief(speaker)}; known are prompter, "
+        raise DataError(f"{place}: a message of the tree has the role {fields.brief(speaker)}; known are prompter, "
                         "assistant")
-    return {"role": parts.SPEAKERS[speaker], "content": parts.text(node.get("text"), "text", place)}
+    return {"role": fields.SPEAKERS[speaker], "content": fields.text(node.get("text"), "text", place)}
 
 
 # --- feedback: a chat in which single answers are marked -------------------------------------------------------------
@@ -187,7 +187,7 @@ def is_marked(record: Record, shape: Shape, options: FormatOptions) -> bool:
     """Whether an assistant message carries a mark of its own, and not just a key that happens to be called so."""
     spoken = record[shape.answers[0]]
     return isinstance(spoken, list) and any(
-        parts.is_thumb(entry.get(mark)) for entry in spoken
+        fields.is_thumb(entry.get(mark)) for entry in spoken
         if isinstance(entry, dict) and entry.get("role") == "assistant" for mark in _MARKS)
 
 
@@ -196,7 +196,7 @@ def marked(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
     name, place = shape.answers[0], raw.place
     if name not in raw.record:
         return [Dropped(place, Reason.MISSING_FIELD, f"no '{name}'")]
-    spoken = parts.conversation(raw.record[name], name, place)
+    spoken = fields.conversation(raw.record[name], name, place)
     bare = tuple({key: value for key, value in message.items() if key not in _MARKS} for message in spoken)
     drafts: Drafts = []
     for number, message in enumerate(spoken):
@@ -205,8 +205,8 @@ def marked(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
             continue
         if message["role"] != "assistant":
             raise DataError(f"{place}: message {number + 1} of '{name}' has a {marks[0]}, but its role is "
-                            f"{parts.brief(message['role'])}; only an answer can be liked")
-        verdicts = {parts.thumb(message[mark], mark, place) for mark in marks}
+                            f"{fields.brief(message['role'])}; only an answer can be liked")
+        verdicts = {fields.thumb(message[mark], mark, place) for mark in marks}
         if len(verdicts) > 1:
             raise DataError(f"{place}: message {number + 1} of '{name}': {' and '.join(marks)} contradict each other")
         drafts.append(Draft(bare[:number], {name: (bare[number],)}, verdicts.pop()))
