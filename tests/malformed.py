@@ -123,8 +123,8 @@ def malformed(number: int) -> tuple[str, bytes]:
     return f"f{number}.{kind}", whole
 
 
-_WHOLE_FILE = re.compile("no rows|no row has the columns|no row is left|can be read as|cannot be read|unknown kind|"
-                         "is a rating, not a label|not readable as (Parquet|Arrow)|expected an array of rows|no effect|"
+_WHOLE_FILE = re.compile("no rows|no row has the columns|no row is left|match several formats|cannot be read|"
+                         "unknown kind|is a rating, not a label|not readable as (Parquet|Arrow)|expected an array of rows|no effect|"
                          "cannot unpack|not UTF-8$")
 
 

@@ -232,10 +232,10 @@ def test_an_existing_run_is_never_overwritten(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(("content", "sentence"), [
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": "c", "completion": "d", "label": "good"}\n',
-     "data.jsonl:2: label 'good' is not true/false"),
+     "data.jsonl:2: label 'good' is not a boolean"),
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": \n', "data.jsonl:2: not valid JSON"),
     ('{"prompt": "a", "completion": "b"}\n', "use `tropism sft`"),
-    ('{"question": "a", "answer": "b"}\n', "found: question, answer"),
+    ('{"question": "a", "answer": "b"}\n', "Found: question, answer"),
     ("", "no rows"),
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": "a ", "completion": "c", "label": false}\n',
      "have the same prompt"),

@@ -155,7 +155,7 @@ def test_errors_are_sentences(command: Any, tmp_path: Path) -> None:
     assert command(tmp_path / "none.jsonl")[0] == 2
     code, _, err, _ = command([{**labeled(0), "label": "good"}])
     assert code == 2
-    assert "rows.jsonl:1: label 'good' is not true/false" in err
+    assert "rows.jsonl:1: label 'good' is not a boolean" in err
     code, _, err, _ = command([labeled(0), labeled(1)], "--system-prompt", "Be brief.")
     assert code == 2
     assert "system_prompt has no effect: the data is plain text" in err

@@ -71,7 +71,7 @@ def test_bad_label_names_its_line(renderer: Renderer, tmp_path: Path) -> None:
     """K3: file, line and value."""
     path = tmp_path / "f.jsonl"
     path.write_text("".join(json.dumps(labeled("p", "c", label)) + "\n" for label in [True] * 6 + ["good"]))
-    with pytest.raises(DataError, match=r"^f.jsonl:7: label 'good' is not true/false"):
+    with pytest.raises(DataError, match=r"^f.jsonl:7: label 'good' is not a boolean"):
         read_rows(path, renderer, "unpaired")
 
 

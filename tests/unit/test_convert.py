@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tropism.commands.convert import Account, convert
 from tropism.config import ConvertOptions
-from tropism.data.formats import View, recognize, understand, view_of
-from tropism.data.formats.fields import blank
+from tropism.data.formats import View, recognize, rows_of_record, view_of
+from tropism.data.formats.fields import is_blank
 from tropism.data.rows import Dropped, Row
 from tropism.data.sources.resolve import read
 from tropism.errors import DataError, OutputError, UsageError
@@ -29,7 +29,7 @@ def rows_of(source: Any, view: View) -> list[Row]:
     """Rows of a source, read without options; none may be left out."""
     records = list(read(source))
     reading = recognize(records, view, "f")
-    rows = [row for record in records for row in understand(record, reading)]
+    rows = [row for record in records for row in rows_of_record(record, reading)]
     assert not [row for row in rows if isinstance(row, Dropped)]
     return rows
 
@@ -105,7 +105,7 @@ def _chat(part: Any, role: str) -> tuple[Any, ...]:
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda text: not text.startswith("[{"))
-SAID = TEXT.filter(lambda text: not blank(text))
+SAID = TEXT.filter(lambda text: not is_blank(text))
 TEXTS = st.fixed_dictionaries({"prompt": TEXT, "chosen": SAID, "rejected": SAID}).filter(
     lambda row: row["chosen"] != row["rejected"])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tropism.data.audit.audit import Audit
 from tropism.data.audit.findings import ORIGINS
-from tropism.data.formats import Reading, View, pair_by_prompt, recognize, understand, view_of
+from tropism.data.formats import Reading, View, pair_by_prompt, recognize, rows_of_record, view_of
 from tropism.data.formats.options import FormatOptions
 from tropism.data.formats.recognize import renamed
 from tropism.data.row_blocks import RowTable, TableBuilder
@@ -156,7 +156,7 @@ def _rows(part: Iterable[RawRow], reading: Reading) -> Iterator[Understood]:
     """
     split = reading.shape.view == "paired" and reading.wanted == "unpaired"
     for number, raw in enumerate(part):
-        rows = understand(raw, reading)
+        rows = rows_of_record(raw, reading)
         for row in reversed(rows) if split and number % 2 else rows:
             yield row, raw.record
 

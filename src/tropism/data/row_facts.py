@@ -155,7 +155,7 @@ def first_of(numbers: npt.NDArray[Any]) -> Integers:
     return np.unique(numbers, return_index=True)[1]
 
 
-def spread(count: int, most: int) -> Integers:
+def evenly_spaced(count: int, most: int) -> Integers:
     """Up to `most` of `count` positions, evenly spread; all of them where they are not more."""
     most = min(count, most)
     return np.arange(most, dtype=np.int64) * count // max(most, 1)

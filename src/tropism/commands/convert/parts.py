@@ -6,7 +6,7 @@ from itertools import chain, islice
 from typing import Any
 
 from tropism.config import ConvertOptions
-from tropism.data.formats import FORMATS, Reading, View, recognize, understand, view_of
+from tropism.data.formats import FORMATS, Reading, View, recognize, rows_of_record, view_of
 from tropism.data.formats.recognize import renamed
 from tropism.data.rows import Dropped, RawRow, Row
 from tropism.data.sources import resolve as sources
@@ -73,7 +73,7 @@ class ConvertPart:
         split = (self.reading.shape.view, self.reading.wanted) == ("paired", "unpaired")
         for number, given in enumerate(chain(self.head, self.rest)):
             (raw,) = renamed([given], names)
-            rows = understand(raw, self.reading)
+            rows = rows_of_record(raw, self.reading)
             if self.first_side:
                 rows = [replace(row, desirable=None) if isinstance(row, Row) else row for row in rows[:1]]
             elif split and number % 2:

@@ -14,7 +14,7 @@ import torch
 
 from tropism.config import ScoringOptions
 from tropism.data.batching.collate import collate
-from tropism.data.batching.pack import build_trees, cost, scoring_packs, share
+from tropism.data.batching.pack import assign_to_ranks, build_trees, cost, scoring_packs
 from tropism.data.formats import View
 from tropism.data.read_rows import check_embedding, read_rows, view_of_source
 from tropism.data.rows import EncodedRow
@@ -122,7 +122,7 @@ class _Scoring:
         reference = self._reference(model, probes) if self.other else None
         trees = [placed.tree for placed in build_trees(rows, range(len(rows)))]
         packs = scoring_packs(trees, numerics.microbatch_tokens, model.layout)
-        shares = share([sum(map(cost, pack)) for pack in packs], self.world.parts)
+        shares = assign_to_ranks([sum(map(cost, pack)) for pack in packs], self.world.parts)
         own, rounds = shares[self.world.part], max(map(len, shares))
         found: dict[bytes, CompletionScore] = {}
         with self.voice.bar("score") as report:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tropism.data.class_weights import class_weights
-from tropism.data.row_facts import Integers, RowFacts, facts_of, first_of, groups, spread
+from tropism.data.row_facts import Integers, RowFacts, evenly_spaced, facts_of, first_of, groups
 from tropism.data.rows import Dropped, EncodedRow
 
 Severity = Literal["info", "notice", "warning"]
@@ -265,7 +265,7 @@ def _length(facts: RowFacts) -> Iterator[Finding]:
 def _refusals(rows: Sequence[EncodedRow], facts: RowFacts, decode: Decode) -> Iterator[Finding]:
     """How often an answer of each kind opens with a refusal."""
     sides = _sides(facts)
-    read = [[(int(found[i]), int(side[i])) for i in spread(len(found), _READ)] for found, side in sides]
+    read = [[(int(found[i]), int(side[i])) for i in evenly_spaced(len(found), _READ)] for found, side in sides]
     hits = [[row for row, side in some if refuses(decode(rows[row].completions[side].ids[:_OPENING].tolist()))]
             for some in read]
     if not any(hits):

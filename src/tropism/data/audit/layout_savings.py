@@ -6,7 +6,7 @@ import numpy as np
 
 from tropism.data.audit.findings import Finding, percent
 from tropism.data.batching.pack import build_trees
-from tropism.data.row_facts import Integers, RowFacts, facts_of, first_of, groups, spread
+from tropism.data.row_facts import Integers, RowFacts, evenly_spaced, facts_of, first_of, groups
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Schedule
 
@@ -66,7 +66,7 @@ def _computed(rows: Sequence[EncodedRow], facts: RowFacts, trees: Integers) -> t
     looked = several
     if members[several].sum() > _ALL:
         small = several[members[several] <= _SAMPLE]
-        looked = small[spread(len(small), len(small) * _SAMPLE // max(int(members[small].sum()), 1))]
+        looked = small[evenly_spaced(len(small), len(small) * _SAMPLE // max(int(members[small].sum()), 1))]
         looked = looked[np.cumsum(members[looked]) <= _ALL]  # sizes differ, so they may be more than meant
     order, ends = np.argsort(trees, kind="stable"), np.cumsum(members)
     saved = 0

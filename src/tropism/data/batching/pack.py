@@ -56,7 +56,7 @@ def build_trees(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[Plac
     return planted
 
 
-def mismatch(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int) -> list[Mismatched]:
+def mismatched_trees(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int) -> list[Mismatched]:
     """The mismatched trees of a step, in the order of `build_trees`.
 
     The partner is the row's own where every row came with one, else another row's completion. It is cut on the right
@@ -86,7 +86,7 @@ def cost(tree: PromptTree) -> float:
     return tree.tokens + attended / 4096  # attention equals the linear layers at a context of a few thousand
 
 
-def share(costs: Sequence[float], ranks: int) -> list[list[int]]:
+def assign_to_ranks(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Distribute work over ranks, largest first to the least loaded: indices per rank, in original order."""
     load = [0.0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -97,7 +97,7 @@ def share(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(indices) for indices in shares]
 
 
-def first_fit(sizes: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
+def best_fit(sizes: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
     """Best-fit-decreasing packs: indices per pack, in original order. A larger item gets a pack of its own."""
     rooms: list[tuple[int, int]] = []  # (room left, pack), ascending
     packs: list[list[int]] = []
@@ -113,14 +113,14 @@ def first_fit(sizes: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
     return [sorted(pack) for pack in packs]
 
 
-def size(tree: PromptTree, layout: str) -> int:
+def tokens_in_layout(tree: PromptTree, layout: str) -> int:
     """Tokens that a tree fills in a pack of this layout; in `padded` each completion brings its own prompt."""
     if layout == "tree":
         return tree.tokens
     return sum(len(tree.prompt_ids) + len(completion.ids) - 1 for completion in tree.completions)
 
 
-def forest(trees: Iterable[PromptTree]) -> list[PromptTree]:
+def merge_trees(trees: Iterable[PromptTree]) -> list[PromptTree]:
     """The distinct (prompt, completion) pairs of many trees, one tree per prompt, in an order of their own.
 
     The order follows from the content alone, so packs made of it are a function of the whole set.
@@ -139,12 +139,13 @@ def scoring_packs(trees: Iterable[PromptTree], microbatch_tokens: int, layout: s
 
     Nothing learns here, so a tree too big for a pack may be several with the same prompt: that is only layout.
     """
-    parts = [part for tree in forest(trees) for part in _split(tree, microbatch_tokens, layout)]
-    return [[parts[i] for i in pack] for pack in first_fit([size(part, layout) for part in parts], microbatch_tokens)]
+    parts = [part for tree in merge_trees(trees) for part in _split(tree, microbatch_tokens, layout)]
+    sizes = [tokens_in_layout(part, layout) for part in parts]
+    return [[parts[i] for i in pack] for pack in best_fit(sizes, microbatch_tokens)]
 
 
 def _split(tree: PromptTree, microbatch_tokens: int, layout: str) -> list[PromptTree]:
-    if size(tree, layout) <= microbatch_tokens or len(tree.completions) == 1:
+    if tokens_in_layout(tree, layout) <= microbatch_tokens or len(tree.completions) == 1:
         return [tree]
     half = len(tree.completions) // 2
     return [part for some in (tree.completions[:half], tree.completions[half:])

@@ -1,4 +1,4 @@
-"""Records to rows, and rows of one view to those of another."""
+"""Turns records into rows, pairs into unpaired rows, and unpaired rows into pairs."""
 
 import json
 from collections import defaultdict, deque
@@ -7,25 +7,26 @@ from dataclasses import replace
 
 from tropism.data.formats import fields
 from tropism.data.formats.fields import Content
-from tropism.data.formats.plain_records import Draft, Drafts, plain_drafts
+from tropism.data.formats.format import Draft, Drafts
+from tropism.data.formats.plain_records import plain_drafts
 from tropism.data.formats.recognize import Reading
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
 
 
-def understand(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
-    """Translate a record to its rows, and to the reasons why others are left out.
+def rows_of_record(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
+    """The rows of a record, and the reasons for those that are dropped.
 
-    Rows have the view `reading.wanted`, except that labeled completions which are to be paired by prompt stay single
-    until `pair_by_prompt` has seen them all. The first row has the record's id, the next ones `ID#2`, `ID#3`, ...
+    Rows have the view `reading.wanted`. Labeled completions that will be paired by prompt are the exception: they stay
+    unpaired until `pair_by_prompt` has all of them. The first row has the record's id, the next ones `ID#2`, `ID#3`.
 
     Raises:
-        DataError: if a label or a message is not what it must be; such a file needs a look before it is used.
+        DataError: for an invalid label, message or text.
     """
     try:
         return _rows(raw, reading)
     except RecursionError:
-        raise DataError(f"{raw.place}: nested too deeply to be read") from None
+        raise DataError(f"{raw.place}: the record is nested too deeply") from None
 
 
 def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
@@ -33,68 +34,70 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     first = str(record["id"]) if record.get("id") is not None else raw.place
     tools = fields.tool_schemas(record.get("tools"), raw.place)
     known = reading.format
-    if known.drafts is None:
+    if known.make_drafts is None:
         drafts = plain_drafts(known, raw, view)
     else:
-        drafts = known.drafts(raw, known.shape_for(record, view), reading.options)
+        drafts = known.make_drafts(raw, known.shape_for(record, view), reading.options)
     if view == "paired" and reading.wanted == "unpaired":
-        drafts = [half for draft in drafts for half in _halves(draft, raw.place)]
+        drafts = [side for draft in drafts for side in _split_pair(draft, raw.place)]
     rows: list[Row | Dropped] = []
     for draft in drafts:
-        made = _row(draft, raw.place, reading) if isinstance(draft, Draft) else draft
-        if isinstance(made, Row):
+        row = _checked_row(draft, raw.place, reading) if isinstance(draft, Draft) else draft
+        if isinstance(row, Row):
             number = 1 + len(rows)
-            made = replace(made, id=first if number == 1 else f"{first}#{number}", tools=made.tools or tools)
-        rows.append(made)
+            row = replace(row, id=first if number == 1 else f"{first}#{number}", tools=row.tools or tools)
+        rows.append(row)
     return rows
 
 
-def _row(draft: Draft, place: str, reading: Reading) -> Row | Dropped:
+def _checked_row(draft: Draft, place: str, reading: Reading) -> Row | Dropped:
     if reading.wanted == "single" and draft.desirable is False:
-        return Dropped(place, Reason.UNDESIRABLE, "it is rated undesirable, and this method imitates what it is given")
+        return Dropped(place, Reason.UNDESIRABLE,
+                       "it is rated undesirable, and this method trains on desirable completions only")
     prompt = draft.prompt
-    completions = {name: _without_prompt(prompt, answer) for name, answer in draft.answers.items()}
-    for name, completion in completions.items():
-        if fields.blank(completion):
+    by_column = {name: _without_prompt(prompt, completion) for name, completion in draft.completions.items()}
+    for name, completion in by_column.items():
+        if fields.is_blank(completion):
             return Dropped(place, Reason.EMPTY_COMPLETION, f"'{name}' is empty")
-    answers: tuple[Content, ...] = tuple(completions.values())
-    if any(isinstance(part, tuple) for part in (prompt, *answers)):
+    completions: tuple[Content, ...] = tuple(by_column.values())
+    if any(isinstance(content, tuple) for content in (prompt, *completions)):
         prompt = fields.as_messages(prompt, "user")
-        spoken = [fields.as_messages(answer, "assistant") for answer in answers]
-        for messages in spoken:
+        conversations = [fields.as_messages(completion, "assistant") for completion in completions]
+        for messages in conversations:
             if messages[-1].get("role") != "assistant":
                 raise DataError(f"{place}: a completion must end with a message of role 'assistant', "
-                                f"not {fields.brief(messages[-1]['role'])}")
-        answers = tuple(spoken)
+                                f"not {fields.short_repr(messages[-1]['role'])}")
+        completions = tuple(conversations)
     desirable = None if reading.wanted == "single" else draft.desirable
-    return Row(place, place, prompt, answers, desirable, fields.tool_schemas(draft.tools, place))
+    return Row(place, place, prompt, completions, desirable, fields.tool_schemas(draft.tools, place))
 
 
 def _without_prompt(prompt: Content, completion: Content) -> Content:
-    """A completion that repeats the prompt's messages before its answer, as some public sets have it, without them."""
+    """A completion without the prompt's messages, with which completions of some public data sets begin."""
     if not isinstance(completion, tuple) or not prompt:
         return completion
-    lead = fields.as_messages(prompt, "user")
-    same = len(completion) > len(lead) and all(
+    start = fields.as_messages(prompt, "user")
+    repeated = len(completion) > len(start) and all(
         (one.get("role"), one.get("content")) == (other.get("role"), other.get("content"))
-        for one, other in zip(lead, completion, strict=False))
-    return completion[len(lead) :] if same else completion
+        for one, other in zip(start, completion, strict=False))
+    return completion[len(start) :] if repeated else completion
 
 
-def _halves(draft: Draft | Dropped, place: str) -> Drafts:
+def _split_pair(draft: Draft | Dropped, place: str) -> Drafts:
     """A pair as a desirable and an undesirable row."""
     if isinstance(draft, Dropped):
         return [draft]
-    (one, chosen), (other, rejected) = draft.answers.items()
+    (chosen_name, chosen), (rejected_name, rejected) = draft.completions.items()
     if chosen == rejected:
-        return [Dropped(place, Reason.IDENTICAL_PAIR, "both sides are the same, and cannot be liked and disliked")]
-    return [replace(draft, answers={one: chosen}, desirable=True),
-            replace(draft, answers={other: rejected}, desirable=False)]
+        return [Dropped(place, Reason.IDENTICAL_PAIR, "chosen and rejected are equal")]
+    return [replace(draft, completions={chosen_name: chosen}, desirable=True),
+            replace(draft, completions={rejected_name: rejected}, desirable=False)]
 
 
 def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
-    """Pairs of labeled completions: the first desirable of a prompt with its first undesirable, the second with the
-    second, and so on. A pair has id and place of its desirable row, and stands where the later of the two stood.
+    """Pair labeled completions: the first desirable one of a prompt with its first undesirable one, and so on.
+
+    A pair has the id and place of its desirable row, and the position of the later of the two rows.
     """
     waiting: dict[str, tuple[deque[int], deque[int]]] = defaultdict(lambda: (deque(), deque()))
     paired: dict[int, Row | Dropped] = {}
@@ -103,17 +106,17 @@ def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
             paired[number] = row
             continue
         key = json.dumps([row.prompt, row.tools], sort_keys=True, default=str)
-        same, others = waiting[key] if row.desirable else waiting[key][::-1]
-        if not others:
+        same, opposite = waiting[key] if row.desirable else waiting[key][::-1]
+        if not opposite:
             same.append(number)
             continue
-        partner = rows[others.popleft()]
+        partner = rows[opposite.popleft()]
         assert isinstance(partner, Row)
-        good, bad = (row, partner) if row.desirable else (partner, row)
-        paired[number] = replace(good, completions=good.completions + bad.completions, desirable=None)
+        chosen, rejected = (row, partner) if row.desirable else (partner, row)
+        paired[number] = replace(chosen, completions=chosen.completions + rejected.completions, desirable=None)
     for queues in waiting.values():
         for queue, missing in zip(queues, ("undesirable", "desirable"), strict=True):
             for number in queue:
                 paired[number] = Dropped(rows[number].place, Reason.UNPAIRED,
-                                         f"no {missing} completion of its prompt is left to pair it with")
+                                         f"no {missing} completion of the same prompt to pair it with")
     return [paired[number] for number in sorted(paired)]
