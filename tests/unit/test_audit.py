@@ -99,7 +99,7 @@ def test_labels_duplicates_and_conflicts() -> None:
     assert report["duplicates"] == 2
     assert report["conflicts"] == 1
     assert report["prompts"] == 2
-    assert any("completions that carry both labels: 1 (first r)" in said for said in audit.notices())
+    assert any("1 completion both desirable and undesirable (first r)" in said for said in audit.notices())
     pairs = Audit("f", read=2, rows=[row([1], [2], [3]), row([1], [3], [2])])
     assert pairs.labels() == {}
     assert (pairs.to_json()["duplicates"], pairs.to_json()["conflicts"]) == (0, 0)
@@ -114,7 +114,7 @@ def test_a_million_bad_rows_are_counted_and_some_are_listed() -> None:
     assert audit.to_json()["rows"]["dropped"] == audit.reasons == {"empty_prompt": 2000, "unpaired": 1000}
     assert audit.summary() == "3001 read, 1 kept: 2000 empty_prompt, 1000 unpaired"
     left_out, = (finding for finding in audit.findings() if finding.name == "left_out")
-    assert "rows left out: 3000 (100 %), 2000 empty_prompt, 1000 unpaired" in left_out.text
+    assert "3,000 rows (100%): 2000 empty_prompt, 1000 unpaired" in left_out.text
     assert left_out.places[:2] == ("f:1", "f:2")
 
 
@@ -123,7 +123,7 @@ def test_origins_are_looked_at() -> None:
     rows = [row([n], [n, 3], desirable=n % 2 == 0) for n in range(40)]
     audit = Audit("f", read=40, rows=rows, origins={"source": ["gold" if r.desirable else "bot" for r in rows]})
     assert "label_from_source" in {finding["name"] for finding in audit.to_json()["findings"]}
-    assert any("source alone tells 100 % of the labels" in said for said in audit.notices())
+    assert any("source alone predicts 100% of the labels" in said for said in audit.notices())
 
 
 def test_tokens_and_lengths() -> None:
@@ -146,8 +146,8 @@ def test_cuts_and_changes_are_listed(fixture_tokenizer) -> None:
         {"place": "row 1", "notes": ["prompt_cut"]}, {"place": "row 2", "notes": ["completion_cut"]},
         {"place": "row 3", "notes": ["text_changed"]}]
     said = " / ".join(audit.notices())
-    assert "prompts that were cut from the left: 1 (33 %, first row 1)" in said
-    assert "completions that were cut and have no terminator: 1 (33 %, first row 2)" in said
+    assert "the prompt of 1 row was truncated on the left (33%, first row 1)" in said
+    assert "a completion of 1 row was truncated and has no terminator (33%, first row 2)" in said
     assert "(first row 3)" in said
 
 
@@ -157,7 +157,7 @@ def test_a_template_without_terminator_says_so() -> None:
     messages = case_yaml("14-bos-eos-once.yaml")["messages"]
     audit = read_rows([{"messages": messages, "label": True}],
                       Renderer(build_tokenizer(chat_template=template), Limits(200)), "unpaired")
-    assert "the chat template does not end the answers of 1 row: one eos was added to each" in audit.notices()
+    assert any("does not terminate the completions of 1 row (first row 1)" in said for said in audit.notices())
 
 
 def test_class_weights() -> None:

@@ -246,7 +246,7 @@ def test_case_14_notices() -> None:
     for name, template in case["templates"].items():
         audit = read_rows([{"messages": case["messages"]}], Renderer(build_tokenizer(chat_template=template), LIMITS),
                           "single")
-        said_so = [notice for notice in audit.notices() if "one eos was added" in notice]
+        said_so = [notice for notice in audit.notices() if "One EOS was added" in notice]
         assert len(said_so) == (1 if name.startswith("B") else 0)
 
 
