@@ -74,7 +74,7 @@ def test_04_degenerate_sizes(command: Any) -> None:
     assert "4 desirable / 0 undesirable" in err
     code, _, err, _ = command("kto", case["b_batch_of_one"]["rows"], "--batch-size", "1")
     assert code == 2
-    assert "batch_size 1" in err
+    assert "--batch-size 1" in err
     assert not run.exists()
     code, _, err, run = command("kto", case["c_tail_of_one"]["rows"], "--batch-size", "4")
     assert code == 0, err

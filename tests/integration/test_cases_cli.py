@@ -195,7 +195,7 @@ def test_14_templates_one_after_the_other(bench: Bench, variant: str) -> None:
         assert answer == answer_ids(shown, learned=True)
         assert learned(shown) == [["Seven." + ("<|end|>" if letter == "C" else "<|eos|>")]]
         assert report["rows"]["eos_added"] == (1 if letter == "B" else 0)
-        assert ("one eos was added" in bench.out) == (letter == "B")
+        assert ("One EOS was added" in " ".join(bench.out.split())) == (letter == "B")
         # B and C render a line end behind the answer, which is not learned; B has no end, and gets one.
         ours = want["rendered_tokens"] - (letter in "BC") + (letter == "B") - (want["bos_in_render"] - bos)
         assert len(prompt) + len(answer) == report["tokens"]["flat"] == ours

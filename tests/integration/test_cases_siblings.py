@@ -122,7 +122,7 @@ def test_10_answers_that_nobody_sees(bench: Bench, form: str) -> None:
     assert unseen["figures"] == {"rows": len(UNSEEN)}
     assert unseen["places"] == [f"rows.jsonl:{number}" for number in range(len(BLANK) + 1, len(answers) - 1)]
     bench.look(rows[: len(BLANK)], code=2)
-    assert f"no row is left to train on; {len(BLANK)} read, 0 kept: {len(BLANK)} empty_completion" in bench.err
+    assert f"no row is left to train on: {len(BLANK)} read, 0 kept: {len(BLANK)} empty_completion" in bench.err
 
 
 def test_10_null_inside_messages(bench: Bench) -> None:

@@ -60,7 +60,7 @@ def test_strict_stops_at_the_first(renderer: Renderer) -> None:
 
 def test_no_row_left(renderer: Renderer, tmp_path: Path) -> None:
     """D1: a file whose rows are all dropped, or that has none, stops with the summary."""
-    with pytest.raises(DataError, match="no row is left to train on; 1 read, 0 kept: 1 empty_completion"):
+    with pytest.raises(DataError, match="no row is left to train on: 1 read, 0 kept: 1 empty_completion"):
         read_rows([labeled("p", "", True)], renderer, "unpaired")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"empty.jsonl: no rows"):

@@ -232,7 +232,7 @@ def test_labeled_completions_to_imitate(tmp_path: Path) -> None:
     account = converted(LABELED, tmp_path / "a.jsonl", "single")
     assert [row["id"] for row in lines(tmp_path / "a.jsonl")] == ["0", "1"]
     assert "rows left out: 2 undesirable" in said(account)
-    assert "row 3: undesirable: its label is false" in said(account)
+    assert "row 3: undesirable: label is false" in said(account)
     assert "not in the file: 2 labels of completions to imitate" in said(account)
     assert "left behind" not in said(account)
     with pytest.raises(DataError, match=r"^row 3: undesirable: .* \(--strict\)$"):
@@ -277,7 +277,7 @@ def test_ratings_and_scores(tmp_path: Path) -> None:
     account = converted([ULTRA, TREE], tmp_path / "b.jsonl", "paired", format="ultrafeedback")
     assert "1 scores of answers, other notes on them, and the answers between best and worst (records)" in said(account)
     assert [row["label"] for row in made(tmp_path, [SCORED], "unpaired", label_threshold=4)] == [False, True, False]
-    with pytest.raises(DataError, match="say with --label-threshold NUMBER"):
+    with pytest.raises(DataError, match="--label-threshold NUMBER"):
         made(tmp_path, RATED, "unpaired")
 
 
