@@ -256,7 +256,7 @@ def test_data_errors(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, t
     (["--max-length", "64", "--max-prompt-length", "64"], "leaves nothing"),
     (["--eval-fraction", "0.1", "--eval-data", "x.jsonl"], "exclude each other"),
     (["--model", "/nowhere/model"], "no such directory"),
-    (["--data", "/nowhere/data.jsonl"], "no such file"),
+    (["--data", "/nowhere/data.jsonl"], "data.jsonl: file not found"),
 ])
 def test_option_errors(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, feedback: Path, tmp_path: Path,
                        changes: list[str], sentence: str) -> None:
