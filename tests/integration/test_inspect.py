@@ -158,10 +158,10 @@ def test_errors_are_sentences(command: Any, tmp_path: Path) -> None:
     assert "rows.jsonl:1: label 'good' is not a boolean" in err
     code, _, err, _ = command([labeled(0), labeled(1)], "--system-prompt", "Be brief.")
     assert code == 2
-    assert "system_prompt has no effect: the data is plain text" in err
+    assert "--system-prompt has no effect on plain text" in err
     code, _, err, _ = command([labeled(0)], "--chat-template", "chatlm")
     assert code == 2
-    assert "chat_template: 'chatlm' is neither a file nor one of chatml" in err
+    assert "'chatlm' is neither a file nor one of chatml" in err
 
 
 def test_rows_that_are_shown(command: Any) -> None:

@@ -118,7 +118,7 @@ class Louder(PreTrainedTokenizerFast):
 
 
 def test_h1_code_that_is_not_the_librarys_is_neither_cached_nor_sent_away(tmp_path, monkeypatch, counted):
-    monkeypatch.setattr(encode, "_BEFORE_HELP", 0)
+    monkeypatch.setattr(encode, "_BLOCKS_BEFORE_WORKERS", 0)
     plain = build_tokenizer(chat_template=CHATML)
     plain.__class__ = Louder
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_h1_the_code_that_renders_and_its_libraries_are_part_of_the_key(monkeypa
     monkeypatch.setattr(encode, "version", lambda name: "0")
     assert fingerprint(renderer()) != before
     monkeypatch.undo()
-    monkeypatch.setattr(encode, "_CODE", (*encode._CODE, "batching/pack"))
+    monkeypatch.setattr(encode, "_RENDERING_CODE", (*encode._RENDERING_CODE, "batching/pack"))
     assert fingerprint(renderer()) != before
 
 
@@ -178,7 +178,7 @@ def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path):
 def test_processes_change_nothing(tmp_path, monkeypatch, counted, cached):
     rows = records(7 * BLOCK_ROWS)  # a fifth of them is empty
     alone = read_rows(rows, renderer(), "unpaired")
-    monkeypatch.setattr(encode, "_BEFORE_HELP", 1)
+    monkeypatch.setattr(encode, "_BLOCKS_BEFORE_WORKERS", 1)
     del counted[:]
     other = renderer()
     found = read_rows(rows, other, "unpaired", workers=2, cache=tmp_path if cached else None)
@@ -190,7 +190,7 @@ def test_processes_change_nothing(tmp_path, monkeypatch, counted, cached):
 
 
 def test_an_error_of_another_process_is_raised_here(monkeypatch):
-    monkeypatch.setattr(encode, "_BEFORE_HELP", 0)
+    monkeypatch.setattr(encode, "_BLOCKS_BEFORE_WORKERS", 0)
     rows = [{**row, "completion": [{"role": "assistant", "content": "elm"}]} for row in records(3 * BLOCK_ROWS)]
     rows[100]["tools"] = [{"type": "function", "function": {"name": "x"}}]
     with pytest.raises(DataError, match=r"row 101: .*tools"):
@@ -198,15 +198,15 @@ def test_an_error_of_another_process_is_raised_here(monkeypatch):
 
 
 def test_a_process_that_dies_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(encode, "_BEFORE_HELP", 0)
+    monkeypatch.setattr(encode, "_BLOCKS_BEFORE_WORKERS", 0)
     plain = subprocess.Popen
     monkeypatch.setattr(encode.subprocess, "Popen", lambda command, **given: plain(["true"], **given))
-    with pytest.raises(TropismError, match="has died"):
+    with pytest.raises(TropismError, match=r"worker process .* died"):
         read_rows(records(3 * BLOCK_ROWS), renderer(), "unpaired", workers=2)
 
 
 def test_files_beside_the_user_are_not_imported(monkeypatch, tmp_path):
-    monkeypatch.setattr(encode, "_BEFORE_HELP", 0)
+    monkeypatch.setattr(encode, "_BLOCKS_BEFORE_WORKERS", 0)
     (tmp_path / "queue.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
     assert len(read_rows(records(3 * BLOCK_ROWS), renderer(), "unpaired", workers=2).rows) == 144
