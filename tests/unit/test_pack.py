@@ -233,7 +233,7 @@ def test_a_completion_is_validated() -> None:
     good = Completion.supervised([1, 2])
     with pytest.raises(ValueError, match="supervised"):
         Completion(good.ids, good.loss_mask & False)
-    with pytest.raises(ValueError, match="equal 1-d"):
+    with pytest.raises(ValueError, match="1-d of equal length"):
         Completion(good.ids, good.loss_mask[:1])
     with pytest.raises(ValueError, match="read-only"):
         good.ids[0] = 5
