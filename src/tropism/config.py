@@ -118,10 +118,10 @@ class LossOptions(ReferenceOptions, TeacherOptions):
     @field_validator("loss")
     @classmethod
     def _known(cls, value: str) -> str:
-        from tropism.methods.build import chosen_rows  # imports torch: not for --help
+        from tropism.methods.build import rows_of_losses  # imports torch: not for --help
 
         try:
-            chosen_rows(cls.view, value)
+            rows_of_losses(cls.view, value)
         except UsageError as error:
             raise ValueError(str(error).removeprefix("loss: ")) from None
         return value

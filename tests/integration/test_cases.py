@@ -197,7 +197,7 @@ def test_18_where_the_reference_comes_from(tiny_model_dir: Path, tmp_path: Path)
 CASE_21 = case_yaml("21-pref-loss-table.yaml")
 FUSED = CASE_21["configs_that_must_differ_from_default_or_be_refused"]
 REFUSED = [*zip(CASE_21["configs_that_must_not_start"], (
-    "loss_typ: unknown, did you mean loss?", "loss: 'sigmiod' is not one of",
+    "loss_typ: unknown, did you mean loss?", "loss: 'sigmiod' is not a known loss",
     "desirable_wieght: unknown, did you mean desirable_weight?", "beta: Input should be a valid number",
     "beta: Input should be greater than 0"), strict=True), *((config, "fused_loss: unknown") for config in FUSED)]
 

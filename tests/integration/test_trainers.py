@@ -139,7 +139,7 @@ def test_arguments_are_options_too(argument: str, option: str, small: Any, pairs
     ({"betta": 0.1}, "betta: unknown, did you mean beta"),
     ({"train_datset": []}, "did you mean train_dataset"), ({"ref_modle": "x"}, "did you mean ref_model"),
     ({"logging_step": 3}, "did you mean logging_steps"), ({"zzz": 1}, "zzz: unknown; known are .*beta.*ref_model"),
-    ({"beta": "much"}, "beta: .*'much'"), ({"loss_type": "ipoo"}, "did you mean ipo"),
+    ({"beta": "much"}, "beta: .*'much'"), ({"loss_type": "ipoo"}, "Did you mean ipo"),
     ({"train_dataset": None}, "train_dataset is missing"),
     ({"scheduler": object()}, "scheduler needs its optimizer"),
     ({"optimizer": object()}, "optimizer needs the module"), ({"optimizer": "sgdd"}, "optimizer: .*'sgdd'"),

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from helpers import CASES, build_tokenizer, case_rows, case_yaml, expected, row
-from tropism.data.audit.audit import Audit, class_weights
+from tropism.data.audit.audit import Audit
+from tropism.data.class_weights import class_weights
 from tropism.data.read_rows import check_embedding, read_rows
 from tropism.data.rows import Dropped, EncodedRow, Reason
 from tropism.data.tokenization.render import Renderer

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 
 from tropism.data.audit.findings import Decode, Finding, both_labels, find_in_rows
-from tropism.data.class_weights import class_weights
 from tropism.data.row_facts import Integers, RowFacts, facts_of
 from tropism.data.rows import Dropped, EncodedRow
-
-__all__ = ["Audit", "class_weights"]
 
 _LISTED = 1000  # rows that audit.json lists; all are counted
 

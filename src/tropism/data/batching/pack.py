@@ -70,7 +70,7 @@ def mismatched_trees(rows: Sequence[EncodedRow], indices: Sequence[int], max_len
         partner = row.partner if given else rows[indices[partner_of[position]]].completions[0]
         assert partner is not None
         completion = partner.cut(max_length - len(row.prompt_ids))
-        if completion is None:  # no supervised token fits: the first supervised message of a conversation starts too late
+        if completion is None:  # no supervised token fits: a conversation's first supervised message is too late
             completion = Completion.supervised(partner.ids[: max_length - len(row.prompt_ids)])
         _, distinct, counts = groups.setdefault(row.prompt_key, (row, {}, {}))
         distinct.setdefault(completion.key, completion)
