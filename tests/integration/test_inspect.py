@@ -225,7 +225,8 @@ def test_every_finding_and_option_is_described() -> None:
     sources = [root / "src" / "tropism" / name for name in (
         "data/findings.py", "data/savings.py", "data/templates.py", "inspect.py")]
     named = {name for source in sources
-             for name in re.findall(r'Finding\(\s*f?"(\w+?)(?:_?\{column\})?",', source.read_text(encoding="utf-8"))}
+             for name in re.findall(r'(?m)(?:Finding\(|_about\(|^    \()\s*f?"(\w+?)(?:_?\{column\})?",',
+                                    source.read_text(encoding="utf-8"))}
     assert len(named) > 15
     assert not [name for name in named if f"`{name}" not in text]
     assert not [name for name in InspectOptions.model_fields if f"`{name}`" not in text]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from integration.conftest import assert_same_metrics, records, weights
-from published import (
+from published_batches import (
     Known,
     coati_dpo,
     coati_kto,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from published import (
+from published_batches import (
     Known,
     coati_dpo,
     coati_kto,

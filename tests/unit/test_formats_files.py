@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from formats_made import KINDS, MADE, write
+from format_examples import KINDS, MADE, write
 from tropism.data.formats import FORMATS
 from tropism.data.formats.options import FormatOptions
 from tropism.data.read_rows import read_rows, view_of_source

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from formats_made import KINDS, MADE, content, packed
+from format_examples import KINDS, MADE, content, packed
 
 VIEWS = ("unpaired", "paired", "single")
 DEEP = 300  # nested calls of the tokenizer's template engine end at fewer than Python's own limit

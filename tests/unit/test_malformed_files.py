@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from malformed import VIEWS, malformed, well_said
+from malformed_files import VIEWS, malformed, well_said
 from tropism.data.read_rows import read_rows
 from tropism.data.rows import Dropped, EncodedRow, Row
 from tropism.data.tokenization.render import Renderer
