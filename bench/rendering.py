@@ -21,7 +21,7 @@ import datasets
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import KTOConfig, KTOTrainer
 
-from tropism.data.load import load_rows
+from tropism.data.read_rows import read_rows
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
 
@@ -31,7 +31,7 @@ MAX_LENGTH = 2048
 def ours(data: Path, tokenizer: Any, workers: int, scratch: Path) -> tuple[float, int, list[list[int]]]:
     """Seconds, tokens, and the ids of the first rows."""
     began = time.monotonic()
-    rows = load_rows(data, Renderer(tokenizer, Limits(MAX_LENGTH)), "unpaired", workers=workers, cache=scratch).rows
+    rows = read_rows(data, Renderer(tokenizer, Limits(MAX_LENGTH)), "unpaired", workers=workers, cache=scratch).rows
     seconds = time.monotonic() - began
     facts = rows.facts  # type: ignore[attr-defined]
     first = [[*row.prompt_ids.tolist(), *row.completions[0].ids.tolist()] for row in itertools.islice(rows, 100)]

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from tropism.data.formats import View
 from tropism.data.formats.options import FormatOptions
 from tropism.data.options import DataOptions
-from tropism.data.sources.open import absolute
+from tropism.data.sources.resolve import absolute
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.truncate import LengthOptions
 from tropism.errors import UsageError
@@ -118,10 +118,10 @@ class LossOptions(ReferenceOptions, TeacherOptions):
     @field_validator("loss")
     @classmethod
     def _known(cls, value: str) -> str:
-        from tropism.methods.build import chosen_rows  # imports torch: not for --help
+        from tropism.methods.build import rows_of_losses  # imports torch: not for --help
 
         try:
-            chosen_rows(cls.view, value)
+            rows_of_losses(cls.view, value)
         except UsageError as error:
             raise ValueError(str(error).removeprefix("loss: ")) from None
         return value

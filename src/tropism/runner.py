@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tropism.config import MethodOptions
-from tropism.data.load import check_embedding
+from tropism.data.read_rows import check_embedding
 from tropism.distributed import World, connect
 from tropism.errors import ReferenceMismatchError, UsageError
 from tropism.methods.build import build_method, effective

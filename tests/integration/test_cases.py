@@ -74,7 +74,7 @@ def test_04_degenerate_sizes(command: Any) -> None:
     assert "4 desirable / 0 undesirable" in err
     code, _, err, _ = command("kto", case["b_batch_of_one"]["rows"], "--batch-size", "1")
     assert code == 2
-    assert "batch_size 1" in err
+    assert "--batch-size 1" in err
     assert not run.exists()
     code, _, err, run = command("kto", case["c_tail_of_one"]["rows"], "--batch-size", "4")
     assert code == 0, err
@@ -197,7 +197,7 @@ def test_18_where_the_reference_comes_from(tiny_model_dir: Path, tmp_path: Path)
 CASE_21 = case_yaml("21-pref-loss-table.yaml")
 FUSED = CASE_21["configs_that_must_differ_from_default_or_be_refused"]
 REFUSED = [*zip(CASE_21["configs_that_must_not_start"], (
-    "loss_typ: unknown, did you mean loss?", "loss: 'sigmiod' is not one of",
+    "loss_typ: unknown, did you mean loss?", "loss: 'sigmiod' is not a known loss",
     "desirable_wieght: unknown, did you mean desirable_weight?", "beta: Input should be a valid number",
     "beta: Input should be greater than 0"), strict=True), *((config, "fused_loss: unknown") for config in FUSED)]
 

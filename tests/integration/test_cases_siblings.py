@@ -95,7 +95,7 @@ def test_09_the_answer_is_behind_the_cut(bench: Bench) -> None:
     run = bench.train("sft", rows, "--max-length", 32)
     assert left_out(audit(run)) == {1: "no_supervised_token"}
     bench.train("sft", rows[:1], "--max-length", 32, code=2)
-    assert "rows.jsonl:1: no supervised token after truncation to 32 (prompt 22)" in bench.err
+    assert "rows.jsonl:1: no supervised token after truncation to 32 tokens (the prompt has 22)" in bench.err
 
 
 # --- 10: nothing said ------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_10_answers_that_nobody_sees(bench: Bench, form: str) -> None:
     assert unseen["figures"] == {"rows": len(UNSEEN)}
     assert unseen["places"] == [f"rows.jsonl:{number}" for number in range(len(BLANK) + 1, len(answers) - 1)]
     bench.look(rows[: len(BLANK)], code=2)
-    assert f"no row is left to train on; {len(BLANK)} read, 0 kept: {len(BLANK)} empty_completion" in bench.err
+    assert f"no row is left to train on: {len(BLANK)} read, 0 kept: {len(BLANK)} empty_completion" in bench.err
 
 
 def test_10_null_inside_messages(bench: Bench) -> None:
@@ -312,7 +312,7 @@ def test_15_calls(bench: Bench) -> None:
         {"type": "function", "function": {"name": "lamp", "arguments": {"to": 20}}}]}
     rows = chats([user("q"), call], [user("q"), call, TOOL, answer("done")])
     bench.look(rows, code=2)
-    assert "rows.jsonl:1: the chat template does not show the answer's call of 'lamp'" in bench.err
+    assert "rows.jsonl:1: the chat template does not render the call of 'lamp'" in bench.err
     bench.with_tokenizer(chat_template=TEMPLATE.replace("{{ m.content }}", "{{ m.content }}" + CALLS))
     report = bench.look(rows)
     assert [learned(shown) for shown in report["shown"]] == [[["[lamp]<|end|>"]], [["done<|end|>"]]]

@@ -136,10 +136,10 @@ BASE = ["--model", "m", "--data", "d", "--output", "o"]
     (["kto", *BASE, "--learning-rate", "nan"], "--learning-rate"),
     (["kto", *BASE, "--undesirable-weight", "0"], "--undesirable-weight: Input should be greater than 0"),
     (["dpo", *BASE, "--loss", "ipo,ipo"], "ipo is named twice"),
-    (["dpo", *BASE, "--loss", "ipo", "--loss-weights", "1,2"], "loss_weights: 2 weights for 1 losses"),
-    (["dpo", *BASE, "--loss", "hinge", "--label-smoothing", "0.1"], "label_smoothing has no effect on loss hinge"),
+    (["dpo", *BASE, "--loss", "ipo", "--loss-weights", "1,2"], "--loss-weights: 2 weights for 1 loss"),
+    (["dpo", *BASE, "--loss", "hinge", "--label-smoothing", "0.1"], "--label-smoothing has no effect on --loss hinge"),
     (["dpo", *BASE, "--desirable-weight", "2"], "--desirable-weight: unknown"),
-    (["kto", *BASE, "--kd-weight", "0.3"], "kd_weight has no effect without a teacher"),
+    (["kto", *BASE, "--kd-weight", "0.3"], "--kd-weight has no effect without --teacher"),
     (["sft", *BASE, "--beta", "0.1"], "--beta: unknown"),
     (["sft", *BASE, "--eval-every", "often"], "--eval-every: 'often' is not an interval; it takes steps (50), epochs"),
     (["sft", *BASE, "--save-every", "0"], "--save-every: Input should be greater than or equal to 1"),
@@ -148,7 +148,7 @@ BASE = ["--model", "m", "--data", "d", "--output", "o"]
     (["resume", "nowhere"], "nowhere: there is no run to go on with: no such directory"),
     (["sft", *BASE, "--teacher", "t"], "--teacher: unknown"),
     (["kd", *BASE], "--teacher"),
-    (["kd", *BASE, "--teacher", "t", "--divergence-mix", "0.3"], "divergence_mix has no effect on divergence"),
+    (["kd", *BASE, "--teacher", "t", "--divergence-mix", "0.3"], "--divergence-mix has no effect on --divergence"),
 ])
 def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str) -> None:
     """H2: option and value are named, with the nearest known option; exit code 2, no traceback."""
@@ -159,7 +159,7 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], 
 
 @pytest.mark.parametrize(("text", "sentence"), [
     ("method: dpo\nloss_typ: sigmoid\n", ":2: loss_typ: unknown, did you mean loss?"),
-    ("method: dpo\n\nloss: sigmiod\n", ":3: loss: 'sigmiod' is not one of sigmoid"),
+    ("method: dpo\n\nloss: sigmiod\n", ":3: loss: 'sigmiod' is not a known loss"),
     ("method: kto\ndesirable_wieght: 2.0\n", ":2: desirable_wieght: unknown, did you mean desirable_weight?"),
     ("method: dpo\nbeta: 0,1\n", ":2: beta: Input should be a valid number"),
     ("method: dpo\nbeta: -0.1\n", ":2: beta: Input should be greater than 0 (got -0.1)"),
@@ -232,10 +232,10 @@ def test_an_existing_run_is_never_overwritten(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(("content", "sentence"), [
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": "c", "completion": "d", "label": "good"}\n',
-     "data.jsonl:2: label 'good' is not true/false"),
+     "data.jsonl:2: label 'good' is not a boolean"),
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": \n', "data.jsonl:2: not valid JSON"),
     ('{"prompt": "a", "completion": "b"}\n', "use `tropism sft`"),
-    ('{"question": "a", "answer": "b"}\n', "found: question, answer"),
+    ('{"question": "a", "answer": "b"}\n', "Found: question, answer"),
     ("", "no rows"),
     ('{"prompt": "a ", "completion": "b", "label": true}\n{"prompt": "a ", "completion": "c", "label": false}\n',
      "have the same prompt"),
@@ -256,7 +256,7 @@ def test_data_errors(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, t
     (["--max-length", "64", "--max-prompt-length", "64"], "leaves nothing"),
     (["--eval-fraction", "0.1", "--eval-data", "x.jsonl"], "exclude each other"),
     (["--model", "/nowhere/model"], "no such directory"),
-    (["--data", "/nowhere/data.jsonl"], "no such file"),
+    (["--data", "/nowhere/data.jsonl"], "data.jsonl: file not found"),
 ])
 def test_option_errors(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, feedback: Path, tmp_path: Path,
                        changes: list[str], sentence: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tropism.cli.app import main
-from tropism.data.formats import recognize, understand
-from tropism.data.sources.open import read
+from tropism.data.formats import recognize, rows_of_record
+from tropism.data.sources.resolve import read
 
 PAIRS = [{"id": "a", "prompt": "p", "chosen": "x", "rejected": "y", "source": "s"},
          {"prompt": "q", "chosen": "x", "rejected": " "}]
@@ -35,8 +35,8 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str], pairs: Path, tmp_path:
     assert code == 0, err
     assert out.splitlines() == [
         f"{pairs}: 2 read, 3 rows written as unpaired (prompt, completion, label)",
-        "  read as trl (prompt, chosen, rejected), each pair as a desirable and an undesirable row; --format and "
-        "--columns read it otherwise",
+        "  read as trl (prompt, chosen, rejected), each pair as a desirable and an undesirable row; override with "
+        "--format or --columns",
         "  rows left out: 1 empty_completion",
         "    pairs.jsonl:2: empty_completion: 'rejected' is empty",
         "  columns left behind: source (1 records); --keep-columns takes them along",
@@ -72,8 +72,8 @@ def test_many_rows_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
      "pairs.jsonl:2: empty_completion: 'rejected' is empty (--strict)"),
     (["--to", "triples", "--output", "o.jsonl"], "triples"),
     (["--to", "paired", "--output", "o.jsonl", "--turns", "all"], "turns has no effect on --to paired"),
-    (["--to", "paired", "--output", "o.jsonl", "--pair-by-prompt"], "pair_by_prompt has no effect"),
-    (["--to", "paired", "--output", "o.jsonl", "--label-threshold", "2"], "label_threshold has no effect"),
+    (["--to", "paired", "--output", "o.jsonl", "--pair-by-prompt"], "--pair-by-prompt has no effect"),
+    (["--to", "paired", "--output", "o.jsonl", "--label-threshold", "2"], "--label-threshold has no effect"),
     (["--to", "messages", "--output", "o.csv"], "CSV holds plain text only"),
     (["--output", "o.jsonl"], "--to"),
     (["--to", "paired"], "--output"),
@@ -145,6 +145,6 @@ def _content(path: Path, view: Any) -> list[tuple[str, ...]]:
     """Rows as text: prompt, completions, label."""
     records = list(read(path))
     reading = recognize(records, view, "f")
-    rows = [row for record in records for row in understand(record, reading)]
+    rows = [row for record in records for row in rows_of_record(record, reading)]
     return [tuple(json.dumps(part, sort_keys=True) for part in (row.prompt, *row.completions, row.desirable))
             for row in rows if hasattr(row, "completions")]

@@ -155,13 +155,13 @@ def test_errors_are_sentences(command: Any, tmp_path: Path) -> None:
     assert command(tmp_path / "none.jsonl")[0] == 2
     code, _, err, _ = command([{**labeled(0), "label": "good"}])
     assert code == 2
-    assert "rows.jsonl:1: label 'good' is not true/false" in err
+    assert "rows.jsonl:1: label 'good' is not a boolean" in err
     code, _, err, _ = command([labeled(0), labeled(1)], "--system-prompt", "Be brief.")
     assert code == 2
-    assert "system_prompt has no effect: the data is plain text" in err
+    assert "--system-prompt has no effect on plain text" in err
     code, _, err, _ = command([labeled(0)], "--chat-template", "chatlm")
     assert code == 2
-    assert "chat_template: 'chatlm' is neither a file nor one of chatml" in err
+    assert "'chatlm' is neither a file nor one of chatml" in err
 
 
 def test_rows_that_are_shown(command: Any) -> None:
@@ -225,7 +225,8 @@ def test_every_finding_and_option_is_described() -> None:
     sources = [root / "src" / "tropism" / name for name in (
         "data/findings.py", "data/savings.py", "data/templates.py", "inspect.py")]
     named = {name for source in sources
-             for name in re.findall(r'Finding\(\s*f?"(\w+?)(?:_?\{column\})?",', source.read_text(encoding="utf-8"))}
+             for name in re.findall(r'(?m)(?:Finding\(|_about\(|^    \()\s*f?"(\w+?)(?:_?\{column\})?",',
+                                    source.read_text(encoding="utf-8"))}
     assert len(named) > 15
     assert not [name for name in named if f"`{name}" not in text]
     assert not [name for name in InspectOptions.model_fields if f"`{name}`" not in text]

@@ -219,13 +219,13 @@ def test_a_teacher_with_too_few_rows_is_refused(distill: Callable[..., Any], tin
 
 @pytest.mark.parametrize(("method", "changes", "sentence"), [
     ("kd", {"top_k": VOCABULARY}, "top_k 102: the vocabulary has 102 tokens"),
-    ("dpo", {"teacher": None, "kd_weight": 0.5}, "kd_weight has no effect without a teacher"),
-    ("kto", {"teacher": None, "top_k": 4}, "top_k has no effect without a teacher"),
-    ("dpo", {"teacher": None, "temperature": 2.0}, "temperature has no effect without a teacher"),
-    ("kto", {"teacher": None, "divergence": "js"}, "divergence has no effect without a teacher"),
-    ("dpo", {"teacher": None, "temperature_scaling": True}, "temperature_scaling has no effect without a teacher"),
-    ("kd", {"divergence_mix": 0.2}, "divergence_mix has no effect on divergence forward_kl"),
-    ("kd", {"divergence_mix": 0.2, "divergence": "tvd"}, "divergence_mix has no effect on divergence tvd"),
+    ("dpo", {"teacher": None, "kd_weight": 0.5}, "--kd-weight has no effect without --teacher"),
+    ("kto", {"teacher": None, "top_k": 4}, "--top-k has no effect without --teacher"),
+    ("dpo", {"teacher": None, "temperature": 2.0}, "--temperature has no effect without --teacher"),
+    ("kto", {"teacher": None, "divergence": "js"}, "--divergence has no effect without --teacher"),
+    ("dpo", {"teacher": None, "temperature_scaling": True}, "--temperature-scaling has no effect without --teacher"),
+    ("kd", {"divergence_mix": 0.2}, "--divergence-mix has no effect on --divergence forward_kl"),
+    ("kd", {"divergence_mix": 0.2, "divergence": "tvd"}, "--divergence-mix has no effect on --divergence tvd"),
 ])
 def test_refused(distill: Callable[..., Any], method: str, changes: dict[str, Any], sentence: str) -> None:
     """L3: options that would do nothing, or cannot be, with their names."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from integration.looking import Bench, audit, bench, by_id, steps
-from malformed import malformed, well_said
+from malformed_files import malformed, well_said
 
 __all__ = ["bench"]
 ABOUT_ALL_ROWS = ("have the same prompt", "this method needs both")  # said of all files of a run together

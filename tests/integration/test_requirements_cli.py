@@ -95,7 +95,7 @@ def test_labels_that_are_none(bench: Bench, kind: str, label: Any, spelled: str)
     path = labeled(bench, kind, [True, False, 1, 0, "true", "False", label])
     run = bench.train("kto", path, code=2)
     line = 7 if kind == "jsonl" else 8
-    assert bench.err.startswith(f"tropism: rows.{kind}:{line}: label {spelled} is not true/false")
+    assert bench.err.startswith(f"tropism: rows.{kind}:{line}: label {spelled} is not a boolean")
     assert not run.exists()
     bench.look(path, code=2)
     assert f"rows.{kind}:{line}: label {spelled}" in bench.err

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from integration.conftest import assert_same_metrics, records, weights
-from published import (
+from published_batches import (
     Known,
     coati_dpo,
     coati_kto,
@@ -31,7 +31,7 @@ from published import (
 from tropism import DPOTrainer, KDTrainer, KTOTrainer, SFTTrainer, run
 from tropism.config import METHODS
 from tropism.data.dataloaders.steps import rows_per_pass
-from tropism.data.load import load_rows
+from tropism.data.read_rows import read_rows
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
 from tropism.errors import DataError, TropismError, UsageError
@@ -107,7 +107,7 @@ def trainer(settings: Callable[..., Any]) -> Callable[..., Trainer]:
 def rows_of(files: dict[str, Path], fixture_tokenizer: Any) -> Callable[[str], list[Known]]:
     """The rows of a method's file, as token ids."""
     def read(method: str) -> list[Known]:
-        found = load_rows(files[method], Renderer(fixture_tokenizer, Limits(512, None)), METHODS[method].view)
+        found = read_rows(files[method], Renderer(fixture_tokenizer, Limits(512, None)), METHODS[method].view)
         return [Known(row.prompt_ids.tolist(), tuple(side.ids.tolist() for side in row.completions),
                       tuple(side.loss_mask.astype(int).tolist() for side in row.completions), bool(row.desirable))
                 for row in found.rows]
@@ -265,7 +265,7 @@ def test_a_batch_of_one_prompt(trainer: Any) -> None:
 def test_rows_that_are_not_brought_cannot_be_taken(trainer: Any) -> None:
     ids, mask, labels, lengths = openrlhf_kto(SIX, PAD, "right")
     loader = [openrlhf_kto(SIX, PAD, "right"), (ids[:6], mask[:6], labels[:6], lengths[:6])]
-    with pytest.raises(UsageError, match="kl_source is batch, and batch 2 brings no mismatched rows"):
+    with pytest.raises(UsageError, match="kl_source='batch' needs mismatched rows, but batch 2"):
         trainer("kto", loader, kl_source="batch")
     assert trainer("kto", loader).fit().steps == 2
 
@@ -292,13 +292,13 @@ def test_options_that_a_dataloader_decides(changes: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize(("loader", "changes", "message"), [
-    ([], {}, "the dataloader gave no batch$"),
+    ([], {}, "the dataloader yielded no batch$"),
     (lambda: iter([openrlhf_kto(SIX, PAD, "right")]), {"epochs": 2}, "no batch in its second pass"),
     (lambda: iter([openrlhf_kto(SIX, PAD, "right")]), {"max_steps": 2}, "no batch in its second pass"),
     ([openrlhf_kto(SIX, PAD, "right"), coati_kto(SIX[:1], PAD, "right") | {"label": torch.tensor([3])}], {},
-     "batch 2 row 1: label is 3"),
+     "batch 2 row 1: label 3"),
     ([openrlhf_kto(SIX, PAD, "right"), {key: part[:0] for key, part in nemo_kto(SIX, PAD, "right").items()}], {},
-     "batch 2: has no rows"),
+     "batch 2: no rows"),
     ([openrlhf_dpo([known([5], [6], [7])], PAD, "right")], {}, "batch 1: this is a batch of OpenRLHF DPO"),
     ([openrlhf_kto([*SIX, known([5], [999])], PAD, "right")], {}, "batch 1 row 7: token .* has id 999"),
     ([openrlhf_kto([*SIX, known([5] * 600, [6])], PAD, "right")], {}, "batch 1 row 7: 601 tokens.*at most 512"),

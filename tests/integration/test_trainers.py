@@ -16,7 +16,7 @@ from integration.conftest import assert_same_metrics, distance, records, weights
 from tropism import DPOOptions, DPOTrainer, KDTrainer, KTOTrainer, SFTTrainer
 from tropism.argument_names import ALIASES, ARGUMENTS, canonical
 from tropism.data.dataloaders.layouts import LAYOUTS
-from tropism.data.load import load_rows
+from tropism.data.read_rows import read_rows
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
 from tropism.data.tree import PromptTree
@@ -139,7 +139,7 @@ def test_arguments_are_options_too(argument: str, option: str, small: Any, pairs
     ({"betta": 0.1}, "betta: unknown, did you mean beta"),
     ({"train_datset": []}, "did you mean train_dataset"), ({"ref_modle": "x"}, "did you mean ref_model"),
     ({"logging_step": 3}, "did you mean logging_steps"), ({"zzz": 1}, "zzz: unknown; known are .*beta.*ref_model"),
-    ({"beta": "much"}, "beta: .*'much'"), ({"loss_type": "ipoo"}, "did you mean ipo"),
+    ({"beta": "much"}, "beta: .*'much'"), ({"loss_type": "ipoo"}, "Did you mean ipo"),
     ({"train_dataset": None}, "train_dataset is missing"),
     ({"scheduler": object()}, "scheduler needs its optimizer"),
     ({"optimizer": object()}, "optimizer needs the module"), ({"optimizer": "sgdd"}, "optimizer: .*'sgdd'"),
@@ -326,7 +326,7 @@ def test_a_dataset_of_any_kind(method: str, small: Any, data_of: dict[str, Path]
 
 
 def trees_of(path: Path, view: Any, tokenizer: Any) -> list[Any]:
-    rows = load_rows(path, Renderer(tokenizer, Limits(512, None)), view).rows
+    rows = read_rows(path, Renderer(tokenizer, Limits(512, None)), view).rows
     trees = [PromptTree(row.prompt_ids, row.completions) for row in rows]
     return trees if view != "unpaired" else [(tree, [bool(row.desirable)])
                                              for tree, row in zip(trees, rows, strict=True)]

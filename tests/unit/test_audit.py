@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from helpers import CASES, build_tokenizer, case_rows, case_yaml, expected, row
-from tropism.data.audit.audit import Audit, class_weights
-from tropism.data.load import check_embedding, load_rows
+from tropism.data.audit.audit import Audit
+from tropism.data.class_weights import class_weights
+from tropism.data.read_rows import check_embedding, read_rows
 from tropism.data.rows import Dropped, EncodedRow, Reason
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
@@ -26,7 +27,7 @@ def labeled(prompt: str, completion: str, label: Any) -> dict[str, Any]:
 
 def test_case_10(renderer: Renderer) -> None:
     """D3: the summary, the counts, and each dropped row with its line."""
-    audit = load_rows(CASES / "10-empty-completions.jsonl", renderer, "paired")
+    audit = read_rows(CASES / "10-empty-completions.jsonl", renderer, "paired")
     assert audit.summary() == "6 read, 1 kept: 3 empty_completion, 1 missing_field, 1 empty_prompt"
     assert [r.id for r in audit.rows] == ["e6"]
     report = audit.to_json()
@@ -42,12 +43,12 @@ def test_case_10(renderer: Renderer) -> None:
 def test_summary_puts_the_commonest_reason_first(renderer: Renderer) -> None:
     """D3: not the first one met."""
     records = [{"prompt": "p", "label": True}, labeled("p", "", True), labeled("p", " ", True), labeled("p", "c", 1)]
-    assert load_rows(records, renderer, "unpaired").summary() == "4 read, 1 kept: 2 empty_completion, 1 missing_field"
+    assert read_rows(records, renderer, "unpaired").summary() == "4 read, 1 kept: 2 empty_completion, 1 missing_field"
 
 
 def test_case_10_with_a_bos() -> None:
     """D3: an empty prompt is kept where the model adds a BOS to predict from."""
-    audit = load_rows(CASES / "10-empty-completions.jsonl", Renderer(build_tokenizer(auto_bos=True), Limits(200)),
+    audit = read_rows(CASES / "10-empty-completions.jsonl", Renderer(build_tokenizer(auto_bos=True), Limits(200)),
                       "paired")
     assert audit.summary() == "6 read, 2 kept: 3 empty_completion, 1 missing_field"
 
@@ -55,24 +56,24 @@ def test_case_10_with_a_bos() -> None:
 def test_strict_stops_at_the_first(renderer: Renderer) -> None:
     """D3: `--strict` refuses instead, with place and reason."""
     with pytest.raises(DataError, match=r"^10-empty-completions.jsonl:1: empty_completion: 'rejected' is empty"):
-        load_rows(CASES / "10-empty-completions.jsonl", renderer, "paired", strict=True)
+        read_rows(CASES / "10-empty-completions.jsonl", renderer, "paired", strict=True)
 
 
 def test_no_row_left(renderer: Renderer, tmp_path: Path) -> None:
     """D1: a file whose rows are all dropped, or that has none, stops with the summary."""
-    with pytest.raises(DataError, match="no row is left to train on; 1 read, 0 kept: 1 empty_completion"):
-        load_rows([labeled("p", "", True)], renderer, "unpaired")
+    with pytest.raises(DataError, match="no row is left to train on: 1 read, 0 kept: 1 empty_completion"):
+        read_rows([labeled("p", "", True)], renderer, "unpaired")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"empty.jsonl: no rows"):
-        load_rows(tmp_path / "empty.jsonl", renderer, "unpaired")
+        read_rows(tmp_path / "empty.jsonl", renderer, "unpaired")
 
 
 def test_bad_label_names_its_line(renderer: Renderer, tmp_path: Path) -> None:
     """K3: file, line and value."""
     path = tmp_path / "f.jsonl"
     path.write_text("".join(json.dumps(labeled("p", "c", label)) + "\n" for label in [True] * 6 + ["good"]))
-    with pytest.raises(DataError, match=r"^f.jsonl:7: label 'good' is not true/false"):
-        load_rows(path, renderer, "unpaired")
+    with pytest.raises(DataError, match=r"^f.jsonl:7: label 'good' is not a boolean"):
+        read_rows(path, renderer, "unpaired")
 
 
 @pytest.mark.parametrize("workers", [0, 3])
@@ -80,7 +81,7 @@ def test_workers_change_nothing(fixture_tokenizer, workers: int) -> None:
     """Promise 1: rows come in file order with the same ids, whoever renders them."""
     records = [labeled([{"role": "user", "content": f"q{n} <|end|>"[: 2 + n % 9]}], f"a{n}" if n % 7 else "", n % 2)
                for n in range(200)]
-    audit = load_rows(records, Renderer(fixture_tokenizer, Limits(200)), "unpaired", workers=workers)
+    audit = read_rows(records, Renderer(fixture_tokenizer, Limits(200)), "unpaired", workers=workers)
     assert [r.place for r in audit.rows] == [f"row {n + 1}" for n in range(200) if n % 7]
     assert [drop.place for drop in audit.dropped] == [f"row {n + 1}" for n in range(0, 200, 7)]
     for r in audit.rows:
@@ -99,7 +100,7 @@ def test_labels_duplicates_and_conflicts() -> None:
     assert report["duplicates"] == 2
     assert report["conflicts"] == 1
     assert report["prompts"] == 2
-    assert any("completions that carry both labels: 1 (first r)" in said for said in audit.notices())
+    assert any("1 completion both desirable and undesirable (first r)" in said for said in audit.notices())
     pairs = Audit("f", read=2, rows=[row([1], [2], [3]), row([1], [3], [2])])
     assert pairs.labels() == {}
     assert (pairs.to_json()["duplicates"], pairs.to_json()["conflicts"]) == (0, 0)
@@ -114,7 +115,7 @@ def test_a_million_bad_rows_are_counted_and_some_are_listed() -> None:
     assert audit.to_json()["rows"]["dropped"] == audit.reasons == {"empty_prompt": 2000, "unpaired": 1000}
     assert audit.summary() == "3001 read, 1 kept: 2000 empty_prompt, 1000 unpaired"
     left_out, = (finding for finding in audit.findings() if finding.name == "left_out")
-    assert "rows left out: 3000 (100 %), 2000 empty_prompt, 1000 unpaired" in left_out.text
+    assert "3,000 rows (100%): 2000 empty_prompt, 1000 unpaired" in left_out.text
     assert left_out.places[:2] == ("f:1", "f:2")
 
 
@@ -123,7 +124,7 @@ def test_origins_are_looked_at() -> None:
     rows = [row([n], [n, 3], desirable=n % 2 == 0) for n in range(40)]
     audit = Audit("f", read=40, rows=rows, origins={"source": ["gold" if r.desirable else "bot" for r in rows]})
     assert "label_from_source" in {finding["name"] for finding in audit.to_json()["findings"]}
-    assert any("source alone tells 100 % of the labels" in said for said in audit.notices())
+    assert any("source alone predicts 100% of the labels" in said for said in audit.notices())
 
 
 def test_tokens_and_lengths() -> None:
@@ -139,15 +140,15 @@ def test_tokens_and_lengths() -> None:
 def test_cuts_and_changes_are_listed(fixture_tokenizer) -> None:
     """D1, M1: counts of cut rows, and the first row whose text does not read back."""
     records = [labeled("p" * 40, "c", True), labeled("p", "c" * 60, False), labeled("q", "naïve", True)]
-    audit = load_rows(records, Renderer(fixture_tokenizer, Limits(20)), "unpaired")
+    audit = read_rows(records, Renderer(fixture_tokenizer, Limits(20)), "unpaired")
     report = audit.to_json()
     assert [report["rows"][key] for key in ("prompt_cut", "completion_cut", "text_changed")] == [1, 1, 1]
     assert report["changed_rows"] == [
         {"place": "row 1", "notes": ["prompt_cut"]}, {"place": "row 2", "notes": ["completion_cut"]},
         {"place": "row 3", "notes": ["text_changed"]}]
     said = " / ".join(audit.notices())
-    assert "prompts that were cut from the left: 1 (33 %, first row 1)" in said
-    assert "completions that were cut and have no terminator: 1 (33 %, first row 2)" in said
+    assert "the prompt of 1 row was truncated on the left (33%, first row 1)" in said
+    assert "a completion of 1 row was truncated and has no terminator (33%, first row 2)" in said
     assert "(first row 3)" in said
 
 
@@ -155,9 +156,9 @@ def test_a_template_without_terminator_says_so() -> None:
     """T1: one EOS is added, with a message."""
     template = case_yaml("14-bos-eos-once.yaml")["templates"]["B_no_specials_at_all"]
     messages = case_yaml("14-bos-eos-once.yaml")["messages"]
-    audit = load_rows([{"messages": messages, "label": True}],
+    audit = read_rows([{"messages": messages, "label": True}],
                       Renderer(build_tokenizer(chat_template=template), Limits(200)), "unpaired")
-    assert "the chat template does not end the answers of 1 row: one eos was added to each" in audit.notices()
+    assert any("does not terminate the completions of 1 row (first row 1)" in said for said in audit.notices())
 
 
 def test_class_weights() -> None:
@@ -174,7 +175,7 @@ def test_class_weights() -> None:
 def test_one_sided_counts(renderer: Renderer) -> None:
     """K4: counts of case 04's one-class data, from which it is refused."""
     rows = case_yaml("04-kto-degenerate-sizes.yaml")["a_single_class"]["rows"]
-    assert load_rows(rows, renderer, "unpaired").labels() == {"desirable": 4, "undesirable": 0}
+    assert read_rows(rows, renderer, "unpaired").labels() == {"desirable": 4, "undesirable": 0}
     assert len(case_rows("02-kto-one-sided-batches.jsonl")) == 8
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from helpers import CHATML, build_tokenizer, case_rows, case_yaml, chat, encoded, expected, said, supervised_text
 from tropism.data.audit.template_findings import find_in_template
-from tropism.data.load import load_rows
+from tropism.data.read_rows import read_rows
 from tropism.data.rows import Row
 from tropism.data.tokenization.chat_template import (
     NAMES,
@@ -67,7 +67,7 @@ def test_templates_of_ours(name: str, auto_bos: bool) -> None:
     assert [finding.name for finding in find_in_template(renderer)] == (
         ["no_bos"] if auto_bos and not prompt.startswith("<|bos|>") else [])
     assert tokenizer.chat_template == template_text(name)  # what the exported model must use
-    with pytest.raises(DataError, match=rf"f:1: the chat template {name} refuses.*has no place for tools"):
+    with pytest.raises(DataError, match=rf"f:1: the chat template {name} rejects.*has no place for tools"):
         renderer.encode(chat("Hi", tools=({"name": "f"},)))
 
 
@@ -85,7 +85,7 @@ def test_all_turns_under_templates_of_ours(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "plain"])
 def test_a_template_of_ours_needs_its_tokens(name: str) -> None:
     """T1: spelled as plain characters its end would be no end."""
-    with pytest.raises(ModelError, match=rf"chat_template {name}: the tokenizer has no token <.*plain"):
+    with pytest.raises(ModelError, match=rf"--chat-template {name}: the tokenizer has no token <.*plain"):
         make_renderer(build_tokenizer(), LIMITS, options(chat_template=name))
     make_renderer(build_tokenizer(), LIMITS, options(chat_template="plain"))
 
@@ -98,7 +98,7 @@ def test_template_from_a_file(tmp_path: Path) -> None:
     found = encoded(make_renderer(tokenizer, LIMITS, options(chat_template=str(path))), chat("Hi", answers=("Yes",)))
     assert tokenizer.decode(found.prompt_ids.tolist()) == "<|turn|>!user\nHi<|end|>\n<|turn|>!assistant\n"
     path.write_text("a\n{% for m in %}")
-    with pytest.raises(UsageError, match=r"t.jinja:2: not a template: "):
+    with pytest.raises(UsageError, match=r"t.jinja:2: not a valid template: "):
         make_renderer(tokenizer, LIMITS, options(chat_template=str(path)))
     with pytest.raises(ValidationError, match="'chatlm' is neither a file nor one of chatml, gemma, llama3"):
         options(chat_template="chatlm")
@@ -113,11 +113,11 @@ def test_kwargs() -> None:
     assert options(**options(chat_template_kwargs=wanted).dump()).template_kwargs == wanted
     assert options().template_kwargs == {}
     for bad in ("a", "=1", "{'a': 1}", "a=1,"):
-        with pytest.raises(ValidationError, match=r"chat_template_kwargs: .*(NAME=VALUE|not valid JSON)"):
+        with pytest.raises(ValidationError, match=r"(NAME=VALUE|not valid JSON)"):
             options(chat_template_kwargs=bad)
     with pytest.raises(ValidationError, match="'tools' is set by Tropism"):
         options(chat_template_kwargs={"tools": []})
-    with pytest.raises(UsageError, match="does not use 'enable_thinkin', did you mean enable_thinking"):
+    with pytest.raises(UsageError, match=r"does not use 'enable_thinkin'\. Did you mean enable_thinking"):
         make_renderer(build_tokenizer(chat_template=THINKING), LIMITS, options(chat_template_kwargs="enable_thinkin=1"))
 
 
@@ -142,11 +142,11 @@ def test_all_turns_need_a_template_that_does_not_change_them() -> None:
 
 
 @pytest.mark.parametrize(("template", "sentence"), [
-    ("{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}", "shows nothing of the answer"),
+    ("{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}", "does not render the completion"),
     ("{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
-     "{% if add_generation_prompt %}A:{% endif %}", "does not show the answer as it is written"),
+     "{% if add_generation_prompt %}A:{% endif %}", "changes the text of the completion"),
     ("{% for m in messages %}{{ m.content[:2] }}|{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
-     "does not show the answer as it is written")])
+     "changes the text of the completion")])
 def test_a_template_that_hides_answers(template: str, sentence: str, tmp_path: Path) -> None:
     """M5: refused by its name, never a mask of nothing or of an end alone."""
     path = tmp_path / "hides.jinja"
@@ -203,7 +203,7 @@ def test_options_without_effect(fixture_tokenizer) -> None:
         tokenizer = build_tokenizer()
         renderer = make_renderer(tokenizer, LIMITS, options(**values))
         encoded(renderer, Row("r", "f:1", "Hi ", ("Yes",)))
-        with pytest.raises(UsageError, match=rf"{next(iter(values))}.* has no effect"):
+        with pytest.raises(UsageError, match=rf"{next(iter(values)).replace('_', '-')}.* has no effect"):
             check_effect(options(**values), renderer)
         encoded(renderer, chat("Hi"))
         check_effect(options(**values), renderer)
@@ -216,7 +216,7 @@ def test_tools_of_another_shape() -> None:
     """T4: a template that looks for the name elsewhere would show an empty list; with the right shape it works."""
     template = "{% for tool in tools %}[{{ tool.function }}]{% endfor %}" + CHATML
     renderer = Renderer(build_tokenizer(chat_template=template), LIMITS)
-    with pytest.raises(DataError, match=r"^f:1: tool 'lamp' does not reach the prompt: .*another shape"):
+    with pytest.raises(DataError, match=r"^f:1: tool 'lamp' is missing in the rendered prompt: .*another form"):
         renderer.encode(chat("Hi", tools=({"name": "lamp"},)))
     assert encoded(renderer, chat("Hi", tools=({"type": "function", "function": {"name": "lamp"}},)))
     assert encoded(renderer, chat("Hi", tools=({"type": "function", "function": {"name": "lamp<|end|>"}},)))
@@ -244,21 +244,21 @@ def test_case_14_notices() -> None:
     """T1: of the three templates only the one without an end gets a message."""
     case = case_yaml("14-bos-eos-once.yaml")
     for name, template in case["templates"].items():
-        audit = load_rows([{"messages": case["messages"]}], Renderer(build_tokenizer(chat_template=template), LIMITS),
+        audit = read_rows([{"messages": case["messages"]}], Renderer(build_tokenizer(chat_template=template), LIMITS),
                           "single")
-        said_so = [notice for notice in audit.notices() if "one eos was added" in notice]
+        said_so = [notice for notice in audit.notices() if "One EOS was added" in notice]
         assert len(said_so) == (1 if name.startswith("B") else 0)
 
 
 def test_case_16_tools(fixture_tokenizer) -> None:
     """T4: the schemas with the user's keys only; a template without a place for them is refused, not left alone."""
     rows = case_rows("16-tools-null-keys.jsonl")
-    audit = load_rows([raw.record for raw in rows], Renderer(fixture_tokenizer, LIMITS), "unpaired")
+    audit = read_rows([raw.record for raw in rows], Renderer(fixture_tokenizer, LIMITS), "unpaired")
     for found, raw in zip(audit.rows, rows, strict=True):
         text = fixture_tokenizer.decode(found.prompt_ids.tolist())
         wanted = expected("16")[raw.record["id"]]
         assert all(word in text for word in wanted["must_contain"])
         assert not [word for word in wanted["must_not_contain"] if word in text]
         assert json.loads(text.split("\n")[1]) == raw.record["tools"][0]
-    with pytest.raises(DataError, match=r"^row 1: the row has tools, and the chat template has no place for them"):
-        load_rows([raw.record for raw in rows], Renderer(build_tokenizer(chat_template=CHATML), LIMITS), "unpaired")
+    with pytest.raises(DataError, match=r"^row 1: the row has tools, but the chat template does not use them"):
+        read_rows([raw.record for raw in rows], Renderer(build_tokenizer(chat_template=CHATML), LIMITS), "unpaired")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tropism.commands.convert import Account, convert
 from tropism.config import ConvertOptions
-from tropism.data.formats import View, recognize, understand, view_of
-from tropism.data.formats.parts import blank
+from tropism.data.formats import View, recognize, rows_of_record, view_of
+from tropism.data.formats.fields import is_blank
 from tropism.data.rows import Dropped, Row
-from tropism.data.sources.open import read
+from tropism.data.sources.resolve import read
 from tropism.errors import DataError, OutputError, UsageError
 from unit import test_formats_known as known
 from unit.test_formats_known import CHAT, FROM_VALUE, MARKED, RATED, SCORED, TREE, ULTRA, answer, user
@@ -29,7 +29,7 @@ def rows_of(source: Any, view: View) -> list[Row]:
     """Rows of a source, read without options; none may be left out."""
     records = list(read(source))
     reading = recognize(records, view, "f")
-    rows = [row for record in records for row in understand(record, reading)]
+    rows = [row for record in records for row in rows_of_record(record, reading)]
     assert not [row for row in rows if isinstance(row, Dropped)]
     return rows
 
@@ -105,7 +105,7 @@ def _chat(part: Any, role: str) -> tuple[Any, ...]:
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda text: not text.startswith("[{"))
-SAID = TEXT.filter(lambda text: not blank(text))
+SAID = TEXT.filter(lambda text: not is_blank(text))
 TEXTS = st.fixed_dictionaries({"prompt": TEXT, "chosen": SAID, "rejected": SAID}).filter(
     lambda row: row["chosen"] != row["rejected"])
 
@@ -232,7 +232,7 @@ def test_labeled_completions_to_imitate(tmp_path: Path) -> None:
     account = converted(LABELED, tmp_path / "a.jsonl", "single")
     assert [row["id"] for row in lines(tmp_path / "a.jsonl")] == ["0", "1"]
     assert "rows left out: 2 undesirable" in said(account)
-    assert "row 3: undesirable: its label is false" in said(account)
+    assert "row 3: undesirable: label is false" in said(account)
     assert "not in the file: 2 labels of completions to imitate" in said(account)
     assert "left behind" not in said(account)
     with pytest.raises(DataError, match=r"^row 3: undesirable: .* \(--strict\)$"):
@@ -277,7 +277,7 @@ def test_ratings_and_scores(tmp_path: Path) -> None:
     account = converted([ULTRA, TREE], tmp_path / "b.jsonl", "paired", format="ultrafeedback")
     assert "1 scores of answers, other notes on them, and the answers between best and worst (records)" in said(account)
     assert [row["label"] for row in made(tmp_path, [SCORED], "unpaired", label_threshold=4)] == [False, True, False]
-    with pytest.raises(DataError, match="say with --label-threshold NUMBER"):
+    with pytest.raises(DataError, match="--label-threshold NUMBER"):
         made(tmp_path, RATED, "unpaired")
 
 

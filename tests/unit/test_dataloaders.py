@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from published import (
+from published_batches import (
     Known,
     coati_dpo,
     coati_kto,
@@ -233,7 +233,7 @@ def refused(batch: Any, view: Any, *messages: str, keep_partners: bool = False) 
     (([], []), "list of 0"),
 ])
 def test_unknown_batches_are_described(batch: Any, found: str) -> None:
-    refused(batch, "single", "no known batch", found, *LAYOUTS)
+    refused(batch, "single", "unknown batch layout", found, *LAYOUTS)
 
 
 def test_first_openrlhf_kto_batches_have_no_border() -> None:
@@ -280,20 +280,20 @@ def pairs_of(case: Case, chosen: list[int], rejected: list[int]) -> Any:
 @PAIRED
 def test_pairs_cut_on_the_left_by_different_amounts(case: Case) -> None:
     refused(pairs_of(case, [1, 2, 3], [2, 3]), "paired", "batch 3 row 2", "prompts of chosen and rejected differ",
-            "3 and 2 tokens", "cut on the left")
+            "3 and 2 tokens", "truncated on the left")
 
 
 @PAIRED
 def test_pairs_whose_prompts_differ(case: Case) -> None:
     refused(pairs_of(case, [1, 2, 3], [1, 4, 3]), "paired", "batch 3 row 2", "different from token 2 on")
-    refused(pairs_of(case, [1, 2, 3], [1, 2]), "paired", "batch 3 row 2", "start of the longer")
+    refused(pairs_of(case, [1, 2, 3], [1, 2]), "paired", "batch 3 row 2", "start of the longer one")
 
 
 def test_a_token_may_grow_over_the_border() -> None:
     """OpenRLHF measures the prompt alone but encodes it with the completion."""
     chosen, chosen_mask, reject, reject_mask, lengths = openrlhf_dpo(ROWS, PAD, "right")
     reject[0, 0, 1] = 8
-    refused((chosen, chosen_mask, reject, reject_mask, lengths), "paired", "batch 3 row 1", "grown together")
+    refused((chosen, chosen_mask, reject, reject_mask, lengths), "paired", "batch 3 row 1", "spans the border")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.partners], ids=lambda case: case.layout)
@@ -316,7 +316,7 @@ def test_labels_that_are_none(label: Any, key: str) -> None:
 
 @pytest.mark.parametrize(("labels", "message"), [
     ([0, -1, -1, 1], "2 of 4 labels are -1"), ([0, 1, 1, -1], "1 of 4 labels are -1"),
-    ([-1] * 4, "row 1: labels is -1"), ([0, 3, -1, -1], "row 2: labels is 3"), ([0, 1], "shape [2]"),
+    ([-1] * 4, "row 1: labels -1"), ([0, 3, -1, -1], "row 2: labels 3"), ([0, 1], "shape [2]"),
 ])
 def test_labels_of_openrlhf_say_which_rows_are_mismatched(labels: list[int], message: str) -> None:
     ids, mask, _, lengths = openrlhf_kto(ROWS, PAD, "right")
@@ -325,7 +325,7 @@ def test_labels_of_openrlhf_say_which_rows_are_mismatched(labels: list[int], mes
 
 def test_margins_are_no_prompt_lengths() -> None:
     """The reward model's batches have the shape of DPO's."""
-    refused((*openrlhf_dpo(ROWS, PAD, "left")[:4], [0.5, 0.0]), "paired", "row 1: prompt_ids_lens is 0.5")
+    refused((*openrlhf_dpo(ROWS, PAD, "left")[:4], [0.5, 0.0]), "paired", "row 1: prompt_ids_lens 0.5")
     refused((*openrlhf_dpo(ROWS, PAD, "left")[:4], [0, 0]), "paired", "row 1, chosen: no prompt")
 
 
@@ -346,7 +346,7 @@ def test_labels_and_loss_mask_must_agree() -> None:
     loss_mask = (batch["labels"] != -100).int()
     check(rows_of_batch({**batch, "loss_mask": loss_mask}, "single", number=3), ROWS, CASES[6])
     loss_mask[0, 3] = 0
-    refused({**batch, "loss_mask": loss_mask}, "single", "say different things")
+    refused({**batch, "loss_mask": loss_mask}, "single", "mark different tokens")
 
 
 def test_padding_inside_a_row_is_refused() -> None:
@@ -354,7 +354,7 @@ def test_padding_inside_a_row_is_refused() -> None:
     ids = torch.tensor([[1, 2, 0, 0, 3, 4], [1, 2, 5, 6, 3, 4]])
     mask, counted = ids != 0, torch.tensor([[0, 0, 0, 0, 1, 1]] * 2)
     batch = {"input_ids": ids, "attention_mask": mask, "loss_mask": counted}
-    refused(batch, "single", "batch 3 row 1", "leaves out 2 tokens (the first at column 2)")
+    refused(batch, "single", "batch 3 row 1", "excludes 2 tokens (first at column 2)")
     refused(([4, 4], ids, mask, {}), "single", "batch 3 row 1", "Pad at one end only")
 
 
@@ -362,7 +362,7 @@ def test_supervised_padding_is_refused() -> None:
     batch = coati_dpo(ROWS, PAD, "right")
     batch["chosen_loss_mask"][0] = True
     batch["chosen_loss_mask"][0, :2] = False
-    refused(batch, "paired", "batch 3 row 1, chosen", "leaves out")
+    refused(batch, "paired", "batch 3 row 1, chosen", "excludes")
 
 
 def test_nemo_batches_padded_on_the_left_are_refused() -> None:
@@ -373,16 +373,16 @@ def test_nemo_batches_padded_on_the_left_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"loss_mask": torch.zeros(2, 5)}, "loss_mask has shape [2, 5], its ids [2, 24]"),
-    ({"attention_mask": torch.ones(2, 1, 24, 24)}, "attention_mask has shape [2, 1, 24, 24]; expected [rows, tokens]"),
-    ({"input_ids": torch.zeros(2, 24)}, "input_ids must hold whole numbers, not float32"),
+    ({"loss_mask": torch.zeros(2, 5)}, "loss_mask has shape [2, 5], but its ids have [2, 24]"),
+    ({"attention_mask": torch.ones(2, 1, 24, 24)}, "attention_mask has shape [2, 1, 24, 24], but must be [rows,"),
+    ({"input_ids": torch.zeros(2, 24)}, "input_ids must hold integers, not float32"),
     ({"input_ids": [[1, 2], [1]]}, "the rows of input_ids have different lengths"),
     ({"input_ids": torch.zeros(2, 0, dtype=torch.int64)}, "input_ids has shape [2, 0]"),
-    ({"label": torch.zeros(3)}, "label has shape [3]; expected one value for each of 2 rows"),
+    ({"label": torch.zeros(3)}, "label has shape [3], but must have one value for each of 2 rows"),
     ({f"kl_{name}": torch.ones(1, 4, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")},
-     "different numbers of rows do not belong together: rows 2, mismatched row 1"),
-    ({"input_ids": torch.full((2, 24), -7)}, "-7 is no token id"),
-    ({"input_ids": torch.full((2, 24), 2**40)}, "1099511627776 is no token id"),
+     "different numbers of rows: rows 2, mismatched row 1"),
+    ({"input_ids": torch.full((2, 24), -7)}, "-7 is not a valid token id"),
+    ({"input_ids": torch.full((2, 24), 2**40)}, "1099511627776 is not a valid token id"),
 ])
 def test_parts_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     refused({**coati_kto(ROWS, PAD, "right"), **changes}, "unpaired", message)

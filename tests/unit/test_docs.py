@@ -49,9 +49,9 @@ def test_the_index_says_what_the_table_of_losses_says(view: str, name: str) -> N
     row = LOSSES[view][name]  # type: ignore[index]
     named_view, needs, _, beta, first, _ = index()[name]
     assert named_view == view
-    assert ("reference" in needs, "whole step" in needs) == (row.needs_reference, bool(row.wide))
+    assert ("reference" in needs, "whole step" in needs) == (row.needs_reference, bool(row.step_inputs))
     assert float(beta) == row.options["beta"]
-    known = build_method(row.view, {"loss": name}, [True, False]).at_start([True, False])
+    known = build_method(row.view, {"loss": name}, [True, False]).loss_at_start([True, False])
     assert first == ("-" if known is None else f"{known:.4f}".rstrip("0").rstrip("."))
 
 

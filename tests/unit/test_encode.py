@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers import CHATML, build_tokenizer, chat
 from tropism.data.formats.options import FormatOptions
-from tropism.data.load import load_rows
+from tropism.data.read_rows import read_rows
 from tropism.data.rows import EncodedRow
 from tropism.data.tokenization import encode
 from tropism.data.tokenization.encode import BlockCache, fingerprint
@@ -52,23 +52,23 @@ def counted(monkeypatch) -> list[str]:
 
 def test_full_blocks_are_rendered_once(tmp_path, counted):
     rows = records(2 * BLOCK_ROWS + 30)
-    first = load_rows(rows, renderer(), "unpaired", cache=tmp_path)
+    first = read_rows(rows, renderer(), "unpaired", cache=tmp_path)
     rendered = len(counted)
     assert rendered == sum(bool(row["completion"][0]["content"].strip()) for row in rows)
     other = renderer()
-    second = load_rows(rows, other, "unpaired", cache=tmp_path)
+    second = read_rows(rows, other, "unpaired", cache=tmp_path)
     assert len(counted) - rendered < BLOCK_ROWS  # the last block is not full, and is no file
-    assert content(first.rows) == content(second.rows) == content(load_rows(rows, renderer(), "unpaired").rows)
+    assert content(first.rows) == content(second.rows) == content(read_rows(rows, renderer(), "unpaired").rows)
     assert first.to_json() == second.to_json()
     assert other.saw_messages
     assert other.stop_ids
 
 
 def test_labels_ids_and_places_are_not_what_a_block_is_known_by(tmp_path, counted):
-    load_rows(records(BLOCK_ROWS * 2), renderer(), "unpaired", cache=tmp_path)
+    read_rows(records(BLOCK_ROWS * 2), renderer(), "unpaired", cache=tmp_path)
     del counted[:]
     others = [{**row, "label": not row["label"], "id": f"row-{n}"} for n, row in enumerate(records(BLOCK_ROWS * 2))]
-    found = load_rows(others, renderer(), "unpaired", cache=tmp_path)
+    found = read_rows(others, renderer(), "unpaired", cache=tmp_path)
     assert len(counted) < BLOCK_ROWS
     assert found.rows[0].id == "row-1"
     assert found.rows[0].desirable is True
@@ -118,13 +118,13 @@ class Louder(PreTrainedTokenizerFast):
 
 
 def test_h1_code_that_is_not_the_librarys_is_neither_cached_nor_sent_away(tmp_path, monkeypatch, counted):
-    monkeypatch.setattr(encode, "_BEFORE_HELP", 0)
+    monkeypatch.setattr(encode, "_BLOCKS_BEFORE_WORKERS", 0)
     plain = build_tokenizer(chat_template=CHATML)
     plain.__class__ = Louder
     for _ in range(2):
         del counted[:]
         rows = [row for row in records(3 * BLOCK_ROWS) if row["completion"][0]["content"]]
-        load_rows(rows, Renderer(plain, LIMITS), "unpaired", workers=2, cache=tmp_path)
+        read_rows(rows, Renderer(plain, LIMITS), "unpaired", workers=2, cache=tmp_path)
         assert len(counted) == len(rows)
     assert not list(tmp_path.iterdir())
 
@@ -134,7 +134,7 @@ def test_h1_the_code_that_renders_and_its_libraries_are_part_of_the_key(monkeypa
     monkeypatch.setattr(encode, "version", lambda name: "0")
     assert fingerprint(renderer()) != before
     monkeypatch.undo()
-    monkeypatch.setattr(encode, "_CODE", (*encode._CODE, "batching/pack"))
+    monkeypatch.setattr(encode, "_RENDERING_CODE", (*encode._RENDERING_CODE, "batching/pack"))
     assert fingerprint(renderer()) != before
 
 
@@ -170,18 +170,18 @@ def test_what_has_no_canonical_form_is_not_cached(tmp_path):
 def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path):
     (tmp_path / "file").write_text("in the way")
     rows = records(2 * BLOCK_ROWS)
-    found = load_rows(rows, renderer(), "unpaired", cache=tmp_path / "file" / "below")
-    assert content(found.rows) == content(load_rows(rows, renderer(), "unpaired").rows)
+    found = read_rows(rows, renderer(), "unpaired", cache=tmp_path / "file" / "below")
+    assert content(found.rows) == content(read_rows(rows, renderer(), "unpaired").rows)
 
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_processes_change_nothing(tmp_path, monkeypatch, counted, cached):
     rows = records(7 * BLOCK_ROWS)  # a fifth of them is empty
-    alone = load_rows(rows, renderer(), "unpaired")
-    monkeypatch.setattr(encode, "_BEFORE_HELP", 1)
+    alone = read_rows(rows, renderer(), "unpaired")
+    monkeypatch.setattr(encode, "_BLOCKS_BEFORE_WORKERS", 1)
     del counted[:]
     other = renderer()
-    found = load_rows(rows, other, "unpaired", workers=2, cache=tmp_path if cached else None)
+    found = read_rows(rows, other, "unpaired", workers=2, cache=tmp_path if cached else None)
     assert len(counted) == BLOCK_ROWS  # the first block; the others were rendered elsewhere
     assert content(found.rows) == content(alone.rows)
     assert [drop.place for drop in found.dropped] == [drop.place for drop in alone.dropped]
@@ -190,26 +190,26 @@ def test_processes_change_nothing(tmp_path, monkeypatch, counted, cached):
 
 
 def test_an_error_of_another_process_is_raised_here(monkeypatch):
-    monkeypatch.setattr(encode, "_BEFORE_HELP", 0)
+    monkeypatch.setattr(encode, "_BLOCKS_BEFORE_WORKERS", 0)
     rows = [{**row, "completion": [{"role": "assistant", "content": "elm"}]} for row in records(3 * BLOCK_ROWS)]
     rows[100]["tools"] = [{"type": "function", "function": {"name": "x"}}]
     with pytest.raises(DataError, match=r"row 101: .*tools"):
-        load_rows(rows, renderer(), "unpaired", workers=2)
+        read_rows(rows, renderer(), "unpaired", workers=2)
 
 
 def test_a_process_that_dies_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(encode, "_BEFORE_HELP", 0)
+    monkeypatch.setattr(encode, "_BLOCKS_BEFORE_WORKERS", 0)
     plain = subprocess.Popen
     monkeypatch.setattr(encode.subprocess, "Popen", lambda command, **given: plain(["true"], **given))
-    with pytest.raises(TropismError, match="has died"):
-        load_rows(records(3 * BLOCK_ROWS), renderer(), "unpaired", workers=2)
+    with pytest.raises(TropismError, match=r"worker process .* died"):
+        read_rows(records(3 * BLOCK_ROWS), renderer(), "unpaired", workers=2)
 
 
 def test_files_beside_the_user_are_not_imported(monkeypatch, tmp_path):
-    monkeypatch.setattr(encode, "_BEFORE_HELP", 0)
+    monkeypatch.setattr(encode, "_BLOCKS_BEFORE_WORKERS", 0)
     (tmp_path / "queue.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
-    assert len(load_rows(records(3 * BLOCK_ROWS), renderer(), "unpaired", workers=2).rows) == 144
+    assert len(read_rows(records(3 * BLOCK_ROWS), renderer(), "unpaired", workers=2).rows) == 144
 
 
 def test_rows_left_out_are_told_in_file_order():
@@ -218,7 +218,7 @@ def test_rows_left_out_are_told_in_file_order():
         rows[number] = {**rows[number], "completion": [
             {"role": "assistant", "content": "oak " * 9}, {"role": "user", "content": "q"},
             {"role": "assistant", "content": "elm"}]}
-    found = load_rows(rows, Renderer(build_tokenizer(chat_template=CHATML), Limits(8)), "unpaired")
+    found = read_rows(rows, Renderer(build_tokenizer(chat_template=CHATML), Limits(8)), "unpaired")
     numbers = [int(drop.place.split()[1]) for drop in found.dropped]
     assert numbers == sorted(numbers)
     assert len({drop.reason for drop in found.dropped}) > 1
@@ -235,7 +235,7 @@ def test_a_stream_is_read_as_far_as_it_is_needed(most):
             taken += 1
             yield records(7)[taken % 7]
 
-    found = load_rows(endless(), renderer(), "unpaired", most=most)
+    found = read_rows(endless(), renderer(), "unpaired", most=most)
     assert len(found.rows) == most
     assert taken <= most * 2 + 2  # two of seven are empty, and are made up for
     assert isinstance(found.rows[0], EncodedRow)
@@ -243,12 +243,12 @@ def test_a_stream_is_read_as_far_as_it_is_needed(most):
 
 def test_origins_stand_beside_the_rows_that_were_kept():
     rows = [{**row, "source": "web" if n % 2 else None} for n, row in enumerate(records(150))]
-    found = load_rows(rows, renderer(), "unpaired")
+    found = read_rows(rows, renderer(), "unpaired")
     wanted = ["web" if int(row.place.split()[1]) % 2 == 0 else None for row in found.rows]
     assert found.origins == {"source": wanted}
     twice = [{**row, "completion": [{"role": "assistant", "content": "elm" if label else "ash"}], "label": label,
               "source": "web"} for row in rows[:30] for label in (True, False)]
-    paired = load_rows(twice, renderer(), "paired", options=FormatOptions(pair_by_prompt=True))
+    paired = read_rows(twice, renderer(), "paired", options=FormatOptions(pair_by_prompt=True))
     assert paired.origins == {"source": ["web"] * 30}
 
 

@@ -59,7 +59,7 @@ def test_left_out() -> None:
                Dropped("f:9", Reason.MISSING_FIELD)]
     finding = by_name(find_in_rows(many(2), dropped))["left_out"]
     assert finding.severity == "warning"
-    assert "3 (43 %), 2 empty_completion, 1 missing_field" in finding.text
+    assert "3 rows (43%): 2 empty_completion, 1 missing_field" in finding.text
     assert finding.places == ("f:1", "f:5", "f:9")
     assert by_name(find_in_rows(many(30), dropped))["left_out"].severity == "notice"
 
@@ -138,7 +138,7 @@ def test_one_source_dominates_and_tells_the_label() -> None:
     assert "dominated_by_source" not in found
     voters = {"annotator": ["1" if n % 10 else "2" for n in range(60)], "source": ["one"] * 60}
     found = by_name(find_in_rows(rows, origins=voters))
-    assert "90 % of the rows have annotator '1'" in found["dominated_by_annotator"].text
+    assert "90% of the rows have annotator '1'" in found["dominated_by_annotator"].text
     assert "label_from_annotator" not in found
     each = {"user_id": [str(n) for n in range(60)], "rater": [None] * 60}  # every value once; no plain value
     assert not [name for name in by_name(find_in_rows(rows, origins=each)) if "user_id" in name or "rater" in name]
@@ -177,7 +177,7 @@ def test_what_layouts_save() -> None:
     assert finding.figures["tree_tokens"] == 4 * 12
     assert finding.figures["grouped_tokens"] == 18
     assert finding.severity == "notice"
-    assert "--group-prompts is worth it" in finding.text
+    assert "Consider --group-prompts" in finding.text
 
 
 def tangled(count: int, sides: int) -> list[EncodedRow]:
@@ -277,7 +277,7 @@ def test_few_of_many_rows_are_looked_at(paired: bool, monkeypatch: pytest.Monkey
     report = audit.to_json(lambda ids: "I'm sorry" if ids[0] % 1000 < 500 else "Sure")
     text, = (entry["text"] for entry in report["findings"] if entry["name"] == "refusals")
     sides = "2,000 of 200,000 and 2,000 of 200,000" if paired else "2,000 of 100,000 and 2,000 of 100,000"
-    assert f"going by {sides} answers, evenly spread" in text
+    assert f"measured on {sides} completions" in text
     assert report["lengths"]["completion"]["max"] == 6
     assert len(report["changed_rows"]) == 1000
     assert rows.touched <= 4000 + 1000 + 10 * (len(found) + 1)
@@ -294,4 +294,5 @@ def test_refusals_among_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row([n], [n % 3, 3]) for n in range(90)]
     found = by_name(find_in_rows(rows, decode=lambda ids: "I'm sorry" if ids[0] == 0 else "Sure"))["refusals"]
     assert found.figures["chosen"] == 1.0  # every third row
-    assert found.text == "answers that open with a refusal: 30 (100 %), going by 30 of 90 answers, evenly spread"
+    assert found.text.startswith("100% of the completions (30)")
+    assert "30 of 90 completions" in found.text

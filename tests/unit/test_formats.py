@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from helpers import case_rows, expected
-from tropism.data.formats import FORMATS, Reading, View, recognize, understand
+from tropism.data.formats import FORMATS, Reading, View, recognize, rows_of_record
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
@@ -15,7 +15,7 @@ USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content
 
 def understood(raw: RawRow, view: View) -> Row | Dropped:
     shape = next(shape for shape in FORMATS["trl"].shapes if shape.view == view)
-    (row,) = understand(raw, Reading(FORMATS["trl"], shape, view, FormatOptions()))
+    (row,) = rows_of_record(raw, Reading(FORMATS["trl"], shape, view, FormatOptions()))
     return row
 
 
@@ -50,7 +50,7 @@ def test_refused_labels(label: Any) -> None:
     """K3: all else stops with row number and value; a rating is never taken for a label."""
     with pytest.raises(DataError) as caught:
         labeled(label=label)
-    assert str(caught.value).startswith(f"f.jsonl:7: label {label!r} is not true/false")
+    assert str(caught.value).startswith(f"f.jsonl:7: label {label!r} is not a boolean")
 
 
 def test_a_bad_label_stops_even_where_the_row_would_be_dropped() -> None:
@@ -94,17 +94,17 @@ def test_missing_fields_paired(field: str) -> None:
     del record[field]
     assert paired(**record) == Dropped("f.jsonl:7", Reason.MISSING_FIELD, f"no '{field}'")
     assert paired(chosen="c", rejected="r") == Dropped(
-        "f.jsonl:7", Reason.MISSING_FIELD, "no 'prompt'; plain text needs one")
+        "f.jsonl:7", Reason.MISSING_FIELD, "no 'prompt', which plain text needs")
 
 
 def test_conversations_without_an_answer() -> None:
     """D3: the last message must be the assistant's."""
     assert unpaired(messages=[USER], label=True) == Dropped(
-        "f.jsonl:7", Reason.NO_COMPLETION, "the last message is not the assistant's")
+        "f.jsonl:7", Reason.NO_COMPLETION, "the last message is not from the assistant")
     assert unpaired(messages=[], label=True).reason == Reason.NO_COMPLETION
     assert paired(chosen=[USER], rejected=[USER, ANSWER]) == Dropped(
-        "f.jsonl:7", Reason.NO_COMPLETION, "'chosen' has no answer after the shared messages")
-    assert paired(chosen=[USER, ANSWER], rejected=[USER]).detail.startswith("'rejected' has no answer")
+        "f.jsonl:7", Reason.NO_COMPLETION, "'chosen' has no completion after the shared messages")
+    assert paired(chosen=[USER, ANSWER], rejected=[USER]).detail.startswith("'rejected' has no completion")
     assert paired(chosen=[USER, ANSWER], rejected=[USER, ANSWER]).reason == Reason.IDENTICAL_PAIR
 
 
@@ -114,7 +114,7 @@ def test_sides_that_answer_different_prompts() -> None:
     dropped = paired(chosen=[system, USER, ANSWER], rejected=[system, other, ANSWER])
     assert isinstance(dropped, Dropped)
     assert dropped.reason == Reason.NO_COMPLETION
-    assert "'chosen' goes on with role 'user'" in dropped.detail
+    assert "'chosen' continues with role 'user'" in dropped.detail
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -183,13 +183,13 @@ def test_tools() -> None:
     ({"prompt": ["Hi"]}, "each message of 'prompt' needs a 'role' and a 'content'"),
     ({"prompt": [{"role": "user", "content": 5}]}, "the content of a message of 'prompt' must be text, not int"),
     ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type 'image'; only text"),
-    ({"prompt": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "'prompt' must hold text, not int"),
+    ({"prompt": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "'prompt' must be text, not int"),
     ({"prompt": [USER], "completion": [USER]}, "must end with a message of role 'assistant', not 'user'"),
     ({"tools": {"name": "f"}}, "'tools' must be a list of schemas, not dict"),
-    ({"tools": ["f"]}, "schema 1 of 'tools' must be an object, or JSON of one, not 'f'"),
-    ({"label": "x" * 5000}, f"label '{'x' * 99}... is not true/false"),
-    ({"completion": "half \ud83d"}, "'completion' holds half a character"),
-    ({"prompt": [{"role": "user", "content": "\ud83d"}]}, "'prompt' holds half a character"),
+    ({"tools": ["f"]}, "schema 1 of 'tools' must be an object or its JSON, not 'f'"),
+    ({"label": "x" * 5000}, f"label '{'x' * 99}... is not a boolean"),
+    ({"completion": "half \ud83d"}, "'completion' has a lone surrogate"),
+    ({"prompt": [{"role": "user", "content": "\ud83d"}]}, "'prompt' has a lone surrogate"),
 ])
 def test_unreadable_rows_stop_with_their_place(record: dict[str, Any], message: str) -> None:
     """H3: an unreadable row stops the run, with file, line and what to look at."""
@@ -210,16 +210,17 @@ def test_missing_columns_name_the_found_ones() -> None:
     """H3: what is needed, what was found, and the command that fits the file."""
     with pytest.raises(DataError) as caught:
         recognize(rows_of({"question": "q", "answer": "a"}, {"question": "q", "score": 1}), "unpaired", "f.jsonl")
-    assert str(caught.value) == (
-        "f.jsonl: no row has the columns (prompt, completion, label) or (messages, label), or those of another known "
-        "format; found: question, answer, score; rename them with --columns, as in --columns prompt=question.")
-    with pytest.raises(DataError, match=r"single labeled completions: use `tropism kto`, or make .* --pair"):
+    assert str(caught.value).startswith("f.jsonl: no row has the columns ")
+    assert "(prompt, completion, label) or (messages, label)" in str(caught.value)
+    assert "Found: question, answer, score." in str(caught.value)
+    assert "--columns prompt=question" in str(caught.value)
+    with pytest.raises(DataError, match=r"labeled completions: use `tropism kto`, or pair .* --pair-by-prompt"):
         recognize(rows_of({"prompt": "p", "completion": "c", "label": True}), "paired", "f.jsonl")
-    with pytest.raises(DataError, match=r"pairs: use `tropism dpo`, or imitate .* --columns completion=chosen"):
+    with pytest.raises(DataError, match=r"pairs: use `tropism dpo`, or .* --columns completion=chosen"):
         recognize(rows_of({"prompt": "p", "chosen": "c", "rejected": "r"}), "single", "f.jsonl")
     with pytest.raises(DataError, match="completions without labels: use `tropism sft`"):
         recognize(rows_of({"prompt": "p", "completion": "c"}), "unpaired", "f.jsonl")
-    with pytest.raises(DataError, match="found: none"):
+    with pytest.raises(DataError, match="Found: none"):
         recognize(rows_of({}), "paired", "f.jsonl")
 
 

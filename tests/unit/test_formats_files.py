@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from formats_made import KINDS, MADE, write
+from format_examples import KINDS, MADE, write
 from tropism.data.formats import FORMATS
 from tropism.data.formats.options import FormatOptions
-from tropism.data.load import load_rows, view_of_source
+from tropism.data.read_rows import read_rows, view_of_source
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
 
@@ -28,14 +28,14 @@ def test_a_file_of_each_kind(name: str, kind: str, fixture_tokenizer: Any, tmp_p
     options = FormatOptions(label_threshold=made.threshold)
     assert view_of_source(path, options) == made.view
     renderer = Renderer(fixture_tokenizer, Limits(1000))
-    audit = load_rows(path, renderer, made.view, options=options)
+    audit = read_rows(path, renderer, made.view, options=options)
     assert audit.format.startswith(f"read as {name} (")
     assert (audit.read, len(audit.rows), audit.dropped) == (len(made.records), made.kept, [])
     assert audit.labels() == ({} if made.desirable is None else {
         "desirable": made.desirable, "undesirable": made.kept - made.desirable})
     first = {"jsonl": ":1", "csv": ":2", "tsv": ":2"}.get(kind.split(".")[0], ":row 1")
     assert audit.rows[0].place == path.name + first
-    given = load_rows(made.records, renderer, made.view, options=options)
+    given = read_rows(made.records, renderer, made.view, options=options)
     for one, other in zip(audit.rows, given.rows, strict=True):
         assert one.prompt_key == other.prompt_key
         assert [side.key for side in one.completions] == [side.key for side in other.completions]

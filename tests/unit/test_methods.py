@@ -249,12 +249,12 @@ def test_first_step_values(view: Any, name: str, change: dict[str, Any]) -> None
     units = (Units(torch.cat((pairs, pairs), 1), None) if view == "paired"
              else Units(torch.arange(6)[:, None], torch.tensor(labels)))
     assert float(method.losses(scored, units, wide)[0].mean()) == pytest.approx(wanted, abs=1e-12)
-    assert method.at_start([None] * 6 if view == "paired" else labels) == pytest.approx(wanted, abs=1e-12)
+    assert method.loss_at_start([None] * 6 if view == "paired" else labels) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_the_first_value_of_several_losses() -> None:
     """R1: weighted, where each of them is known."""
-    assert method_of("paired", "ipo,hinge", loss_weights="2,0.5").at_start([None] * 3) == pytest.approx(50.5)
+    assert method_of("paired", "ipo,hinge", loss_weights="2,0.5").loss_at_start([None] * 3) == pytest.approx(50.5)
 
 
 @pytest.mark.parametrize(("view", "loss", "options"), [
@@ -263,7 +263,7 @@ def test_the_first_value_of_several_losses() -> None:
     ("unpaired", "kto,sft", {}), ("single", "sft", {}), ("single", "sft", {"teacher": "t"})])
 def test_first_values_that_nobody_knows(view: Any, loss: str, options: dict[str, Any]) -> None:
     """R1: what depends on the policy's own log-probs is not foretold."""
-    assert method_of(view, loss, **options).at_start([True, False]) is None
+    assert method_of(view, loss, **options).loss_at_start([True, False]) is None
 
 
 # --- rewards and metrics ----------------------------------------------------------------------------------------------

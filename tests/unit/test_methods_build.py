@@ -6,7 +6,7 @@ import pytest
 
 from tropism.errors import UsageError
 from tropism.methods import LOSSES, Method
-from tropism.methods.build import OPTIONS, build_method, check_options, describe, effective
+from tropism.methods.build import OPTIONS, build_method, check_options, describe_method, effective
 
 PREFERENCES = [(view, name) for view in ("paired", "unpaired") for name, row in LOSSES[view].items() if row.reward]
 
@@ -22,41 +22,42 @@ def terms_of(method: Method) -> list[tuple[str, float, str]]:
 
 
 @pytest.mark.parametrize(("view", "options", "words"), [
-    ("paired", {"loss": "hinge", "label_smoothing": 0.1}, ["label_smoothing", "no effect", "loss hinge"]),
-    ("paired", {"loss": "sigmoid", "simpo_gamma": 0.1}, ["simpo_gamma", "no effect", "loss sigmoid"]),
-    ("paired", {"loss": "sigmoid", "cpo_alpha": 1.0}, ["cpo_alpha", "no effect", "loss sigmoid"]),
-    ("paired", {"loss": "sigmoid,ipo", "discopop_tau": 0.1}, ["discopop_tau", "no effect", "loss sigmoid, ipo"]),
-    ("paired", {"loss": "nca_pair", "f_divergence": "js"}, ["f_divergence", "no effect", "loss nca_pair"]),
-    ("paired", {"loss": "sigmoid,nca_pair", "f_divergence": "js"}, ["f_divergence js", "loss nca_pair"]),
-    ("paired", {"loss": "ipo,simpo", "f_divergence": "js"}, ["f_divergence js", "loss simpo"]),
-    ("paired", {"loss": "sigmoid", "f_alpha": 0.3}, ["f_alpha", "no effect", "f_divergence reverse_kl"]),
-    ("paired", {"loss": "sigmoid", "f_divergence": "js", "f_alpha": 0.3}, ["f_alpha", "f_divergence js"]),
-    ("paired", {"loss": "exo_pair", "label_smoothing": 0.0}, ["label_smoothing 0", "loss exo_pair"]),
+    ("paired", {"loss": "hinge", "label_smoothing": 0.1}, ["--label-smoothing", "no effect", "loss hinge"]),
+    ("paired", {"loss": "sigmoid", "simpo_gamma": 0.1}, ["--simpo-gamma", "no effect", "loss sigmoid"]),
+    ("paired", {"loss": "sigmoid", "cpo_alpha": 1.0}, ["--cpo-alpha", "no effect", "loss sigmoid"]),
+    ("paired", {"loss": "sigmoid,ipo", "discopop_tau": 0.1}, ["--discopop-tau", "no effect", "loss sigmoid,ipo"]),
+    ("paired", {"loss": "nca_pair", "f_divergence": "js"}, ["--f-divergence", "no effect", "loss nca_pair"]),
+    ("paired", {"loss": "sigmoid,nca_pair", "f_divergence": "js"}, ["--f-divergence js", "loss nca_pair"]),
+    ("paired", {"loss": "ipo,simpo", "f_divergence": "js"}, ["--f-divergence js", "loss simpo"]),
+    ("paired", {"loss": "sigmoid", "f_alpha": 0.3}, ["--f-alpha", "no effect", "--f-divergence reverse_kl"]),
+    ("paired", {"loss": "sigmoid", "f_divergence": "js", "f_alpha": 0.3}, ["--f-alpha", "--f-divergence js"]),
+    ("paired", {"loss": "exo_pair", "label_smoothing": 0.0}, ["--label-smoothing 0", "loss exo_pair"]),
     ("paired", {"loss": "simpo", "reference": "live"}, ["reference", "no effect", "loss simpo"]),
-    ("paired", {"loss": "cpo,sft", "reference": "live"}, ["reference", "no effect", "loss cpo, sft"]),
-    ("paired", {"loss": "orpo", "ld_alpha": 0.5}, ["ld_alpha", "loss orpo"]),
-    ("paired", {"loss": "sigmoid,simpo", "ld_alpha": 0.5}, ["ld_alpha", "loss simpo"]),
+    ("paired", {"loss": "cpo,sft", "reference": "live"}, ["reference", "no effect", "loss cpo,sft"]),
+    ("paired", {"loss": "orpo", "ld_alpha": 0.5}, ["--ld-alpha", "loss orpo"]),
+    ("paired", {"loss": "sigmoid,simpo", "ld_alpha": 0.5}, ["--ld-alpha", "loss simpo"]),
     ("paired", {"loss": "aot", "wpo": True}, ["wpo", "loss aot"]),
     ("paired", {"loss": "sigmoid,aot_unpaired", "wpo": True}, ["wpo", "loss aot_unpaired"]),
     ("paired", {"loss": "sft"}, ["loss sft", "`tropism sft`"]),
     ("unpaired", {"loss": "sft"}, ["loss sft", "`tropism sft`"]),
-    ("unpaired", {"loss": "kto,sft", "loss_weights": "1"}, ["loss_weights", "1 weights for 2 losses"]),
-    ("paired", {"loss": "sigmoid", "loss_weights": "1,2"}, ["loss_weights", "2 weights for 1 losses"]),
-    ("paired", {"loss": "sigmoid,sft", "loss_weights": "1,0"}, ["loss_weights", "above 0"]),
-    ("paired", {"loss": "sigmoid,sft", "loss_weights": "1,-1"}, ["loss_weights", "above 0"]),
-    ("paired", {"loss": "sigmoid,sft", "loss_weights": "1,nan"}, ["loss_weights", "above 0"]),
-    ("paired", {"loss": "sigmoid,sft", "loss_weights": "1,inf"}, ["loss_weights", "above 0"]),
-    ("paired", {"loss": "sigmoid,sft", "loss_weights": "1;2"}, ["loss_weights", "'1;2'"]),
-    ("paired", {"loss": "sigmiod"}, ["loss", "'sigmiod'", "did you mean sigmoid?"]),
-    ("unpaired", {"loss": "bcoo"}, ["loss", "'bcoo'", "did you mean bco?"]),
-    ("unpaired", {"loss": "sigmoid"}, ["loss", "'sigmoid' is not one of kto"]),
+    ("unpaired", {"loss": "kto,sft", "loss_weights": "1"}, ["--loss-weights", "1 weight for 2 losses"]),
+    ("paired", {"loss": "sigmoid", "loss_weights": "1,2"}, ["--loss-weights", "2 weights for 1 loss"]),
+    ("paired", {"loss": "sigmoid,sft", "loss_weights": "1,0"}, ["--loss-weights", "above 0"]),
+    ("paired", {"loss": "sigmoid,sft", "loss_weights": "1,-1"}, ["--loss-weights", "above 0"]),
+    ("paired", {"loss": "sigmoid,sft", "loss_weights": "1,nan"}, ["--loss-weights", "above 0"]),
+    ("paired", {"loss": "sigmoid,sft", "loss_weights": "1,inf"}, ["--loss-weights", "above 0"]),
+    ("paired", {"loss": "sigmoid,sft", "loss_weights": "1;2"}, ["--loss-weights", "'1;2'"]),
+    ("paired", {"loss": "sigmiod"}, ["loss", "'sigmiod'", "Did you mean sigmoid?"]),
+    ("unpaired", {"loss": "bcoo"}, ["loss", "'bcoo'", "Did you mean bco?"]),
+    ("unpaired", {"loss": "sigmoid"}, ["loss", "'sigmoid' is not a known loss", "kto"]),
     ("paired", {"loss": "sigmoid,"}, ["loss", "''"]),
-    ("paired", {"loss": "divergence"}, ["loss", "'divergence' is not one of"]),
-    ("paired", {"loss": "ipo,sigmoid,ipo"}, ["loss", "ipo is named twice", "weight"]),
-    ("unpaired", {"loss": "kto", "teacher": "t", "divergence_mix": 0.5}, ["divergence_mix", "divergence forward_kl"]),
+    ("paired", {"loss": "divergence"}, ["loss", "'divergence' is not a known loss"]),
+    ("paired", {"loss": "ipo,sigmoid,ipo"}, ["loss", "ipo is named twice", "--loss-weights"]),
+    ("unpaired", {"loss": "kto", "teacher": "t", "divergence_mix": 0.5}, ["--divergence-mix", "divergence forward_kl"]),
     ("single", {"loss": "sft", "teacher": "t", "divergence": "tvd", "divergence_mix": 0.5},
-     ["divergence_mix", "divergence tvd"]),
-    *[("paired", {"loss": "sigmoid", name: value}, [name, "no effect", "teacher"]) for name, value in (
+     ["--divergence-mix", "divergence tvd"]),
+    *[("paired", {"loss": "sigmoid", name: value}, ["--" + name.replace("_", "-"), "no effect", "--teacher"])
+      for name, value in (
         ("kd_weight", 0.0), ("divergence", "js"), ("divergence_mix", 0.5), ("temperature", 1.0),
         ("temperature_scaling", False), ("top_k", 5))],
 ])
@@ -216,6 +217,6 @@ def test_effective_values_make_the_same_method(view: Any, loss: str) -> None:
 def test_the_reading_in_use_is_named(options: dict[str, Any], words: list[str]) -> None:
     """L2: where a name has two readings, the log says which one this is."""
     check_options("paired", options)
-    text = describe(build_method("paired", options, []))
+    text = describe_method(build_method("paired", options, []))
     assert [word for word in words if word not in text] == []
     assert "f_divergence reverse_kl" not in text

@@ -9,7 +9,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers import row, tree
-from tropism.data.batching.pack import build_trees, cost, first_fit, mismatch, partners, scoring_packs, share, size
+from tropism.data.batching.pack import (
+    assign_to_ranks,
+    best_fit,
+    build_trees,
+    cost,
+    mismatched_trees,
+    partners,
+    scoring_packs,
+    tokens_in_layout,
+)
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion, PromptTree, score_key
 
@@ -81,7 +90,7 @@ def test_mismatched_trees_hold_each_partner_as_often_as_it_is_one(
         prompt, other = flat(rows[index], rows[indices[partner_of[position]]].completions[0])
         wanted[prompt, other[: max_length - len(prompt)]] += 1
     found: Counter = Counter()
-    for entry in mismatch(rows, indices, max_length):
+    for entry in mismatched_trees(rows, indices, max_length):
         assert len(entry.tree.prompt_ids) + max(len(c.ids) for c in entry.tree.completions) <= max_length
         for completion, count in zip(entry.tree.completions, entry.counts, strict=True):
             found[flat(entry.tree, completion)] += count
@@ -93,7 +102,7 @@ def test_mismatched_trees_hold_each_partner_as_often_as_it_is_one(
 def test_mismatched_trees_stand_in_the_order_of_the_trees(rows: list[EncodedRow]) -> None:
     """A tree and its mismatched tree go to the same rank: they are found by their position."""
     indices = range(len(rows))
-    planted, partnered = build_trees(rows, indices), mismatch(rows, indices, LONGEST)
+    planted, partnered = build_trees(rows, indices), mismatched_trees(rows, indices, LONGEST)
     assert [entry.tree.prompt_ids.tolist() for entry in planted] == [
         entry.tree.prompt_ids.tolist() for entry in partnered]
 
@@ -104,7 +113,7 @@ def test_mismatched_completion_with_a_late_answer_is_still_scored() -> None:
     late = Completion(late.ids, late.loss_mask & [False, False, False, True])
     long = row([1, 1, 1], [2], desirable=True)
     other = EncodedRow("o", "o", row([9], [1]).prompt_ids, (late,), False, b"")
-    entry = mismatch([long, other], [0, 1], 5)[0]
+    entry = mismatched_trees([long, other], [0, 1], 5)[0]
     assert entry.tree.completions[0].ids.tolist() == [3, 4]
     assert entry.tree.completions[0].length == 2
 
@@ -118,7 +127,7 @@ def test_partners_that_came_with_the_rows_are_taken() -> None:
     rows = [with_partner(row([1, 2], [3], desirable=True), 7, 8, 9),
             with_partner(row([4], [5, 6], desirable=False), 7, 8, 9),
             with_partner(row([1, 2], [5], desirable=False), 6), with_partner(row([1, 2], [6], desirable=True), 7, 8, 9)]
-    found = mismatch(rows, [0, 1, 2, 3], 4)
+    found = mismatched_trees(rows, [0, 1, 2, 3], 4)
     assert [[completion.ids.tolist() for completion in entry.tree.completions] for entry in found] == [
         [[7, 8], [6]], [[7, 8, 9]]]
     assert [entry.counts for entry in found] == [(2, 1), (1,)]
@@ -129,16 +138,16 @@ def test_partners_that_came_with_the_rows_are_taken() -> None:
 def test_given_partners_need_no_second_prompt() -> None:
     """K4: a step of one prompt has a reference point where every row brought its partner."""
     rows = [with_partner(row([1], [3], desirable=True), 7), with_partner(row([1], [4], desirable=False), 8)]
-    entry, = mismatch(rows, [1, 0], LONGEST)
+    entry, = mismatched_trees(rows, [1, 0], LONGEST)
     assert [completion.ids.tolist() for completion in entry.tree.completions] == [[8], [7]]
     with pytest.raises(ValueError, match="two distinct prompts"):
-        mismatch([rows[0], row([1], [4], desirable=False)], [0, 1], LONGEST)
+        mismatched_trees([rows[0], row([1], [4], desirable=False)], [0, 1], LONGEST)
 
 
 def test_partners_of_some_rows_only_are_not_mixed_with_others() -> None:
     """K2: one rule for all units of a step: as soon as one row came without, all take other rows' completions."""
     rows = [with_partner(row([1], [3], desirable=True), 7), row([2], [4], desirable=False)]
-    assert [entry.tree.completions[0].ids.tolist() for entry in mismatch(rows, [0, 1], LONGEST)] == [[4], [3]]
+    assert [entry.tree.completions[0].ids.tolist() for entry in mismatched_trees(rows, [0, 1], LONGEST)] == [[4], [3]]
 
 
 @given(KTO_ROWS)
@@ -146,7 +155,8 @@ def test_given_partners_are_scored_as_those_of_the_step_are(rows: list[EncodedRo
     """K2: bringing along the very completions that the step would take changes nothing."""
     partner_of = partners([entry.prompt_key for entry in rows])
     given = [replace(entry, partner=rows[partner_of[i]].completions[0]) for i, entry in enumerate(rows)]
-    for ours, theirs in zip(mismatch(given, range(len(rows)), 6), mismatch(rows, range(len(rows)), 6), strict=True):
+    found, wanted = (mismatched_trees(some, range(len(rows)), 6) for some in (given, rows))
+    for ours, theirs in zip(found, wanted, strict=True):
         assert ours.counts == theirs.counts
         assert ours.tree.score_keys == theirs.tree.score_keys
 
@@ -158,7 +168,7 @@ SIZES = st.lists(st.integers(1, 30), max_size=40)
 @example([40, 1, 39], 40)
 def test_packs_hold_everything_within_the_budget(sizes: list[int], budget: int) -> None:
     """DESIGN, Rows and steps: a tree is in one pack; only a single tree may exceed the budget."""
-    packs = first_fit(sizes, budget)
+    packs = best_fit(sizes, budget)
     assert sorted(index for pack in packs for index in pack) == list(range(len(sizes)))
     for pack in packs:
         assert pack == sorted(pack)
@@ -168,14 +178,14 @@ def test_packs_hold_everything_within_the_budget(sizes: list[int], budget: int) 
 @given(SIZES, st.integers(1, 40))
 def test_packs_are_not_wasteful(sizes: list[int], budget: int) -> None:
     """First fit: no two packs could be one, so at most twice as many as needed."""
-    fills = sorted(sum(sizes[index] for index in pack) for pack in first_fit(sizes, budget))
+    fills = sorted(sum(sizes[index] for index in pack) for pack in best_fit(sizes, budget))
     assert len(fills) < 2 or fills[0] + fills[1] > budget
 
 
 @given(SIZES, st.integers(1, 8))
 def test_shares_are_complete_and_balanced(sizes: list[int], ranks: int) -> None:
     """X1: every tree on one rank, any number of ranks, and no rank exceeds another by more than one tree."""
-    shares = share([float(entry) for entry in sizes], ranks)
+    shares = assign_to_ranks([float(entry) for entry in sizes], ranks)
     assert len(shares) == ranks
     assert sorted(index for indices in shares for index in indices) == list(range(len(sizes)))
     loads = [sum(sizes[index] for index in indices) for indices in shares]
@@ -184,17 +194,17 @@ def test_shares_are_complete_and_balanced(sizes: list[int], ranks: int) -> None:
 
 def test_share_and_fill_are_pure() -> None:
     """C1: ties are broken by position, so that every rank comes to the same shares."""
-    assert share([2.0, 2.0, 2.0, 1.0], 2) == [[0, 2], [1, 3]]
-    assert first_fit([3, 3, 3, 3], 6) == [[0, 1], [2, 3]]
-    assert share([], 3) == [[], [], []]
-    assert first_fit([], 5) == []
+    assert assign_to_ranks([2.0, 2.0, 2.0, 1.0], 2) == [[0, 2], [1, 3]]
+    assert best_fit([3, 3, 3, 3], 6) == [[0, 1], [2, 3]]
+    assert assign_to_ranks([], 3) == [[], [], []]
+    assert best_fit([], 5) == []
 
 
 def test_size_by_layout() -> None:
     """Promise 2: the tree computes the prompt once, the padded layout once per completion."""
     three = tree([1] * 10, [1, 2], [3], [4, 5, 6])
-    assert size(three, "tree") == 10 + 1 + 0 + 2
-    assert size(three, "padded") == 11 + 10 + 12
+    assert tokens_in_layout(three, "tree") == 10 + 1 + 0 + 2
+    assert tokens_in_layout(three, "padded") == 11 + 10 + 12
 
 
 @pytest.mark.parametrize(("less", "more"), [
@@ -223,7 +233,7 @@ def test_a_completion_is_validated() -> None:
     good = Completion.supervised([1, 2])
     with pytest.raises(ValueError, match="supervised"):
         Completion(good.ids, good.loss_mask & False)
-    with pytest.raises(ValueError, match="equal 1-d"):
+    with pytest.raises(ValueError, match="1-d of equal length"):
         Completion(good.ids, good.loss_mask[:1])
     with pytest.raises(ValueError, match="read-only"):
         good.ids[0] = 5
@@ -260,7 +270,7 @@ def test_scoring_packs_score_everything_once_within_the_budget(lengths: list[int
     assert sorted(keys) == sorted({key for entry in whole for key in entry.score_keys})
     for pack in packs:
         alone = len(pack) == 1 and len(pack[0].completions) == 1
-        assert alone or sum(size(part, layout) for part in pack) <= budget
+        assert alone or sum(tokens_in_layout(part, layout) for part in pack) <= budget
 
 
 class Counted(int):
@@ -278,6 +288,6 @@ class Counted(int):
 def test_packing_does_not_try_each_tree_in_each_pack() -> None:
     """A million rows must not take hours: the work for one tree grows like a logarithm of their number."""
     Counted.comparisons = 0
-    packs = first_fit([Counted(100 + i % 900) for i in range(20_000)], 2048)
+    packs = best_fit([Counted(100 + i % 900) for i in range(20_000)], 2048)
     assert sum(map(len, packs)) == 20_000
     assert 20_000 < Counted.comparisons < 20_000 * 40

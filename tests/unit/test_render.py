@@ -264,11 +264,11 @@ def test_generation_prompt_with_text_of_its_own() -> None:
 def test_a_template_may_refuse(fixture_tokenizer) -> None:
     """M5: its own sentence reaches the user with the place; no template at all is named as the fault."""
     refusing = build_tokenizer(chat_template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"f:1: the chat template refuses these messages: roles must alternate"):
+    with pytest.raises(DataError, match=r"f:1: the chat template rejects these messages: roles must alternate"):
         Renderer(refusing, LIMITS).encode(chat("Hi"))
     with pytest.raises(ModelError, match="no chat template"):
         Renderer(build_tokenizer(chat_template=None), LIMITS).encode(chat("Hi"))
-    with pytest.raises(ModelError, match="no eos token"):
+    with pytest.raises(ModelError, match="no EOS token"):
         Renderer(build_tokenizer(eos_token=None), LIMITS)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from helpers import chat, row
-from tropism.data.row_facts import RowFacts, facts_of, first_of, groups, key_number, prompt_hash, spread
+from tropism.data.row_facts import RowFacts, evenly_spaced, facts_of, first_of, groups, key_number, prompt_hash
 from tropism.data.rows import EncodedRow
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
@@ -98,6 +98,6 @@ def test_groups() -> None:
 
 
 def test_spread() -> None:
-    assert spread(3, 5).tolist() == [0, 1, 2]
-    assert spread(10, 4).tolist() == [0, 2, 5, 7]
-    assert spread(0, 4).tolist() == []
+    assert evenly_spaced(3, 5).tolist() == [0, 1, 2]
+    assert evenly_spaced(10, 4).tolist() == [0, 2, 5, 7]
+    assert evenly_spaced(0, 4).tolist() == []

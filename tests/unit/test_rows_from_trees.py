@@ -71,15 +71,15 @@ def test_labels_that_are_none(label: Any) -> None:
 
 
 @pytest.mark.parametrize(("trees", "view", "message"), [
-    ([(ONE, [True]), TWO], "unpaired", r"tree 2: a tree for this method needs labels: \(tree, \[True, False"),
-    ([TWO, (TWO, [True, False])], "paired", "tree 2: a tree for this method brings labels, which only KTO looks at"),
-    ([(ONE, [True])], "single", "tree 1: a tree for this method brings labels"),
-    ([(TWO, [True])], "unpaired", "tree 1: 1 labels for 2 completions"),
-    ([TWO, ONE], "paired", "tree 2: has 1 completions; a pair has two"),
-    ([THREE], "paired", "tree 1: has 3 completions"),
-    ([TWO, {"prompt": "text"}], "paired", "tree 2: is a dict, not a PromptTree"),
-    ([(ONE, [True]), [TWO, [True, False]]], "unpaired", "tree 2: is a list, not a PromptTree"),
-    ([(ONE, [True]), (TWO, [True, False], 3)], "unpaired", "tree 2: is a tuple, not a PromptTree"),
+    ([(ONE, [True]), TWO], "unpaired", r"tree 2: KTO needs labels: give \(tree, \[True, False"),
+    ([TWO, (TWO, [True, False])], "paired", "tree 2: only KTO uses labels"),
+    ([(ONE, [True])], "single", "tree 1: only KTO uses labels"),
+    ([(TWO, [True])], "unpaired", "tree 1: 1 label for 2 completions"),
+    ([TWO, ONE], "paired", "tree 2: a pair needs two completions, chosen and rejected, not 1"),
+    ([THREE], "paired", "tree 1: a pair needs two completions, chosen and rejected, not 3"),
+    ([TWO, {"prompt": "text"}], "paired", "tree 2: must be a PromptTree, not dict"),
+    ([(ONE, [True]), [TWO, [True, False]]], "unpaired", "tree 2: must be a PromptTree, not list"),
+    ([(ONE, [True]), (TWO, [True, False], 3)], "unpaired", "tree 2: must be a PromptTree, not tuple"),
 ])
 def test_trees_of_another_kind(trees: Any, view: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):

@@ -124,7 +124,7 @@ def test_a_remainder_of_two_prompts_stays() -> None:
 
 def test_case_04_refusals_and_tail() -> None:
     """K4: a batch of one, or one prompt, is refused with the reason; a tail of one joins the step before."""
-    with pytest.raises(UsageError, match="batch_size 1: KTO pairs each completion"):
+    with pytest.raises(UsageError, match=r"--batch-size 1 .*two prompts"):
         Schedule((0, 1, 2, 3), 1, 0, needs_partners=True)
     with pytest.raises(UsageError, match="all 3 rows have the same prompt"):
         Schedule((7, 7, 7), 2, 0, needs_partners=True)

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from tropism.data.rows import RawRow
-from tropism.data.sources.open import absolute, open_source, read
+from tropism.data.sources.resolve import absolute, read, resolve_source
 from tropism.errors import DataError
 
 ROWS = [{"prompt": "café \u2028 ", "completion": "a\nb", "label": True},
@@ -84,13 +84,13 @@ def test_bad_lines_are_named(write) -> None:
 
 def test_files_that_are_not_there_or_of_no_kind(write, tmp_path: Path) -> None:
     """H3: the path, and the kinds that are known."""
-    assert refused(tmp_path / "none.jsonl") == f"{tmp_path / 'none.jsonl'}: no such file"
-    assert refused(tmp_path) == (f"{tmp_path}: no data file in this directory; known are .jsonl, .ndjson, .json, "
-                                 ".parquet, .arrow, .feather, .csv, .tsv")
-    assert refused(str(write("d.txt", "x"))).endswith(
-        "unknown kind of file '.txt'; known are .jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv, also "
-        "with .gz or .zst behind")
-    assert refused("a.jsonl,,b.jsonl") == "a.jsonl,,b.jsonl: a name is missing between the commas"
+    assert refused(tmp_path / "none.jsonl") == f"{tmp_path / 'none.jsonl'}: file not found"
+    assert refused(tmp_path).startswith(f"{tmp_path}: no data file in this directory. Known: .jsonl, .ndjson, .json, ")
+    said = refused(str(write("d.txt", "x")))
+    assert "unknown file type '.txt'" in said
+    assert ".jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv" in said
+    assert ".gz or .zst" in said
+    assert refused("a.jsonl,,b.jsonl") == "a.jsonl,,b.jsonl: a name is missing between two commas"
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.csv"])
@@ -119,7 +119,7 @@ def test_csv(write) -> None:
 def test_csv_faults(write) -> None:
     """H3: a line with an unquoted comma or quote is named, not shifted into the wrong columns."""
     assert refused(write("d.csv", "prompt,label\na,1\nb,c,1\n")) == (
-        "d.csv:3: more fields than the header has; is a comma unquoted?")
+        "d.csv:3: more fields than in the header. Quote fields that contain the separator")
     assert refused(write("d.csv", 'prompt,label\n"a"b,1\n')).startswith("d.csv:2: not readable as CSV")
     assert refused(write("d.csv", b"prompt,label\na,1\ncaf\xe9,1\n")).startswith("d.csv:3: not UTF-8")
 
@@ -143,14 +143,14 @@ def test_csv_cells_as_programs_print_them(tmp_path: Path, cell: str) -> None:
     path = tmp_path / "d.csv"
     with path.open("w", newline="") as lines:
         csv.writer(lines).writerows([["prompt", "completion"], ["p", "a"], [cell, "b"]])
-    assert refused(path).startswith("d.csv:3: 'prompt' holds messages as a program prints them, not as JSON")
+    assert refused(path).startswith("d.csv:3: 'prompt' has messages in Python notation, not JSON")
 
 
 def test_json_that_no_reader_takes(write) -> None:
     """H3: nesting and numbers beyond what Python reads, in each kind of JSON, with their lines."""
-    for text, sentence in (("[" * 100_000, "nested too deeply to be read"),
-                           ('{"a": ' * 5000, "nested too deeply to be read"),
-                           ("9" * 5000, "not readable: Exceeds the limit")):
+    for text, sentence in (("[" * 100_000, "the JSON is nested too deeply"),
+                           ('{"a": ' * 5000, "the JSON is nested too deeply"),
+                           ("9" * 5000, "cannot be read: Exceeds the limit")):
         assert refused(write("d.jsonl", '{"a": 1}\n' + text)).startswith(f"d.jsonl:2: {sentence}")
         assert refused(write("d.json", '{"a": 1}\n' + text)).startswith(f"d.json:2: {sentence}")
         assert refused(write("d.json", "[" + text)).startswith(f"d.json:1: {sentence}")
@@ -273,13 +273,13 @@ def test_a_directory(write, tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(name, json.dumps({"from": name}))
     assert [raw.place for raw in read(tmp_path)] == ["a.jsonl:1", "b.jsonl:1", "sub/c.jsonl:1"]
-    assert [part.name for part in open_source(tmp_path)] == [tmp_path.name]
+    assert [part.name for part in resolve_source(tmp_path)] == [tmp_path.name]
 
 
 def test_several_files_and_weights(write, tmp_path: Path) -> None:
     """Each is a part of its own; a fraction is the same rows every time, and a larger one has all of a smaller."""
     a, b = write("a.jsonl", as_jsonl([{"n": n} for n in range(200)])), write("b.jsonl", as_jsonl(ROWS))
-    parts = open_source(f"{a}, {b}:2")
+    parts = resolve_source(f"{a}, {b}:2")
     assert [(part.name, part.weight) for part in parts] == [("a.jsonl", 1), ("b.jsonl", 2)]
     assert [raw.place for raw in parts[1].read()] == ["b.jsonl:1", "b.jsonl:2"] * 2
     shares = {weight: [raw.record["n"] for raw in read(f"{a}:{weight}")] for weight in ("0.25", "0.5", ".5", "1.5")}
@@ -287,8 +287,8 @@ def test_several_files_and_weights(write, tmp_path: Path) -> None:
     assert shares["0.5"] == sorted(shares["0.5"]) == shares[".5"]
     assert set(shares["0.25"]) < set(shares["0.5"])
     assert shares["1.5"] == list(range(200)) + shares["0.5"]
-    assert refused(f"{a}:0") == f"{a}:0: a weight of 0 takes no row; leave it out"
-    assert refused(f"{a},{tmp_path}/none.csv") == f"{tmp_path}/none.csv: no such file"
+    assert refused(f"{a}:0") == f"{a}:0: a weight of 0 uses no rows. Remove this part"
+    assert refused(f"{a},{tmp_path}/none.csv") == f"{tmp_path}/none.csv: file not found"
 
 
 def test_the_same_source_from_elsewhere(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_names_with_commas_and_colons(write) -> None:
     assert len(list(read(str(write("a,b.jsonl", as_jsonl(ROWS)))))) == 2
     path = write("c.jsonl", as_jsonl(ROWS))
     odd = path.rename(path.with_name("c.jsonl:2"))
-    assert "unknown kind" in refused(str(odd))
+    assert "unknown file type" in refused(str(odd))
 
 
 def test_places_of_files_that_share_a_name(write, tmp_path: Path) -> None:
@@ -342,6 +342,6 @@ def test_a_dataset_of_the_hub(write, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     assert refused("someone/some-data") == (
-        "someone/some-data: no such file, and no dataset of this name could be fetched from the hub (ConnectionError: "
-        "no route). Check the name, log in, or download its files and name the directory")
-    assert refused("someone/data.jsonl") == "someone/data.jsonl: no such file"
+        "someone/some-data: file not found, and the dataset could not be downloaded from the hub (ConnectionError: "
+        "no route). Check the name, log in, or download the files and give their directory")
+    assert refused("someone/data.jsonl") == "someone/data.jsonl: file not found"

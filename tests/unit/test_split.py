@@ -48,7 +48,7 @@ def test_a_larger_share_holds_the_smaller(rows: list[EncodedRow], fraction: floa
 
 def test_one_prompt_cannot_be_split() -> None:
     """DESIGN, Evaluation: at least one prompt on each side."""
-    with pytest.raises(UsageError, match="one prompt only"):
+    with pytest.raises(UsageError, match="--eval-fraction: all rows have the same prompt"):
         split_by_prompt([row([1], [2]), row([1], [3])], 0.5)
 
 

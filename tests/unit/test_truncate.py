@@ -145,7 +145,7 @@ def test_nothing_supervised_left_is_named(fixture_tokenizer) -> None:
     dropped = Renderer(fixture_tokenizer, Limits(32)).encode(Row("r", "f:17", (said("user", "Hi"),), (answer,)))
     assert isinstance(dropped, Dropped)
     assert dropped.reason == Reason.NO_SUPERVISED_TOKEN
-    assert dropped.detail == "no supervised token after truncation to 32 (prompt 22)"
+    assert dropped.detail == "no supervised token after truncation to 32 tokens (the prompt has 22)"
 
 
 def test_a_long_conversation_loses_its_oldest_turns(fixture_tokenizer) -> None:

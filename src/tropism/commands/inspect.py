@@ -15,10 +15,10 @@ from tropism.data.audit.findings import Finding, by_severity, histogram, leakage
 from tropism.data.audit.layout_savings import layout_savings
 from tropism.data.audit.template_findings import find_in_template
 from tropism.data.formats import View
-from tropism.data.load import check_embedding, load_rows, view_of_source
+from tropism.data.read_rows import check_embedding, read_rows, view_of_source
 from tropism.data.row_facts import first_of
 from tropism.data.rows import EncodedRow
-from tropism.data.sources.open import DataSource
+from tropism.data.sources.resolve import DataSource
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.tokenizer import Piece, visible
@@ -138,7 +138,7 @@ def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = Non
     renderer = make_renderer(tokenizer, limits(options, config), options)
     view = METHODS[options.method].view if options.method else view_of_source(data, options)
     with (voice or Voice(loud=False)).bar("read") as report:
-        read = partial(load_rows, renderer=renderer, view=view, workers=options.workers, options=options,
+        read = partial(read_rows, renderer=renderer, view=view, workers=options.workers, options=options,
                        cache=options.store_root / ROWS, report=report)
         audit = read(data)
         eval_audit = None if options.eval_data is None else read(options.eval_data)

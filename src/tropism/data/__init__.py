@@ -1,4 +1,4 @@
-"""Rows to prompt trees: reading, rendering, auditing, scheduling, packing."""
+"""From data files to batches: reading, tokenizing, auditing, scheduling and packing rows."""
 
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion, PromptTree

@@ -1,4 +1,4 @@
-"""Weights of the two classes of unpaired data."""
+"""Class weights for unpaired data."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ def class_weights(
     desirable: int, undesirable: int, desirable_weight: float | Literal["auto"],
     undesirable_weight: float | Literal["auto"],
 ) -> tuple[float, float]:
-    """Numbers for the class weights: under `auto` the larger class has 1 and the other n_major / n_minor."""
+    """Class weights as numbers: `auto` is 1 for the larger class and n_major / n_minor for the smaller one."""
     major = max(desirable, undesirable)
     auto = (major / desirable if desirable else 1.0, major / undesirable if undesirable else 1.0)
     given = (desirable_weight, undesirable_weight)

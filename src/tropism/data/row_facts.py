@@ -1,4 +1,4 @@
-"""What an audit asks of rows, as arrays: a million rows are looked at without one of them becoming an object."""
+"""Facts about rows as arrays, so that an audit of a million rows creates no row objects."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -21,20 +21,20 @@ _TYPES = {"prompt": np.uint64, "prompt_tokens": np.int64, "completion": np.uint6
 
 @dataclass(frozen=True, eq=False)
 class RowFacts:
-    """Rows as columns, without token ids. Of a row's completions the first two count.
+    """Rows as columns, without token ids. Only the first two completions of a row count.
 
     Args:
-        prompt: `[n]` hash of the prompt ids; equal prompts share it.
-        prompt_tokens: `[n]`.
-        completion: `[n, 2]` `key_number` of each completion; 0 where a row has only one.
-        tokens: `[n, 2]` ids of each completion; 0 where a row has only one.
-        learned: `[n, 2]` supervised tokens of each.
+        prompt: `[n]` hash of the prompt ids.
+        prompt_tokens: `[n]` tokens of the prompt.
+        completion: `[n, 2]` `key_number` of each completion; 0 for a missing second one.
+        tokens: `[n, 2]` tokens of each completion; 0 for a missing second one.
+        learned: `[n, 2]` supervised tokens of each completion.
         desirable: `[n]` 1 or 0; -1 without a label.
         split: `[n]` `key_number` of the split key.
-        notes: for each note that occurs, the rows that have it, in order.
+        notes: for each note that occurs, the numbers of its rows, ascending.
 
     Raises:
-        ValueError: if the columns are not of one length.
+        ValueError: if the columns differ in length.
     """
 
     prompt: npt.NDArray[np.uint64]
@@ -47,7 +47,7 @@ class RowFacts:
     notes: Mapping[str, Integers]
 
     def __post_init__(self) -> None:
-        for name, dtype in _TYPES.items():  # narrower columns would overflow where they are multiplied
+        for name, dtype in _TYPES.items():  # narrower columns would overflow in products
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=dtype))
             wanted = (len(self.prompt), 2) if name in ("completion", "tokens", "learned") else (len(self.prompt),)
             if getattr(self, name).shape != wanted:
@@ -58,43 +58,43 @@ class RowFacts:
 
     @cached_property
     def prompt_numbers(self) -> Integers:
-        """`[n]` a number for each row, from 0 without a gap, that equal prompts share."""
+        """`[n]` consecutive numbers from 0; equal prompts have equal numbers."""
         return groups(self.prompt)
 
     @cached_property
     def row_numbers(self) -> Integers:
-        """`[n]` the same for rows that are equal in every token, whatever their labels are."""
+        """`[n]` the same for rows that are equal in every token; labels do not count."""
         return groups(self.prompt_numbers, *self.completion.T)
 
     @property
     def sides(self) -> Integers:
-        """`[n]` completions of each row, 1 or 2."""
+        """`[n]` number of completions of each row, 1 or 2."""
         return np.count_nonzero(self.tokens, axis=1).astype(np.int64)
 
     @property
     def labeled(self) -> bool:
-        """Whether rows are labeled completions; either all of them are, or none."""
+        """True if the rows are labeled completions; either all rows are, or none."""
         return len(self) > 0 and bool(self.desirable[0] >= 0)
 
     @property
     def classes(self) -> tuple[int, int]:
-        """Desirable and undesirable rows."""
+        """Number of desirable and of undesirable rows."""
         return int(np.count_nonzero(self.desirable == 1)), int(np.count_nonzero(self.desirable == 0))
 
     @property
     def flat_tokens(self) -> int:
-        """Tokens of an epoch as if each completion were computed with its own prompt."""
+        """Tokens of an epoch if each completion is computed with its own prompt."""
         return int((self.prompt_tokens * self.sides).sum() + self.tokens.sum())
 
     @property
     def repeated_tokens(self) -> int:
-        """How many of the flat tokens repeat a prompt."""
+        """Flat tokens that belong to repeated prompts."""
         once = self.prompt_tokens[first_of(self.prompt_numbers)]
         return int((self.prompt_tokens * self.sides).sum() - once.sum())
 
 
 def facts_of(rows: Sequence[EncodedRow]) -> RowFacts:
-    """The facts that rows bring along as `facts`, else what one pass over them finds."""
+    """The facts of rows: their attribute `facts` if they have one, else computed in one pass."""
     known = getattr(rows, "facts", None)
     if isinstance(known, RowFacts):
         return known
@@ -122,40 +122,40 @@ def facts_of(rows: Sequence[EncodedRow]) -> RowFacts:
 
 
 def prompt_hash(ids: TokenIds) -> int:
-    """The number that stands for a prompt."""
+    """The number of a prompt."""
     return key_number(hashlib.blake2b(ids.tobytes(), digest_size=_DIGEST_BYTES).digest())
 
 
 def key_number(key: bytes) -> int:
-    """The first 8 bytes of a digest as a number; a million rows meet by chance once in ten million times."""
+    """The first 8 bytes of a digest as a number. Collisions among a million rows have probability 3e-8."""
     return int.from_bytes(key[:8], "little")
 
 
 def _split_number(row: EncodedRow) -> int:
-    # Rows that came as token ids have their prompt as key. It is no digest: many prompts begin with the same tokens.
+    # The key of rows that were given as token ids is their prompt. It is no digest: many prompts begin alike.
     if len(row.split_key) == _DIGEST_BYTES and row.split_key != row.prompt_key:
         return key_number(row.split_key)
     return key_number(hashlib.blake2b(row.split_key, digest_size=_DIGEST_BYTES).digest())
 
 
 def groups(*columns: npt.NDArray[Any]) -> Integers:
-    """`[n]` a number for each row, from 0 without a gap, that rows share whose columns are all equal."""
+    """`[n]` consecutive numbers from 0; rows whose columns are all equal have equal numbers."""
     numbers = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         if (column == column[:1]).all():
             continue
         values, own = np.unique(column, return_inverse=True)
-        # Numbered anew after each column: the product stays below the square of the rows and cannot overflow.
+        # Renumbered after each column, so that the product stays below n squared and cannot overflow.
         numbers = np.unique(numbers * len(values) + own, return_inverse=True)[1] if numbers.any() else own
     return numbers
 
 
 def first_of(numbers: npt.NDArray[Any]) -> Integers:
-    """For each number that occurs, smallest first, the first row that has it."""
+    """The first row with each number, for ascending numbers."""
     return np.unique(numbers, return_index=True)[1]
 
 
-def spread(count: int, most: int) -> Integers:
-    """Up to `most` of `count` positions, evenly spread; all of them where they are not more."""
+def evenly_spaced(count: int, most: int) -> Integers:
+    """Up to `most` evenly spaced positions out of `count`."""
     most = min(count, most)
     return np.arange(most, dtype=np.int64) * count // max(most, 1)

@@ -1,4 +1,4 @@
-"""One line of data: as it was read, as it was understood, and as token ids."""
+"""One row of data: as a record, in the common shape, and as token ids."""
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -7,11 +7,11 @@ from typing import Any, Literal
 from tropism.data.tree import Completion, TokenIds
 
 Message = dict[str, Any]
-"""A chat message as templates take it: `role`, `content`, and whatever else the user's data has."""
+"""A chat message as templates take it: `role`, `content`, and all other keys of the user's data."""
 
 
 class Reason(StrEnum):
-    """Why a row is left out. The run goes on; the audit lists it with its line."""
+    """Why a row is dropped. The run continues, and the audit lists the row with its place."""
 
     EMPTY_COMPLETION = "empty_completion"
     EMPTY_PROMPT = "empty_prompt"
@@ -26,7 +26,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A record and where it stands: `place` is FILE:LINE, or FILE:row N for formats without lines."""
+    """A record and its place: FILE:LINE, or FILE:row N for formats without lines."""
 
     place: str
     record: dict[str, Any]
@@ -34,7 +34,7 @@ class RawRow:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A row that cannot be trained on, with the reason and, for a person, the detail."""
+    """A row that cannot be trained on, with the reason and a detail for people."""
 
     place: str
     reason: Reason
@@ -43,15 +43,15 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row in the one shape that all formats are turned into.
+    """A row in the common shape of all formats.
 
     Args:
-        id: column `id` where the data has one, else `place`.
+        id: the record's `id`, or else `place`.
         place: FILE:LINE.
-        prompt: plain text, or messages.
-        completions: one (unpaired) or two (chosen, rejected), each plain text or messages; of the prompt's kind.
-        desirable: the label of an unpaired row; None without one.
-        tools: tool schemas exactly as the user gave them.
+        prompt: plain text or messages.
+        completions: one, or (chosen, rejected); text for a text prompt, messages for messages.
+        desirable: label of an unpaired row; None without one.
+        tools: tool schemas, unchanged.
     """
 
     id: str
@@ -64,18 +64,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedRow:
-    """A row as token ids, after truncation. What all later rooms work with.
+    """A row as token ids, after truncation.
 
     Args:
         id, place: as in `Row`.
-        prompt_ids: `[p]` what generation would be given.
-        completions: as in `Row`; one or (chosen, rejected), all continuing the same prompt ids. A pair may carry
-            two more: see `with_shared_lengths`.
+        prompt_ids: `[p]` the ids that generation would get.
+        completions: as in `Row`. A pair may have two more, see `with_shared_lengths`.
         desirable: label of an unpaired row.
-        split_key: decides the side of a train/evaluation split; rows of one conversation share it.
-        notes: what happened to the row on the way (`prompt_cut`, `completion_cut`, `text_changed`, ...).
-        partner: a mismatched completion that came with the row, to be taken for KTO's reference point in place of
-            another row's completion.
+        split_key: decides the side of the train/evaluation split; rows of one conversation share it.
+        notes: changes to the row (`prompt_cut`, `completion_cut`, `text_changed`, ...).
+        partner: mismatched completion that was given with the row. KTO's reference point uses it instead of another
+            row's completion.
     """
 
     id: str
@@ -89,18 +88,19 @@ class EncodedRow:
 
     @property
     def prompt_key(self) -> bytes:
-        """Rows with equal prompt ids have equal keys, and share a tree within a step."""
+        """Rows with equal prompt ids have equal keys and share a tree within a step."""
         return self.prompt_ids.tobytes()
 
     @property
     def flat_tokens(self) -> int:
-        """Prompt + completion tokens as if each completion were computed on its own."""
+        """Prompt and completion tokens if each completion is computed with its own prompt."""
         return sum(len(self.prompt_ids) + len(completion.ids) for completion in self.completions[:2])
 
     def with_shared_lengths(self) -> "EncodedRow":
-        """A pair followed by the beginnings of both sides, of as many supervised tokens as the shorter side has."""
+        """A pair followed by the beginnings of both sides, each with as many supervised tokens as the shorter side."""
         shared = min(completion.length for completion in self.completions)
         return replace(self, completions=(*self.completions, *(side.first(shared) for side in self.completions)))
 
 
 View = Literal["unpaired", "paired", "single"]
+"""Kind of rows: labeled completions, pairs, or completions without labels."""

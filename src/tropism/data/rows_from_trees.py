@@ -1,11 +1,11 @@
-"""Trees that a user has made, as rows."""
+"""Rows from prompt trees that a user has built."""
 
 from collections.abc import Iterable, Sequence
 
 from tropism.data.formats import View
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import PromptTree
-from tropism.errors import DataError
+from tropism.errors import DataError, count_of
 
 Labeled = PromptTree | tuple[PromptTree, Sequence[bool]]
 
@@ -15,29 +15,29 @@ def rows_of_trees(trees: Iterable[Labeled], view: View) -> list[EncodedRow]:
 
     Args:
         trees: for `paired` trees of (chosen, rejected); for `single` trees of any number of completions; for `unpaired`
-            (tree, labels), one label per completion, True for desirable.
+            (tree, labels), with one label per completion, True for desirable.
 
     Raises:
-        DataError: naming the first tree that is not of that kind.
+        DataError: naming the first tree of another kind.
     """
     rows: list[EncodedRow] = []
     for number, entry in enumerate(trees, start=1):
         place = f"tree {number}"
         tree, labels = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
         if not isinstance(tree, PromptTree):
-            raise DataError(f"{place}: is a {type(tree).__name__}, not a PromptTree like those before it")
+            raise DataError(f"{place}: must be a PromptTree, not {type(tree).__name__}")
         if (labels is not None) != (view == "unpaired"):
-            what = "needs labels: (tree, [True, False, ...])" if view == "unpaired" else "brings labels"
-            raise DataError(f"{place}: a tree for this method {what}" + ("" if view == "unpaired" else
-                                                                         ", which only KTO looks at"))
+            raise DataError(f"{place}: " + ("KTO needs labels: give (tree, [True, False, ...])" if view == "unpaired"
+                                            else "only KTO uses labels: give the tree alone"))
         if view == "paired":
             if len(tree.completions) != 2:
-                raise DataError(f"{place}: has {len(tree.completions)} completions; a pair has two, chosen and "
-                                "rejected")
+                raise DataError(f"{place}: a pair needs two completions, chosen and rejected, not "
+                                f"{len(tree.completions)}")
             rows.append(_row(place, tree, tree.completions, None))
             continue
         if labels is not None and len(labels) != len(tree.completions):
-            raise DataError(f"{place}: {len(labels)} labels for {len(tree.completions)} completions")
+            raise DataError(f"{place}: {count_of(len(labels), 'label')} for "
+                            f"{count_of(len(tree.completions), 'completion')}")
         for position, completion in enumerate(tree.completions):
             if labels is not None and labels[position] not in (0, 1):
                 raise DataError(f"{place}: label {labels[position]!r} is not True or False")

@@ -1,4 +1,4 @@
-"""Which rows each step takes: a pure function of (data, options, seed, step). Its state is one integer."""
+"""The rows of each step: a pure function of (data, options, seed, step), so resuming needs one integer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tropism.errors import UsageError
 
 
 class Steps(Protocol):
-    """Which rows each step takes."""
+    """The rows of each step."""
 
     @property
     def total_steps(self) -> int:
@@ -23,13 +23,13 @@ class Steps(Protocol):
         ...
 
     def epochs_after(self, number: int) -> float:
-        """Epochs gone through after step `number`, as a fraction of rows."""
+        """Epochs completed after step `number`, as a fraction of rows."""
         ...
 
 
 @dataclass(frozen=True)
 class GivenSchedule:
-    """Steps that someone else has put together: the batches of a dataloader, in its order.
+    """Steps that are given: the batches of a dataloader, in its order.
 
     Args:
         steps: rows of each step.
@@ -41,38 +41,38 @@ class GivenSchedule:
 
     @property
     def total_steps(self) -> int:
-        """As `Steps` says."""
+        """See `Steps`."""
         return len(self.steps)
 
     def step(self, number: int) -> list[int]:
-        """As `Steps` says."""
+        """See `Steps`."""
         return list(self.steps[number - 1])
 
     def epochs_after(self, number: int) -> float:
-        """As `Steps` says."""
+        """See `Steps`."""
         return sum(map(len, self.steps[:number])) / self.rows_per_epoch
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The plan of a run.
+    """The steps of a run.
 
-    Rows are permuted afresh in every epoch and taken in that order until a step holds at least `batch_size`
-    of them. A row is never split, no step crosses an epoch, and the short last step of an epoch stays.
+    Each epoch has its own permutation of the rows. A step takes rows in that order until it has at least `batch_size`
+    of them. No step crosses an epoch, and the last step of an epoch may be shorter.
 
     Args:
-        prompts: for each row, a number that equal prompts share.
+        prompts: for each row, the number of its prompt; equal prompts have equal numbers.
         batch_size: rows of a step, over all ranks.
         seed: of the permutations.
-        epochs: passes over the data; ignored where `max_steps` is given.
-        max_steps: optimizer steps; the data is gone through as often as that takes.
+        epochs: passes over the data; ignored with `max_steps`.
+        max_steps: optimizer steps; epochs are added until there are enough.
         shuffle: False keeps file order.
         group_prompts: permute prompts instead of rows, and keep all rows of a prompt in one step.
-        needs_partners: a step waits until it has two distinct prompts, and a remainder with one prompt joins
-            the step before it (KTO's mismatched completions come from within the step).
+        needs_partners: a step grows until it has two distinct prompts, and a last step with one prompt is merged into
+            the step before it (KTO's mismatched completions come from the same step).
 
     Raises:
-        UsageError: where no step could have partners.
+        UsageError: if no step can have mismatched completions.
     """
 
     prompts: tuple[int, ...]
@@ -88,24 +88,24 @@ class Schedule:
         if not self.needs_partners:
             return
         if self.batch_size < 2:
-            raise UsageError("batch_size 1: KTO pairs each completion with one of another prompt in the same "
-                             "step, so a step needs at least 2; set batch_size to 2 or more")
+            raise UsageError("--batch-size 1 is too small: KTO needs completions of two prompts in each step. Set "
+                             "--batch-size to 2 or more")
         if len(set(self.prompts)) < 2:
-            raise UsageError(f"all {len(self.prompts)} rows have the same prompt: KTO needs completions of "
-                             "another prompt for its reference point; add rows with other prompts")
+            raise UsageError(f"all {len(self.prompts)} rows have the same prompt: KTO needs completions of another "
+                             "prompt for its reference point. Add rows with other prompts")
 
     @cached_property
     def _epochs(self) -> dict[int, list[list[int]]]:
         return {}
 
     def epoch(self, number: int) -> list[list[int]]:
-        """Steps of an epoch, each a list of row indices in step order."""
+        """Steps of an epoch, each a list of row indices."""
         if number not in self._epochs:
             self._epochs[number] = self._cut(self._order(number))
         return self._epochs[number]
 
     def _order(self, epoch: int) -> list[list[int]]:
-        """Indivisible groups of rows, in the order of this epoch."""
+        """Groups of rows that stay together, in the order of this epoch."""
         if self.group_prompts:
             groups: dict[int, list[int]] = {}
             for row, prompt in enumerate(self.prompts):
@@ -154,7 +154,7 @@ class Schedule:
         return self.epoch(epoch)[offset]
 
     def epochs_after(self, number: int) -> float:
-        """Epochs gone through after step `number`, as a fraction of rows."""
+        """Epochs completed after step `number`, as a fraction of rows."""
         epoch, offset = self._locate(number)
         done = sum(len(step) for step in self.epoch(epoch)[: offset + 1])
         return epoch + done / len(self.prompts)

@@ -1,4 +1,4 @@
-"""The one idea: a prompt and the completions that continue it. Everything else is a view of this."""
+"""Prompt trees: a prompt and the completions that continue it. All data is a view of these."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,59 +13,60 @@ Mask = npt.NDArray[np.bool_]
 
 
 def token_ids(ids: "list[int] | TokenIds") -> TokenIds:
-    """Token ids as the array every room works with; read-only, so that trees can be shared."""
+    """Token ids as a read-only int32 array, so that trees can share it."""
     array = np.array(ids, dtype=np.int32)
     array.setflags(write=False)
     return array
 
 
-def _normal(ids: TokenIds) -> TokenIds:
-    """Ids that someone has made of another kind, a list say, in the form that equal ids share."""
+def _as_int32(ids: TokenIds) -> TokenIds:
+    """Ids as an int32 array; unchanged if they are one already."""
     return ids if isinstance(ids, np.ndarray) and ids.dtype == np.int32 else token_ids(ids)
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What continues a prompt.
+    """The continuation of a prompt.
 
     Args:
-        ids: `[c]` token ids, terminator included unless the completion was cut.
-        loss_mask: `[c]` which of them are supervised; positions, never guessed from values.
+        ids: `[c]` token ids, with the terminator unless the completion was truncated.
+        loss_mask: `[c]` True for supervised tokens.
 
     Raises:
-        ValueError: if it is empty, shapes differ or nothing is supervised.
+        ValueError: if the shapes differ or no token is supervised.
     """
 
     ids: TokenIds
     loss_mask: Mask
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", _normal(self.ids))
+        object.__setattr__(self, "ids", _as_int32(self.ids))
         if self.ids.ndim != 1 or self.ids.shape != self.loss_mask.shape:
-            raise ValueError(f"ids {self.ids.shape} and loss_mask {self.loss_mask.shape} must be equal 1-d")
+            raise ValueError(f"ids and loss_mask must be 1-d of equal length, not {self.ids.shape} and "
+                             f"{self.loss_mask.shape}")
         if not self.loss_mask.any():
             raise ValueError("a completion needs at least one supervised token")
 
     @classmethod
     def supervised(cls, ids: "list[int] | TokenIds") -> "Completion":
-        """A completion in which every token counts."""
+        """A completion in which every token is supervised."""
         array = token_ids(ids)
         return cls(array, np.ones(len(array), dtype=np.bool_))
 
     @property
     def length(self) -> int:
-        """Supervised tokens."""
+        """Number of supervised tokens."""
         return int(self.loss_mask.sum())
 
     @cached_property
     def key(self) -> bytes:
-        """Content hash; two completions with equal ids and mask are the same completion."""
+        """Hash of ids and mask; equal completions have equal keys."""
         digest = hashlib.blake2b(self.ids.tobytes(), digest_size=16)
         digest.update(self.loss_mask.tobytes())
         return digest.digest()
 
     def cut(self, limit: int) -> "Completion | None":
-        """The first `limit` tokens, or None if none of them is supervised."""
+        """The first `limit` tokens; None if none of them is supervised."""
         if len(self.ids) <= limit:
             return self
         if not self.loss_mask[:limit].any():
@@ -73,7 +74,7 @@ class Completion:
         return Completion(self.ids[:limit], self.loss_mask[:limit])
 
     def first(self, supervised: int) -> "Completion":
-        """The beginning that holds the first `supervised` supervised tokens; itself if it has no more."""
+        """The beginning with the first `supervised` supervised tokens; all of it if it has no more."""
         if supervised >= self.length:
             return self
         end = int(np.flatnonzero(self.loss_mask)[supervised - 1]) + 1
@@ -82,21 +83,21 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class PromptTree:
-    """One prompt and N distinct completions. A tree is atomic: no pack, rank or step ever splits it.
+    """A prompt and its distinct completions. No pack, rank or step splits a tree.
 
     Args:
-        prompt_ids: `[p]` at least one token; the first completion token is predicted from the last of them.
-        completions: distinct by content.
+        prompt_ids: `[p]` at least one token; the last one predicts the first token of each completion.
+        completions: at least one, distinct by content.
 
     Raises:
-        ValueError: on an empty prompt, no completion, or two equal ones.
+        ValueError: for an empty prompt, no completion, or two equal ones.
     """
 
     prompt_ids: TokenIds
     completions: tuple[Completion, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_ids", _normal(self.prompt_ids))
+        object.__setattr__(self, "prompt_ids", _as_int32(self.prompt_ids))
         if len(self.prompt_ids) == 0:
             raise ValueError("a tree needs a prompt of at least one token")
         if not self.completions:
@@ -106,13 +107,13 @@ class PromptTree:
 
     @cached_property
     def carriers(self) -> tuple[int, ...]:
-        """For each completion, the one in whose input its own stands: itself, unless it is the beginning of another.
+        """For each completion, the one whose input contains its own: itself, or a completion that it begins.
 
-        What follows changes nothing before it, so the beginning of a completion need not be computed again.
+        Attention is causal, so the beginning of a completion need not be computed twice.
         """
         inputs = [completion.ids[:-1].tobytes() for completion in self.completions]
         carriers = list(range(len(inputs)))
-        # Sorted, whatever begins with an input follows it at once.
+        # In sorted order, inputs that begin with an input follow it immediately.
         order = sorted(carriers, key=lambda i: (inputs[i], -i))
         for one, following in reversed(list(pairwise(order))):
             if inputs[following].startswith(inputs[one]):
@@ -132,7 +133,7 @@ class PromptTree:
 
 
 def score_key(prompt_ids: TokenIds, completion: Completion) -> bytes:
-    """What a log-prob is filed under: the prompt's ids and the completion's."""
+    """The key of a stored log-prob: a hash of prompt ids and completion."""
     digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16)
     digest.update(b"|")
     digest.update(completion.key)

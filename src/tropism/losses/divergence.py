@@ -1,15 +1,14 @@
 """Divergences between a teacher's and a student's next-token distribution, with their gradients.
 
-A divergence over a vocabulary is too large to leave to autograd: it would keep several `[n, V]` tensors. Each function
-here returns its value and its slope, from which the caller has the gradient with respect to the student's logits:
+Autograd would keep several `[n, V]` tensors of a divergence over a vocabulary. Each function here returns its value and
+its slope instead, from which the caller computes the gradient with respect to the student's logits:
 
     slope = q * d value / d q,        d value / d logits = slope - q * slope.sum(-1)
 
-The second line projects out any multiple of q, so a slope may leave such a multiple out. That freedom is used to make
-slopes exactly 0 where p and q agree to the bit; so is the value. Nor is a value ever negative beyond rounding, because
-it is a sum of non-negative terms: `(q - p) + p (log p - log q)` is `p (exp(u) - 1 - u)` with u = log q - log p, and the
-terms `q - p` that were added sum to 0. Clamping would hide what this cannot get wrong: a sum over distributions that
-do not sum to 1.
+The second formula removes any multiple of q from a slope. Slopes are chosen up to such a multiple so that they are
+exactly 0 where p and q agree to the bit, and so is the value. A value is never negative beyond rounding, because it is
+a sum of non-negative terms: `(q - p) + p (log p - log q)` is `p (exp(u) - 1 - u)` with u = log q - log p, and the added
+terms `q - p` sum to 0. Values are not clamped, so that distributions that do not sum to 1 remain visible.
 """
 
 from typing import Protocol
@@ -21,24 +20,24 @@ from torch import Tensor
 LogProbs = Float[Tensor, "n V"]
 PerRow = Float[Tensor, " n"]
 
-# Log-probs below count as this, minus infinity included, so that no difference of two is a NaN. A divergence that is
-# infinite in theory is then finite, of this order.
+# Log-probs are clamped to this from below, so that no difference of two is a NaN. A divergence that is infinite in
+# theory is then finite and of this order.
 LOWEST = -1e5
 
 
 class Divergence(Protocol):
-    """How far the student is from the teacher, for each of n positions."""
+    """Divergence of the student from the teacher at each of n positions."""
 
     def __call__(self, log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
         """Value and slope.
 
-        Columns meet in the sum over them and nowhere else. So of distributions whose columns are divided over
-        processes, each may give its own: the values add up to the whole one, and the slope is that of its columns.
+        Columns interact only in the sum over them. If columns are divided over processes, each process can compute its
+        own: the values add up to the total, and each slope is that of its columns.
 
         Args:
             log_p: `[n, V]` log-probs of the teacher; each row sums to 1 in probability.
             log_q: `[n, V]` log-probs of the student; the same.
-            mix: weight of the teacher in the mixture, 0 < mix < 1; ignored where there is none.
+            mix: weight of the teacher in the mixture, 0 < mix < 1; ignored by divergences without one.
 
         Returns:
             `[n]` divergence in nats and `[n, V]` slope.
@@ -47,9 +46,9 @@ class Divergence(Protocol):
 
 
 def forward_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
-    """KL(p || q) (Hinton, Vinyals and Dean 2015, arXiv:1503.02531, less the teacher's entropy).
+    """KL(p || q) (Hinton, Vinyals and Dean 2015, arXiv:1503.02531, minus the teacher's entropy).
 
-    `sum p log(p / q)`: the student must cover all that the teacher says. Its slope is q - p.
+    `sum p log(p / q)`: the student must give probability to all that the teacher does. Its slope is q - p.
     """
     p, q, u = _parts(log_p, log_q)
     return _kl(p, q, u), q - p
@@ -58,7 +57,7 @@ def forward_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow,
 def reverse_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
     """KL(q || p) (Gu et al. 2024, MiniLLM, arXiv:2306.08543, for one position).
 
-    `sum q log(q / p)`: the student must not say what the teacher would not.
+    `sum q log(q / p)`: the student must avoid what the teacher gives no probability.
     """
     p, q, u = _parts(log_p, log_q)
     return _kl(q, p, -u), q * u
@@ -67,8 +66,8 @@ def reverse_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow,
 def js(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
     """Generalized Jensen-Shannon divergence (Agarwal et al. 2024, GKD, arXiv:2306.13649, equation 1).
 
-    With m = mix p + (1 - mix) q, `mix KL(p || m) + (1 - mix) KL(q || m)`. Bounded by log 2. Divided by mix it goes to
-    the forward KL as mix goes to 0, and divided by 1 - mix to the reverse KL as mix goes to 1.
+    With m = mix p + (1 - mix) q, `mix KL(p || m) + (1 - mix) KL(q || m)`. Bounded by log 2. Divided by mix it
+    approaches the forward KL as mix approaches 0; divided by 1 - mix, the reverse KL as mix approaches 1.
     """
     p, q, u = _parts(log_p, log_q)
     m, above_p, above_q = _mixture(p, q, u, mix)
@@ -100,17 +99,17 @@ DIVERGENCES: dict[str, Divergence] = {
     "tvd": tvd,
 }
 
-# Of the divergences that have a mixture: the symmetric one, and the value of the paper's experiments.
+# Default mixtures: the symmetric one, and the value of the paper's experiments.
 DEFAULT_MIX: dict[str, float] = {"js": 0.5, "skew": 0.1}
 
 
 def tail_logp(logits: LogProbs, kept: Int[Tensor, "n k"], log_z: PerRow) -> PerRow:
-    """Log-prob of all tokens that are not kept, taken together.
+    """Log-prob of all tokens that are not kept, together.
 
-    As a sum over those tokens: one minus the kept mass would lose all its digits where that mass is near 1.
+    It is a sum over those tokens, since 1 minus the kept mass would lose all digits if that mass is near 1.
 
     Args:
-        logits: `[n, V]` of one distribution per row; log-probs do as well.
+        logits: `[n, V]` logits or log-probs, one distribution per row.
         kept: `[n, k]` ids of the kept tokens, distinct within a row, k < V.
         log_z: `[n]` log of the normalizer, `logits.logsumexp(-1)`.
 
@@ -128,14 +127,14 @@ def _parts(log_p: LogProbs, log_q: LogProbs) -> tuple[LogProbs, LogProbs, LogPro
 
 def _kl(p: LogProbs, q: LogProbs, u: LogProbs) -> PerRow:
     """KL(p || q) with u = log q - log p, as a sum of terms >= 0."""
-    # Near u = 0 the differences of the plain form cancel; far from it exp(u) may overflow, and they do not.
+    # Near u = 0 the plain form loses digits by cancellation; far from it, exp(u) of the other form may overflow.
     terms = torch.where(u.abs() < 1, p * (torch.expm1(u) - u), (q - p) - p * u)
     return terms.sum(-1)
 
 
 def _mixture(p: LogProbs, q: LogProbs, u: LogProbs, mix: float) -> tuple[LogProbs, LogProbs, LogProbs]:
     """m = mix p + (1 - mix) q, log m - log p and log m - log q, all from u = log q - log p."""
-    # The larger of p and q is factored out: what is left is log1p of something in (-1, 0].
+    # With the larger of p and q factored out, the rest is log1p of a value in (-1, 0].
     smaller = torch.expm1(-u.abs())
     below = torch.log1p(torch.where(u > 0, mix * smaller, (1 - mix) * smaller))
     return mix * p + (1 - mix) * q, u.clamp(min=0) + below, (-u).clamp(min=0) + below

@@ -1,8 +1,8 @@
-"""What an f-divergence makes of a log-ratio before a pairwise loss sees it: its derivative at the ratio.
+"""Links: the function of the log-ratio by which an f-divergence replaces it in a pairwise loss.
 
-Wang et al. 2023, arXiv:2309.16240, put `beta f'(pi / pi_ref)` in the place of `beta log(pi / pi_ref)`. Each link here
-is f' as a function of the log-ratio r, less f' at r = 0. That constant cancels in a difference of two links; where the
-two sides are divided by their lengths first it does not, and 0 is what makes an untrained policy start at margin 0.
+Wang et al. 2023, arXiv:2309.16240, replace `beta log(pi / pi_ref)` by `beta f'(pi / pi_ref)`. Each link here is f' as a
+function of the log-ratio r, minus f' at r = 0. That constant cancels in a difference of two links. If both sides are
+first divided by their lengths it does not cancel, and subtracting it makes an untrained policy start at margin 0.
 """
 
 import math
@@ -14,18 +14,18 @@ from torch.nn.functional import logsigmoid
 
 Link = Callable[[Tensor], Tensor]
 
-# From here on the exponential goes on along its tangent. Its values would overflow float32 at 88, and a loss that is
-# already flat would then multiply 0 with infinity.
+# Above this exponent the exponential continues along its tangent. It would overflow float32 at 88, and the gradient of
+# a flat loss would then be 0 times infinity.
 LINEAR_FROM = 30.0
 
 
 def reverse_kl(logratios: Tensor) -> Tensor:
-    """r itself: the divergence of DPO, KL(policy || reference)."""
+    """r, unchanged: the divergence of DPO, KL(policy || reference)."""
     return logratios
 
 
 def forward_kl(logratios: Tensor) -> Tensor:
-    """`1 - exp(-r)`: KL(reference || policy). A ratio near 0 costs exponentially; above 1 it saturates."""
+    """`1 - exp(-r)`: KL(reference || policy). The cost is exponential for ratios near 0 and saturates above 1."""
     return -_expm1(-logratios)
 
 
@@ -35,9 +35,9 @@ def js(logratios: Tensor) -> Tensor:
 
 
 def alpha(coefficient: float) -> Link:
-    """`(exp((a - 1) r) - 1) / (a - 1)`: the alpha-divergence of coefficient a; r itself as a goes to 1.
+    """`(exp((a - 1) r) - 1) / (a - 1)`: the alpha-divergence of coefficient a; r for a = 1.
 
-    a = 0 is `forward_kl`. TRL clamps the exponent at 80, where the gradient ends; we go on along the tangent at 30.
+    a = 0 is `forward_kl`. TRL clamps the exponent at 80, where the gradient ends. Here a tangent continues it from 30.
     """
     power = coefficient - 1.0
     if power == 0:
@@ -46,10 +46,10 @@ def alpha(coefficient: float) -> Link:
 
 
 def link_of(name: str, alpha_coefficient: float) -> Link:
-    """The link of a divergence by its name; `alpha_coefficient` is only looked at by `alpha`.
+    """The link of a divergence by name; only `alpha` uses `alpha_coefficient`.
 
     Raises:
-        KeyError: no such divergence.
+        KeyError: for an unknown divergence.
     """
     if name == "alpha":
         return alpha(alpha_coefficient)
@@ -57,6 +57,6 @@ def link_of(name: str, alpha_coefficient: float) -> Link:
 
 
 def _expm1(exponent: Tensor) -> Tensor:
-    """`exp(x) - 1` up to LINEAR_FROM, and the tangent from there: finite, convex, with a gradient everywhere."""
+    """`exp(x) - 1` up to LINEAR_FROM and its tangent above: finite, convex, with a gradient everywhere."""
     beyond = torch.relu(exponent - LINEAR_FROM)
     return torch.expm1(exponent.clamp(max=LINEAR_FROM)) + math.exp(LINEAR_FROM) * beyond

@@ -1,4 +1,4 @@
-"""Scalar functions that several losses are written with."""
+"""Scalar functions shared by several losses."""
 
 import math
 
@@ -8,8 +8,8 @@ from torch.nn.functional import logsigmoid
 
 from tropism.shapes import PerUnit
 
-# A completion of probability 1 has infinite odds; its mean log-prob counts as this. The gradient ends here with it,
-# as it does in the logits, where a softmax that gives exactly 1 has none.
+# A completion of probability 1 has infinite odds, so log-probs are clamped to this from above. The gradient is 0 there,
+# as it is in the logits of a softmax with a probability of exactly 1.
 NEAREST_TO_CERTAIN = -1e-12
 
 
@@ -21,9 +21,9 @@ def logistic(margins: PerUnit, label_smoothing: float) -> PerUnit:
 def log1mexp(log_probs: Tensor) -> Tensor:
     """`log(1 - exp(x))` for x <= 0, exact to rounding at both ends, with a finite gradient.
 
-    Near 0 the difference 1 - exp(x) loses its digits and is taken by expm1; far below it is next to 1 and is taken by
-    log1p (Maechler 2012, "Accurately computing log(1 - exp(-|a|))"). Each branch sees only arguments that it is made
-    for, so that the branch not taken cannot put a NaN into the gradient.
+    Near 0, 1 - exp(x) loses digits and expm1 computes it; far below 0, log1p does (Maechler 2012, "Accurately computing
+    log(1 - exp(-|a|))"). Each branch gets valid arguments only, so that the branch that is not selected cannot put a
+    NaN into the gradient.
     """
     capped = log_probs.clamp(max=NEAREST_TO_CERTAIN)
     near = capped > -math.log(2.0)

@@ -1,8 +1,8 @@
 """Losses of preference pairs: one value per pair, no mean.
 
 Throughout, c and r are the log-ratios of a pair's chosen and rejected completion (policy minus reference log-prob, in
-nats) and h is their difference. A `link` replaces each log-ratio by its image under an f-divergence
-(`tropism.losses.links`); the default leaves it as it is, and the losses that take none are not functions of h.
+nats) and h is their difference. A `link` replaces each log-ratio according to an f-divergence (`tropism.losses.links`);
+the default leaves it unchanged. Losses without a link are not functions of h.
 """
 
 import math
@@ -68,7 +68,7 @@ def hinge(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reverse
     Args:
         chosen: `[P]` the preferred completion of each pair.
         rejected: `[P]` the other one.
-        beta: 1 / margin asked for, per nat; > 0.
+        beta: 1 / required margin, per nat; > 0.
         link: f-divergence of the tie.
 
     Returns:
@@ -97,8 +97,8 @@ def ipo(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reverse_k
 def ipo_mean(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reverse_kl) -> PerUnit:
     """Identity preference optimization, on means per token (Azar et al. 2023, arXiv:2310.12036).
 
-    `ipo` with each side divided by its length, as its authors ran it and as TRL has it: the target is a margin in nats
-    per token, so the same beta asks for far more than in `ipo`.
+    `ipo` with each side divided by its length, as in the experiments of its authors and in TRL. The target is a margin
+    in nats per token, so the same beta requires a far larger margin than in `ipo`.
 
     Args:
         chosen: `[P]` the preferred completion of each pair.
@@ -115,7 +115,7 @@ def ipo_mean(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reve
 def sigmoid_norm(chosen: Scored, rejected: Scored, *, beta: float, link: Link = reverse_kl) -> PerUnit:
     """Length-normalized DPO (Lambert et al. 2024, Tülu 3, arXiv:2411.15124, section 5).
 
-    `-log sigmoid(beta (c / length_c - r / length_r))`: what counts is the log-ratio per token.
+    `-log sigmoid(beta (c / length_c - r / length_r))`: DPO on the log-ratios per token.
 
     Args:
         chosen: `[P]` the preferred completion of each pair.
@@ -158,8 +158,8 @@ def discopop(
 ) -> PerUnit:
     """DiscoPOP, the log-ratio modulated loss (Lu et al. 2024, arXiv:2406.08414, equation 5).
 
-    With m = beta h and w = sigmoid(m / tau), `(1 - w) (-log sigmoid(m)) + w exp(-m)`: logistic for pairs ranked
-    wrongly, exponential for pairs ranked rightly.
+    With m = beta h and w = sigmoid(m / tau), `(1 - w) (-log sigmoid(m)) + w exp(-m)`: logistic for pairs in the wrong
+    order, exponential for pairs in the right order.
 
     Args:
         chosen: `[P]` the preferred completion of each pair.
@@ -172,7 +172,8 @@ def discopop(
         `[P]` loss of each pair, > 0. Not convex: it has a local minimum left of m = 0.
     """
     margins = beta * _h(chosen, rejected, link)
-    # One exponent for w exp(-m): far left, w vanishes faster than exp(-m) grows, which alone would be 0 x infinity.
+    # w exp(-m) with one exponent: for m far below 0, w vanishes faster than exp(-m) grows, and a product of the two
+    # would be 0 times infinity.
     exponential = torch.exp(logsigmoid(margins / discopop_tau) - margins)
     return torch.sigmoid(-margins / discopop_tau) * -logsigmoid(margins) + exponential
 

@@ -35,7 +35,7 @@ def simpo(chosen: Scored, rejected: Scored, *, beta: float, simpo_gamma: float, 
         chosen: `[P]` the preferred completion of each pair.
         rejected: `[P]` the other one.
         beta: steepness, per nat per token; the paper uses 2 to 10.
-        simpo_gamma: gamma, the margin of rewards asked for; dimensionless, >= 0. The paper tunes gamma / beta.
+        simpo_gamma: gamma, the required margin of the rewards; dimensionless, >= 0. The paper tunes gamma / beta.
         label_smoothing: assumed share of flipped labels, 0 <= e < 0.5; not in the paper.
 
     Returns:
@@ -48,12 +48,12 @@ def odds_ratio(chosen: Scored, rejected: Scored, *, beta: float) -> PerUnit:
     """The odds-ratio term of ORPO (Hong et al. 2024, arXiv:2403.07691, equation 7).
 
     With p = exp(mean log-prob per token) and odds = p / (1 - p), `-lambda log sigmoid(log(odds_chosen /
-    odds_rejected))`. ORPO adds the likelihood of the chosen side, `sft.nll`, which the caller does.
+    odds_rejected))`. ORPO adds the likelihood of the chosen side, `sft.nll`; the caller does that.
 
     Args:
         chosen: `[P]` the preferred completion of each pair.
         rejected: `[P]` the other one.
-        beta: the paper's lambda, the weight of this term beside the likelihood; dimensionless, > 0.
+        beta: the paper's lambda, the weight of this term relative to the likelihood; dimensionless, > 0.
 
     Returns:
         `[P]` loss of each pair, lambda included.

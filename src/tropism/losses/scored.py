@@ -1,4 +1,4 @@
-"""What every preference loss is a function of: scored completions."""
+"""Scored completions: the input of every preference loss."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from tropism.shapes import Lengths, PerCompletion
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Completions with the log-probs that two models give them, one entry per completion.
+    """Completions with their log-probs under policy and reference, one entry per completion.
 
     Args:
         logps: `[C]` summed log-prob of the supervised tokens under the policy, in nats.
@@ -18,7 +18,7 @@ class Scored:
         lengths: `[C]` number of supervised tokens, terminator included.
         divergence: `[C]` summed divergence from the teacher over the supervised tokens, in nats; None without one.
         confidence: `[C]` mean over the supervised tokens of log p(token) minus log sum p^2 under the policy, no
-            gradient; only there for WPO.
+            gradient; None without WPO.
     """
 
     logps: PerCompletion
@@ -33,7 +33,7 @@ class Scored:
         return self.logps - self.reference_logps
 
     def take(self, index: Int[Tensor, " U"]) -> "Scored":
-        """The completions at `index`, in that order; an index may repeat."""
+        """The completions at `index`, in that order. Indices may repeat."""
         return Scored(self.logps[index], self.reference_logps[index], self.lengths[index],
                       None if self.divergence is None else self.divergence[index],
                       None if self.confidence is None else self.confidence[index])

@@ -7,11 +7,11 @@ from tropism.shapes import PerCompletion
 def nll(scored: Scored) -> PerCompletion:
     """Negative log-likelihood of each completion, summed over its tokens.
 
-    Training on its sum over a step, divided by the step's tokens, is supervised fine-tuning: each token weighs the
-    same. Dividing each completion by its own length first would weigh tokens of short completions more.
+    Supervised fine-tuning minimizes its sum over a step divided by the tokens of the step, so that all tokens have
+    equal weight. Dividing each completion by its own length first would give tokens of short completions more weight.
 
     Args:
-        scored: `[C]` completions; the reference is not looked at.
+        scored: `[C]` completions; the reference is not used.
 
     Returns:
         `[C]` in nats, >= 0. The caller divides by tokens.

@@ -1,7 +1,7 @@
-"""Losses that compare whole distributions of rewards: values of equal rank are paired, across the whole step.
+"""Losses that compare distributions of rewards, by pairing values of equal rank across the step.
 
-The partner of a unit depends on all units of the step, so it is an argument: the caller has gathered the step's
-values beforehand, and a micro-batch needs no other. `partners` is the pairing.
+The partner of a unit depends on all units of the step, so it is an argument. The caller gathers the values of the step
+first, and then each micro-batch is independent of the others. `partners` computes the pairing.
 """
 
 import torch
@@ -21,8 +21,8 @@ def partners(values: Float[Tensor, " N"], others: Float[Tensor, " N"]) -> Float[
     arXiv:2406.05882). Equal values take their ranks in order of position.
 
     Args:
-        values: `[N]` the points that ask.
-        others: `[N]` the points that answer.
+        values: `[N]` points that get a partner.
+        others: `[N]` points that are partners.
 
     Returns:
         `[N]` a permutation of `others`, in the order of `values`; no gradient.
@@ -34,8 +34,9 @@ def partners(values: Float[Tensor, " N"], others: Float[Tensor, " N"]) -> Float[
 def aot(chosen: Scored, rejected: Scored, *, beta: float, label_smoothing: float, partner: PerUnit) -> PerUnit:
     """Alignment by optimal transport, paired data (Melnyk et al. 2024, arXiv:2406.05882, AOT paired).
 
-    The policy's margins (chosen minus rejected log-prob) shall dominate the reference's as distributions. With m a
-    margin of the policy and n the reference margin of the same rank in the step, `-log sigmoid(beta (m - n))`.
+    The distribution of the policy's margins (chosen minus rejected log-prob) is trained to dominate the reference's.
+    With m a margin of the policy and n the reference margin of the same rank in the step, the loss of a pair is
+    `-log sigmoid(beta (m - n))`.
 
     Args:
         chosen: `[P]` the preferred completion of each pair.
@@ -62,17 +63,17 @@ def aot_unpaired(
 ) -> PerUnit:
     """Alignment by optimal transport, unpaired data (Melnyk et al. 2024, arXiv:2406.05882, AOT unpaired).
 
-    The log-ratios a of the chosen side shall dominate the log-ratios b of the rejected side as distributions. With
-    both sorted over the step and l the logistic loss, the step costs `sum_i l(beta (a_(i) - b_(i)))`.
+    The distribution of the chosen log-ratios a is trained to dominate that of the rejected log-ratios b. With both
+    sorted over the step and l the logistic loss, the step costs `sum_i l(beta (a_(i) - b_(i)))`.
 
-    Both ends of such a term move with the policy, but lie in different pairs, perhaps on different ranks. So each end
-    keeps its own copy of the term with the other end as a constant. The copies' gradients add up to the step's; their
-    values would count each term twice, so each counts half. Value and gradient of one pair therefore do not belong
-    together: only the sum over all pairs of the step is the loss.
+    Both ends of a term depend on the policy, but belong to different pairs, possibly on different ranks. So each end
+    has its own copy of the term, in which the other end is a constant. The gradients of the copies add up to that of
+    the step. Their values would count each term twice, so each copy counts half. The value and gradient of one pair
+    therefore do not match: only the sum over all pairs of the step is the loss.
 
     Args:
         chosen: `[P]` preferred completions.
-        rejected: `[P]` the others; pairing does not matter.
+        rejected: `[P]` the others; the pairing is not used.
         beta: steepness, per nat; > 0.
         label_smoothing: assumed share of flipped labels, 0 <= e < 0.5.
         chosen_partner: `[P]` rejected log-ratio of the same rank as each chosen one, in nats; a constant.

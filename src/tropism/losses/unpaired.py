@@ -20,8 +20,8 @@ def kto(
 
     With r = log-ratio and z0 = reference point, a desirable unit costs
     `desirable_weight * (1 - sigmoid(beta (r - z0)))` and an undesirable one
-    `undesirable_weight * (1 - sigmoid(beta (z0 - r)))`. The constant lambda_y of the paper is left out of
-    the value but not of the gradient: the loss is 0 where the utility is at its upper bound.
+    `undesirable_weight * (1 - sigmoid(beta (z0 - r)))`. The constant lambda_y of the paper is omitted, which
+    does not change the gradient: the loss is 0 at the upper bound of the utility.
 
     Args:
         scored: `[U]` one completion per unit.
@@ -43,7 +43,7 @@ def apo_zero_unpaired(
 ) -> PerUnit:
     """Anchored preference optimization on single completions (D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 7).
 
-    The two terms of `apo_zero`, each on units of its own class: with r = log-ratio, `1 - sigmoid(beta r)` for a
+    The two terms of `apo_zero`, each for units of its own class: with r = log-ratio, `1 - sigmoid(beta r)` for a
     desirable unit and `sigmoid(beta r)` for an undesirable one. This is KTO anchored at a reference point of 0. The
     weights are not in the paper.
 
@@ -97,7 +97,7 @@ def bco(
     The reward beta r is the logit of a classifier of desirable against undesirable units: with s = shift,
     `-log sigmoid(beta r - s)` for a desirable unit and `-log sigmoid(s - beta r)` for an undesirable one. The weights
     are our addition, named as KTO's; the paper has none. Its correction for prompts that differ between the classes
-    is not here.
+    is not implemented.
 
     Args:
         scored: `[U]` one completion per unit.
@@ -115,10 +115,10 @@ def bco(
 
 
 def _gains(rewards: PerUnit, desirable: Labels) -> PerUnit:
-    """Rewards as seen from the label: the sign of undesirable units is turned."""
+    """Rewards with the sign of undesirable units inverted."""
     return torch.where(desirable, rewards, -rewards)
 
 
 def _weights(like: PerUnit, desirable: Labels, desirable_weight: float, undesirable_weight: float) -> PerUnit:
-    """The weight of each unit's class, in the precision of `like`."""
+    """The class weight of each unit, in the dtype of `like`."""
     return torch.full_like(like, undesirable_weight).masked_fill(desirable, desirable_weight)

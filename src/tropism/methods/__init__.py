@@ -1,6 +1,6 @@
-"""The table of losses, and a method: what a run makes of some of its rows."""
+"""Methods: the table of losses, and their weighted sums."""
 
+from tropism.methods.loss_table import LOSSES, LossRow
 from tropism.methods.method import Method, StepInputs, Term, Units
-from tropism.methods.table import LOSSES, LossRow
 
 __all__ = ["LOSSES", "LossRow", "Method", "Term", "Units", "StepInputs"]

@@ -1,4 +1,4 @@
-"""A method: weighted rows of the table with the values of their options."""
+"""A method: a weighted sum of losses, what it needs, and its metrics."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,14 +9,13 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tropism.data.formats import View
-from tropism.data.rows import EncodedRow
+from tropism.data.rows import EncodedRow, View
 from tropism.losses.scored import Scored
-from tropism.methods.table import LossRow, Reward
+from tropism.methods.loss_table import LossRow, Reward
 from tropism.shapes import PerCompletion, PerUnit, Scalar
 
 FLAT = 1e-3
-"""A sigmoid this near to 0 or 1 is flat: its slope is a thousandth or less of its size."""
+"""Distance from 0 or 1 within which a sigmoid counts as flat. Its slope is then at most a thousandth."""
 
 Sums = dict[str, tuple[Tensor, Tensor | int]]
 """(sum, count) of each metric."""
@@ -24,12 +23,12 @@ Sums = dict[str, tuple[Tensor, Tensor | int]]
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a batch: which completions each one looks at.
+    """The units of a batch: indices of the completions of each unit.
 
     Args:
-        members: `[U, 1]` for single completions, `[U, 2]` (chosen, rejected) for pairs; under `ld_alpha` `[U, 4]`, with
-            the beginnings of both sides that have the shorter side's length.
-        desirable: `[U]` labels of single completions; None without labels.
+        members: `[U, 1]` for single completions, `[U, 2]` (chosen, rejected) for pairs. With `ld_alpha` `[U, 4]`: also
+            the beginnings of both sides in the length of the shorter side.
+        desirable: `[U]` labels; None without labels.
     """
 
     members: Int[Tensor, "U m"]
@@ -43,13 +42,13 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What losses take from the whole step; each a constant for the gradient.
+    """Inputs of losses that depend on the whole step. No gradient flows into them.
 
     Args:
         reference_point: KTO's z0.
-        shift: BCO's running mean of rewards.
+        shift: BCO's running mean of the rewards.
         partner: `[U]` AOT's reference margin of equal rank.
-        chosen_partner, rejected_partner: `[U]` the other side's log-ratio of equal rank.
+        chosen_partner, rejected_partner: `[U]` log-ratio of equal rank on the other side, for unpaired AOT.
     """
 
     reference_point: Scalar | None = None
@@ -64,10 +63,10 @@ class Term:
     """One summand of a method's loss.
 
     Args:
-        row: the loss.
+        row: of the table of losses.
         options: values of its options.
-        weight: its factor.
-        key: the metric that shows it.
+        weight: factor of the loss.
+        key: of its metric.
     """
 
     row: LossRow
@@ -81,11 +80,11 @@ class Method:
     """A sum of losses over one view of the data.
 
     Args:
-        view: what a unit is.
+        view: kind of its units.
         terms: at least one.
-        ld_alpha: weight of the tokens by which the longer side of a pair exceeds the shorter (LD-DPO, Liu et al.
-            2024, arXiv:2409.06411); None for 1.
-        wpo: weigh each pair by the policy's own confidence (WPO, Zhou et al. 2024, arXiv:2406.11827, equation 2,
+        ld_alpha: weight of the tokens of the longer side of a pair beyond the length of the shorter side (LD-DPO, Liu
+            et al. 2024, arXiv:2409.06411); None for 1.
+        wpo: weight each pair by the policy's own confidence (WPO, Zhou et al. 2024, arXiv:2406.11827, equation 2,
             with the sampled alignment of section 3.2).
     """
 
@@ -94,50 +93,50 @@ class Method:
     ld_alpha: float | None = None
     wpo: bool = False
 
-    def needs(self, wide: str) -> bool:
-        """Whether some term takes this field of `StepInputs`."""
-        return any(wide in term.row.wide for term in self.terms)
+    def needs(self, step_input: str) -> bool:
+        """True if a term needs this field of `StepInputs`."""
+        return any(step_input in term.row.step_inputs for term in self.terms)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether some term looks at the reference."""
+        """True if a term uses the reference."""
         return any(term.row.needs_reference for term in self.terms)
 
     @property
     def needs_reference_point(self) -> bool:
-        """Whether steps need mismatched completions."""
+        """True if steps need mismatched completions."""
         return self.needs("reference_point")
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a step begins with a forward pass over all of its packs."""
+        """True if a step begins with a forward pass over all of its packs."""
         return self.needs_sorting or self.needs("shift")
 
     @property
     def needs_sorting(self) -> bool:
-        """Whether a term compares ranks over the whole step."""
+        """True if a term sorts values over the whole step."""
         return self.needs("partner") or self.needs("chosen_partner")
 
     @property
     def preference(self) -> Term | None:
-        """The term that says what a reward is: the first that has one, one with a reference before others."""
+        """The term that defines the reward: the first with a reference and a reward, else the first with a reward."""
         rewarded = [term for term in self.terms if term.row.reward is not None]
         return next((term for term in rewarded if term.row.needs_reference), rewarded[0] if rewarded else None)
 
     @property
     def beta(self) -> float:
-        """What a log-ratio (or log-prob) is multiplied with to be a reward."""
+        """Factor from a log-ratio (or log-prob) to a reward."""
         return float(self.preference.options["beta"]) if self.preference else 0.0
 
     def counts(self, rows: Iterable[EncodedRow]) -> tuple[int, ...]:
-        """What each term divides by, over some rows: their number, or the supervised tokens it covers."""
+        """Divisor of each term for some rows: their number, or the supervised tokens that the term covers."""
         rows = list(rows)
         return tuple(len(rows) if term.row.covers is None else sum(map(term.row.covers, rows)) for term in self.terms)
 
-    def sides(self, scored: Scored, units: Units, whole: bool = False) -> tuple[Scored, Scored]:
-        """Chosen and rejected completions of each pair, desensitised to length under `ld_alpha` unless `whole`."""
+    def sides(self, scored: Scored, units: Units, all_tokens: bool = False) -> tuple[Scored, Scored]:
+        """Chosen and rejected completions of each pair, length-desensitized by `ld_alpha` unless `all_tokens`."""
         sides = [scored.take(units.members[:, column]) for column in (0, 1)]
-        if self.ld_alpha is not None and not whole:
+        if self.ld_alpha is not None and not all_tokens:
             for column in (0, 1):
                 full, shared = sides[column], scored.take(units.members[:, column + 2])
                 # shared + alpha x rest, where rest = full - shared
@@ -147,17 +146,17 @@ class Method:
                                      + (1 - self.ld_alpha) * shared.reference_logps))
         return sides[0], sides[1]
 
-    def losses(self, scored: Scored, units: Units, wide: StepInputs) -> list[PerUnit]:
-        """`[U]` loss of each unit, for each term; neither weighted nor divided."""
+    def losses(self, scored: Scored, units: Units, step_inputs: StepInputs) -> list[PerUnit]:
+        """`[U]` loss of each unit for each term, before weights and divisors."""
         found = []
         for term in self.terms:
             args: tuple[Any, ...]
-            if self.view == "paired":  # `ld_alpha` is about preferences: a likelihood is that of every token
-                args = self.sides(scored, units, whole=term.row.reward is None)
+            if self.view == "paired":  # `ld_alpha` applies to preferences; a likelihood is that of every token
+                args = self.sides(scored, units, all_tokens=term.row.reward is None)
             else:
                 single = scored.take(units.members[:, 0])
                 args = (single, units.desirable) if self.view == "unpaired" else (single,)
-            from_step = {name: getattr(wide, name) for name in term.row.wide}
+            from_step = {name: getattr(step_inputs, name) for name in term.row.step_inputs}
             losses = term.row.function(*args, **term.row.arguments(term.options), **from_step)
             if self.wpo and term.row.weighted:
                 losses = losses * _confidence(scored, units)
@@ -167,14 +166,14 @@ class Method:
     def total(self, losses: Sequence[PerUnit], counts: Sequence[int]) -> Scalar:
         """The scalar to differentiate: each term divided by its own count, then weighted.
 
-        A term without a token to look at in the whole step adds nothing.
+        A term with count 0 adds nothing.
         """
         parts = [term.weight * values.sum() / max(count, 1)
                  for term, values, count in zip(self.terms, losses, counts, strict=True)]
         return torch.stack(parts).sum()
 
     def unit_rewards(self, scored: Scored, units: Units) -> Tensor:
-        """`[U, m]` reward of each unit's completion, or of both sides of each pair."""
+        """`[U, 1]` rewards of single completions, or `[U, 2]` of both sides of each pair."""
         sides = self.sides(scored, units) if self.view == "paired" else (scored.take(units.members[:, 0]),)
         return torch.stack([self._reward(side) for side in sides], dim=1)
 
@@ -188,20 +187,20 @@ class Method:
         return self.preference.row.reward or "logratio" if self.preference else "logratio"
 
     def clear_rewards(self, scored: Scored, units: Units, noise: PerCompletion) -> Tensor:
-        """`unit_rewards`, where one that is no larger than `noise` is rounding, and 0."""
+        """`unit_rewards`, with 0 for rewards no larger than `noise`, which are rounding errors."""
         rewards = self.unit_rewards(scored, units)
         members = units.members[:, : rewards.shape[1]]
-        quiet = noise[members] / (scored.lengths[members] if self._reward_kind.startswith("mean") else 1)
-        return torch.where(rewards.abs() <= quiet, torch.zeros_like(rewards), rewards)
+        threshold = noise[members] / (scored.lengths[members] if self._reward_kind.startswith("mean") else 1)
+        return torch.where(rewards.abs() <= threshold, torch.zeros_like(rewards), rewards)
 
     def metrics(self, scored: Scored, units: Units, losses: Sequence[PerUnit], counts: Sequence[int],
                 noise: PerCompletion) -> Sums:
-        """(sum, count) of each training metric. The margin of unpaired data follows from the class means."""
+        """(sum, count) of each training metric. `combine` derives the margin of unpaired data from the class means."""
         found: Sums = {term.key: (values.sum(), count)
                        for term, values, count in zip(self.terms, losses, counts, strict=True)}
         if self.view == "single":
             return found
-        if self.tells_saturation:
+        if self.reports_saturation:
             found["saturated"] = (self._saturated(units, losses).double().sum(), len(units.members))
         rewards = self.unit_rewards(scored, units)
         number = len(units.members)
@@ -222,13 +221,13 @@ class Method:
         return found
 
     @property
-    def tells_saturation(self) -> bool:
-        """Whether the value of a unit's loss says that its derivative is nearly 0."""
+    def reports_saturation(self) -> bool:
+        """True if the loss of a unit shows that its derivative is nearly 0."""
         term = self.preference
         return term is not None and bool(term.row.flat) and not term.options.get("label_smoothing") and not self.wpo
 
     def _saturated(self, units: Units, losses: Sequence[PerUnit]) -> Tensor:
-        """`[U]` which units have a sigmoid within FLAT of an end where the loss has no slope."""
+        """`[U]` True for units whose sigmoid is within FLAT of an end where the loss has no slope."""
         term = self.preference
         assert term is not None
         values = next(own for other, own in zip(self.terms, losses, strict=True) if other is term).detach()
@@ -242,16 +241,16 @@ class Method:
 
     @property
     def metric_keys(self) -> tuple[str, ...]:
-        """Keys of `metrics`, the same on every rank whatever it has seen."""
+        """Keys of `metrics`, equal on all ranks."""
         keys = tuple(term.key for term in self.terms)
         if self.view == "single":
             return keys
         keys += ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
-        keys += ("saturated",) if self.tells_saturation else ()
+        keys += ("saturated",) if self.reports_saturation else ()
         return (*keys, "rewards/margins", "rewards/accuracies") if self.view == "paired" else keys
 
     def combine(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Means with what follows from them: the whole loss, the margin of unpaired data, the perplexity."""
+        """Means with derived metrics: the total loss, the margin of unpaired data, the perplexity."""
         record = dict(means)
         present = [term.weight * record[term.key] for term in self.terms if term.key in record]
         if present:
@@ -264,8 +263,8 @@ class Method:
             record["perplexity"] = math.exp(min(entropy, 700.0))
         return record
 
-    def at_start(self, labels: Sequence[bool | None]) -> float | None:
-        """The loss of units with these labels while policy and reference agree, where that is known beforehand."""
+    def loss_at_start(self, labels: Sequence[bool | None]) -> float | None:
+        """The loss of units with these labels while policy equals reference; None if it is not known in advance."""
         if self.wpo or any(not term.row.needs_reference for term in self.terms):
             return None
         number = len(labels)

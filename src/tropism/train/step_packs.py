@@ -8,7 +8,16 @@ import numpy.typing as npt
 import torch
 
 from tropism.data.batching.collate import Batch, Layout, collate, collate_leaves
-from tropism.data.batching.pack import Mismatched, PlacedTree, build_trees, cost, first_fit, mismatch, share, size
+from tropism.data.batching.pack import (
+    Mismatched,
+    PlacedTree,
+    assign_to_ranks,
+    best_fit,
+    build_trees,
+    cost,
+    mismatched_trees,
+    tokens_in_layout,
+)
 from tropism.data.row_facts import facts_of
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule, Steps
@@ -113,7 +122,7 @@ class StepPlanner:
                 continue
             trees = all_trees(self.rows, rows, self.method, self.max_length)
             oversized |= {tree.prompt_ids.tobytes() for tree in trees
-                          if size(tree, self.layout) > self.microbatch_tokens}
+                          if tokens_in_layout(tree, self.layout) > self.microbatch_tokens}
             if wide:  # otherwise a row is scored with the same in every epoch
                 found += trees
         if not wide and self.method.needs_reference:
@@ -133,10 +142,10 @@ class StepPlanner:
         planted = build_trees(self.rows, indices)
         partners: list[Mismatched] = []
         if self.method.needs_reference_point:
-            partners = mismatch(self.rows, indices, self.max_length)
+            partners = mismatched_trees(self.rows, indices, self.max_length)
         # Trees and mismatched trees stand in the same order, one of each per prompt, and stay together.
         costs = [3 * cost(planted[i].tree) + (cost(partners[i].tree) if partners else 0) for i in range(len(planted))]
-        shares = share(costs, self.world.parts)
+        shares = assign_to_ranks(costs, self.world.parts)
         own = shares[self.world.part]
         packs = self._packs([entry.tree for entry in planted], shares)
         leaves = None
@@ -153,7 +162,7 @@ class StepPlanner:
             tuple(make_pack([planted[i] for i in pack], self.rows, self.layout, self.method) for pack in packs),
             tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone), leaves,
             sum(self.rows[index].flat_tokens for index in indices),
-            sum(size(tree, self.layout) for tree in trees) - saved)
+            sum(tokens_in_layout(tree, self.layout) for tree in trees) - saved)
 
     def _packs(self, trees: Sequence[PromptTree], shares: Sequence[Sequence[int]]) -> list[list[int]]:
         """This rank's packs as indices of trees, with empty ones up to the largest number that any rank has."""
@@ -162,7 +171,7 @@ class StepPlanner:
         return own + [[]] * (max(map(len, filled)) - len(own))
 
     def _fill(self, trees: Sequence[PromptTree]) -> list[list[int]]:
-        return first_fit([size(tree, self.layout) for tree in trees], self.microbatch_tokens)
+        return best_fit([tokens_in_layout(tree, self.layout) for tree in trees], self.microbatch_tokens)
 
 
 def own_trees(rows: Sequence[EncodedRow], schedule: Steps) -> list[PromptTree]:
@@ -175,7 +184,7 @@ def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method
     """Trees and, where the method needs them and they exist, mismatched trees of some rows taken together."""
     trees = [entry.tree for entry in build_trees(rows, indices)]
     if method.needs_reference_point and has_partners(rows, indices):
-        trees += [entry.tree for entry in mismatch(rows, indices, max_length)]
+        trees += [entry.tree for entry in mismatched_trees(rows, indices, max_length)]
     return trees
 
 

@@ -6,10 +6,10 @@ from itertools import chain, islice
 from typing import Any
 
 from tropism.config import ConvertOptions
-from tropism.data.formats import FORMATS, Reading, View, recognize, understand, view_of
+from tropism.data.formats import FORMATS, Reading, View, recognize, rows_of_record, view_of
 from tropism.data.formats.recognize import renamed
 from tropism.data.rows import Dropped, RawRow, Row
-from tropism.data.sources import open as sources
+from tropism.data.sources import resolve as sources
 from tropism.errors import DataError
 
 PEEKED = 10_000  # records of a part by which its format is known
@@ -73,7 +73,7 @@ class ConvertPart:
         split = (self.reading.shape.view, self.reading.wanted) == ("paired", "unpaired")
         for number, given in enumerate(chain(self.head, self.rest)):
             (raw,) = renamed([given], names)
-            rows = understand(raw, self.reading)
+            rows = rows_of_record(raw, self.reading)
             if self.first_side:
                 rows = [replace(row, desirable=None) if isinstance(row, Row) else row for row in rows[:1]]
             elif split and number % 2:
@@ -101,7 +101,7 @@ def open_parts(source: sources.DataSource, options: ConvertOptions) -> list[Conv
         DataError: if one is missing, empty, or cannot be converted to what is wanted.
     """
     opened = []
-    for part in sources.open_source(source):
+    for part in sources.resolve_source(source):
         rest = part.read()
         opened.append((part, list(islice(rest, PEEKED)), rest))
     for part, head, _ in opened:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from tropism.commands.convert.parts import READ_BY_NAME, ConvertPart
-from tropism.data.formats.parts import as_messages, is_thumb
+from tropism.data.formats.fields import as_messages, is_thumb
 from tropism.data.rows import Message, Row
 
 SHAPES = {"unpaired": "prompt, completion, label", "paired": "prompt, chosen, rejected",

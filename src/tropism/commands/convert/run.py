@@ -13,7 +13,7 @@ from tropism.commands.convert.target import check_target, writing
 from tropism.config import ConvertOptions
 from tropism.data.formats import pair_by_prompt
 from tropism.data.rows import Dropped, RawRow, Row
-from tropism.data.sources import open as sources
+from tropism.data.sources import resolve as sources
 from tropism.errors import DataError, OutputError
 from tropism.observe.console import Voice
 

@@ -14,11 +14,11 @@ import torch
 
 from tropism.config import ScoringOptions
 from tropism.data.batching.collate import collate
-from tropism.data.batching.pack import build_trees, cost, scoring_packs, share
+from tropism.data.batching.pack import assign_to_ranks, build_trees, cost, scoring_packs
 from tropism.data.formats import View
-from tropism.data.load import check_embedding, load_rows, view_of_source
+from tropism.data.read_rows import check_embedding, read_rows, view_of_source
 from tropism.data.rows import EncodedRow
-from tropism.data.sources import open as sources
+from tropism.data.sources import resolve as sources
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tree import PromptTree, score_key
 from tropism.distributed import World, connect
@@ -102,7 +102,7 @@ class _Scoring:
         configs = [config, *([config_of(self.other, remote)] if self.other else [])]
         renderer = make_renderer(self.tokenizer, limits(options, *configs), options)
         with voice.bar("read") as report, world.main_first():
-            audit = load_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
+            audit = read_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
                               options=options, cache=options.store_root / ROWS, report=report)
         check_effect(options, renderer)
         for one in configs:
@@ -122,7 +122,7 @@ class _Scoring:
         reference = self._reference(model, probes) if self.other else None
         trees = [placed.tree for placed in build_trees(rows, range(len(rows)))]
         packs = scoring_packs(trees, numerics.microbatch_tokens, model.layout)
-        shares = share([sum(map(cost, pack)) for pack in packs], self.world.parts)
+        shares = assign_to_ranks([sum(map(cost, pack)) for pack in packs], self.world.parts)
         own, rounds = shares[self.world.part], max(map(len, shares))
         found: dict[bytes, CompletionScore] = {}
         with self.voice.bar("score") as report:

@@ -1,1 +1,1 @@
-"""What is kept, cut and dropped, and what looks wrong in the data."""
+"""Reports on data: what is kept, truncated or dropped, and what looks wrong."""

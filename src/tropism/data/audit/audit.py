@@ -1,4 +1,4 @@
-"""What was read, kept, cut, dropped and why; balance, lengths, repetition, conflicts, weights."""
+"""The audit of one data source: rows read, kept and dropped with reasons, balance, lengths, duplicates, conflicts."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,27 +9,24 @@ from typing import Any
 import numpy as np
 
 from tropism.data.audit.findings import Decode, Finding, both_labels, find_in_rows
-from tropism.data.class_weights import class_weights
 from tropism.data.row_facts import Integers, RowFacts, facts_of
 from tropism.data.rows import Dropped, EncodedRow
 
-__all__ = ["Audit", "class_weights"]
-
-_LISTED = 1000  # rows that are listed one by one in audit.json; all are counted
+_LISTED = 1000  # rows that audit.json lists; all are counted
 
 
 @dataclass
 class Audit:
-    """The account of one data source, written to `audit.json` and shown before training.
+    """The audit of one data source, written to `audit.json` and printed before training.
 
     Args:
         source: its name.
-        read: records in it.
-        dropped: rows left out: the first of them, as `drop` took them.
-        rows: those that were kept; they stay as they are once `facts` were asked.
-        format: the sentence that says how the records were read.
-        origins: for columns of `findings.ORIGINS` that occur, the value of each kept row.
-        unlisted: rows left out that `dropped` does not list, by reason.
+        read: number of its records.
+        dropped: the first dropped rows.
+        rows: kept rows; they must not change after the first use of `facts`.
+        format: how the records were read, as one line.
+        origins: for each column of `findings.ORIGINS` that occurs, its value in each kept row.
+        unlisted: number of dropped rows that are not in `dropped`, by reason.
     """
 
     source: str
@@ -41,7 +38,7 @@ class Audit:
     unlisted: Counter[str] = field(default_factory=Counter)
 
     def drop(self, dropped: Dropped) -> None:
-        """Count a row that is left out; only the first ones are kept to be listed."""
+        """Count a dropped row; list it if it is one of the first 1000."""
         if len(self.dropped) < _LISTED:
             self.dropped.append(dropped)
         else:
@@ -49,7 +46,7 @@ class Audit:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many rows were left out and why, the commonest reason first."""
+        """Number of dropped rows by reason, most frequent reason first."""
         listed = Counter(str(drop.reason) for drop in self.dropped)
         return dict((listed + self.unlisted).most_common())
 
@@ -65,7 +62,7 @@ class Audit:
         return text + (": " + ", ".join(f"{count} {reason}" for reason, count in reasons.items()) if reasons else "")
 
     def labels(self) -> dict[str, int]:
-        """Kept units of each class; empty for pairs."""
+        """Number of kept rows of each class; empty for pairs."""
         return dict(zip(("desirable", "undesirable"), self.facts.classes, strict=True)) if self.facts.labeled else {}
 
     def to_json(self, decode: Decode | None = None) -> dict[str, Any]:
@@ -95,16 +92,16 @@ class Audit:
         return report
 
     def findings(self, decode: Decode | None = None) -> list[Finding]:
-        """What the rows say about themselves.
+        """Findings about the rows.
 
         Args:
-            decode: ids to text; without it nobody looks into the answers.
+            decode: ids to text; None skips the findings that need text.
         """
         return find_in_rows(self.rows, self.dropped, decode=decode, origins=self.origins, reasons=self.reasons,
-                       facts=self.facts)
+                            facts=self.facts)
 
     def notices(self) -> list[str]:
-        """Sentences a person should read before training; what was left out is in `summary`."""
+        """Texts of the findings to print before training. Dropped rows are in `summary`."""
         return [finding.text for finding in self.findings() if finding.severity != "info"
                 and finding.name != "left_out"]
 

@@ -1,4 +1,4 @@
-"""What a set of rows is like, and what that means for training: pure functions from rows to sentences."""
+"""Findings about a set of rows: pure functions from rows to texts that say what is wrong and what to do."""
 
 import re
 from collections import Counter
@@ -10,33 +10,50 @@ import numpy as np
 import numpy.typing as npt
 
 from tropism.data.class_weights import class_weights
-from tropism.data.row_facts import Integers, RowFacts, facts_of, first_of, groups, spread
+from tropism.data.row_facts import Integers, RowFacts, evenly_spaced, facts_of, first_of, groups
 from tropism.data.rows import Dropped, EncodedRow
+from tropism.errors import count_of
 
 Severity = Literal["info", "notice", "warning"]
 Decode = Callable[[list[int]], str]
 
-_ENOUGH = 20  # rows of each kind below which a share or an AUC says nothing
+_ENOUGH = 20  # rows of each class that a share or an AUC needs
 _LISTED = 10  # places that a finding names
-_OPENING = 48  # tokens of an answer in which a refusal is looked for
-_READ = 20_000  # answers of each kind that are read: a share of them is known to a third of a point
+_OPENING = 48  # tokens of a completion that are searched for a refusal
+_READ = 20_000  # completions of each class that are read: enough for a share to within a third of a point
 _REFUSAL = re.compile(
     r"\W*(i'?m (very )?sorry|i am (very )?sorry|sorry,|i apologi[sz]e|i cannot|i can'?t|i'?m (unable|not able)|"
     r"i am (unable|not able)|unfortunately, i )|.*\bas an? (ai|(large )?language model)\b", re.DOTALL)
 ORIGINS = ("source", "dataset", "origin", "annotator", "annotator_id", "rater", "voter", "user_id", "worker_id")
-"""Columns that say where a row comes from."""
+"""Columns with the origin of a row."""
+
+# Notes of rows, the share of rows above which one is a warning, and its text.
+_NOTED: tuple[tuple[str, float, str], ...] = (
+    ("prompt_cut", 0.1, "the prompt of {count} was truncated on the left ({share}, first {first}). Raise --max-length "
+     "or --max-prompt-length if model and memory allow it"),
+    ("completion_cut", 0.1, "a completion of {count} was truncated and has no terminator ({share}, first {first}). "
+     "Raise --max-length, or remove these rows: a truncated completion does not teach the model to stop"),
+    ("eos_added", 1.0, "the chat template does not terminate the completions of {count} (first {first}). One EOS was "
+     "added to each"),
+    ("text_changed", 0.1, "the tokenizer or template changes the text of {count} (first {first}). The changed text is "
+     "trained. `tropism inspect` shows it"),
+    ("unseen", 0.1, "a completion of {count} has only invisible characters (first {first}). It is trained as it is. "
+     "Remove these rows if that is not intended"),
+    ("control_spelled", 1.0, "the text of {count} contains control tokens (first {first}). They are trained as plain "
+     "characters"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about the data that a person should know.
+    """A fact about the data, for engineers who decide what to fix.
 
     Args:
-        name: for programs; it does not change.
-        severity: `info` is a fact, a `notice` deserves a look, a `warning` most likely spoils the result.
-        text: what is so, and what to do about it.
-        places: some of the rows that it is about.
-        figures: the numbers behind it.
+        name: stable name, for programs.
+        severity: `info` needs no action, `notice` may need one, `warning` probably harms the result.
+        text: the count, its consequence, and the remedy.
+        places: of the first rows concerned.
+        figures: the numbers behind the text.
     """
 
     name: str
@@ -46,7 +63,7 @@ class Finding:
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As `audit.json` holds it."""
+        """As in `audit.json`."""
         return {**asdict(self), "places": list(self.places), "figures": dict(self.figures)}
 
 
@@ -55,22 +72,22 @@ def find_in_rows(
     origins: Mapping[str, Sequence[str | None]] | None = None, reasons: Mapping[str, int] | None = None,
     facts: RowFacts | None = None,
 ) -> list[Finding]:
-    """Everything that one set of rows says about itself; warnings first.
+    """All findings about one set of rows, warnings first.
 
     Args:
         rows: after truncation.
-        dropped: those that were left out.
-        decode: ids to text, to look into the answers; without it they are not looked into.
-        origins: for columns of `ORIGINS`, the value of each row; None where a row has no plain one.
-        reasons: how many were left out and why, commonest first, where `dropped` lists only some of them.
+        dropped: dropped rows, or the first of them.
+        decode: ids to text; None skips the findings that need text.
+        origins: for columns of `ORIGINS`, the value of each row; None for a row without one.
+        reasons: number of dropped rows by reason, most frequent first; by default counted from `dropped`.
         facts: of the rows, if they are known already.
     """
     facts = facts_of(rows) if facts is None else facts
     if reasons is None:
         reasons = dict(Counter(str(drop.reason) for drop in dropped).most_common())
-    found = [*_tokens(facts), *_balance(facts), *_left_out(len(rows), dropped, reasons), *_cuts(rows, facts),
-             *_texts(rows, facts), *_duplicates(rows, facts), *_both_labels(rows, facts), *_both_orders(rows, facts),
-             *_nothing_said(rows, facts), *_length(facts)]
+    found = [*_tokens(facts), *_balance(facts), *_dropped(len(rows), dropped, reasons), *_noted(rows, facts),
+             *_duplicates(rows, facts), *_both_labels(rows, facts), *_both_orders(rows, facts),
+             *_one_token(rows, facts), *_length(facts)]
     if decode is not None:
         found += _refusals(rows, facts, decode)
     for column, values in (origins or {}).items():
@@ -79,37 +96,38 @@ def find_in_rows(
 
 
 def by_severity(found: Sequence[Finding]) -> list[Finding]:
-    """Warnings, then notices, then facts."""
+    """Warnings first, then notices, then facts."""
     order = ("warning", "notice", "info")
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
 def leakage(train: Sequence[EncodedRow], evaluation: Sequence[EncodedRow]) -> list[Finding]:
-    """Evaluation rows whose prompt, or whose conversation's beginning, is trained on."""
+    """Evaluation rows whose prompt, or whose first turns, are trained on."""
     if not len(train) or not len(evaluation):
         return []
     seen, held = facts_of(train), facts_of(evaluation)
-    asked = np.isin(held.prompt, seen.prompt)
-    same, begun = np.flatnonzero(asked), np.flatnonzero(np.isin(held.split, seen.split) & ~asked)
+    known_prompt = np.isin(held.prompt, seen.prompt)
+    same, begun = np.flatnonzero(known_prompt), np.flatnonzero(np.isin(held.split, seen.split) & ~known_prompt)
     if not len(same) and not len(begun):
         return []
-    # Completions of the training rows that matter, then of the evaluation rows, in one numbering with their prompts.
+    # Completions of the training rows with such a prompt, then of the evaluation rows, numbered with their prompts.
     known = np.flatnonzero(np.isin(seen.prompt, held.prompt))
     row, side = np.nonzero(np.concatenate([seen.tokens[known], held.tokens[same]]))
-    answers = groups(np.concatenate([seen.prompt[known], held.prompt[same]])[row],
-                     np.concatenate([seen.completion[known], held.completion[same]])[row, side])
-    ours = row < len(known)
-    copied = len(np.unique(row[~ours][np.isin(answers[~ours], answers[ours])]))
+    completions = groups(np.concatenate([seen.prompt[known], held.prompt[same]])[row],
+                         np.concatenate([seen.completion[known], held.completion[same]])[row, side])
+    trained = row < len(known)
+    copied = len(np.unique(row[~trained][np.isin(completions[~trained], completions[trained])]))
     return [Finding(
         "leakage", "warning",
-        f"evaluation rows that ask what training rows ask: {len(same)} ({copied} with the same answer), and "
-        f"{len(begun)} more that begin like one. Figures on them are not held out: take them out of one of the files, "
-        "or use --eval-fraction, which never splits a prompt", _places(evaluation, np.concatenate([same, begun])),
+        f"the training data contains the prompt of {count_of(len(same), 'evaluation row')} ({copied} with the same "
+        f"completion), and the beginning of {len(begun)} more. Metrics on these rows are not held-out metrics. Remove "
+        "them from one of the files, or use --eval-fraction, which never splits a prompt",
+        _places(evaluation, np.concatenate([same, begun])),
         {"same_prompt": len(same), "same_answer": copied, "same_beginning": len(begun)})]
 
 
 def histogram(values: npt.ArrayLike) -> list[tuple[int, int, int]]:
-    """(from, up to and including, count) in bins that double, from the shortest to the longest."""
+    """Bins as (first, last, count). Their widths double from the shortest to the longest value."""
     lengths = np.asarray(values)
     if not len(lengths):
         return []
@@ -127,7 +145,7 @@ def _tokens(facts: RowFacts) -> Iterator[Finding]:
     if not flat:
         return
     repeated, prompts = facts.repeated_tokens, int(facts.prompt_numbers.max()) + 1
-    text = f"an epoch has {flat:,} tokens; {percent(repeated / flat)} of them repeat a prompt"
+    text = f"an epoch has {flat:,} tokens, {percent(repeated / flat)} of them repeated prompts"
     yield Finding("tokens", "info", text, (), {"flat": flat, "repeated_prompt": repeated, "prompts": prompts})
 
 
@@ -139,58 +157,49 @@ def _balance(facts: RowFacts) -> Iterator[Finding]:
     figures = {"desirable": good, "undesirable": bad, "auto_desirable_weight": weights[0],
                "auto_undesirable_weight": weights[1]}
     if not good or not bad:
-        yield Finding("one_class", "warning", f"{good} desirable / {bad} undesirable: KTO needs both. With answers you "
-                      "like only, supervised fine-tuning is the method", (), figures)
+        yield Finding("one_class", "warning", f"{good} desirable / {bad} undesirable rows: KTO needs both classes. To "
+                      "train on desirable completions only, use `tropism sft`", (), figures)
         return
-    text = (f"{good} desirable / {bad} undesirable; --desirable-weight auto --undesirable-weight auto would weigh them "
-            f"{weights[0]:.3g} and {weights[1]:.3g}")
+    text = (f"{good} desirable / {bad} undesirable rows. --desirable-weight auto --undesirable-weight auto sets the "
+            f"weights {weights[0]:.3g} and {weights[1]:.3g}")
     lopsided = max(good, bad) > 10 * min(good, bad)
     if lopsided:
-        text += ". The small class is below a tenth: look whether its rows are enough to learn from"
+        text += ". The smaller class is less than a tenth of the larger: check that its rows are enough to learn from"
     yield Finding("balance", "notice" if lopsided else "info", text, (), figures)
 
 
-def _left_out(kept: int, dropped: Sequence[Dropped], reasons: Mapping[str, int]) -> Iterator[Finding]:
+def _dropped(kept: int, dropped: Sequence[Dropped], reasons: Mapping[str, int]) -> Iterator[Finding]:
     total = sum(reasons.values())
     if not total:
         return
     share = total / (kept + total)
     yield Finding("left_out", "warning" if share > 0.1 else "notice",
-                  f"rows left out: {total} ({percent(share)}), "
+                  f"training drops {count_of(total, 'row')} ({percent(share)}): "
                   + ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-                  + ". Mend them, or take them out of the file", tuple(drop.place for drop in dropped[:_LISTED]),
+                  + ". Fix or remove them", tuple(drop.place for drop in dropped[:_LISTED]),
                   dict(reasons))
 
 
-def _cuts(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
-    for note, what, remedy in (
-        ("prompt_cut", "prompts that were cut from the left",
-         "raise --max-length or --max-prompt-length where the model and the memory allow it"),
-        ("completion_cut", "completions that were cut and have no terminator",
-         "raise --max-length, or leave them out: a cut answer teaches no end"),
-    ):
-        if len(cut := facts.notes.get(note, ())):
-            places = _places(rows, cut)
-            yield Finding(note, "warning" if len(cut) > 0.1 * len(rows) else "notice",
-                          f"{what}: {len(cut)} ({percent(len(cut) / len(rows))}, first {places[0]}); {remedy}",
-                          places, {"rows": len(cut)})
+def _noted(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
+    for note, warn_above, text in _NOTED:
+        yield from _about(note, rows, facts.notes.get(note, ()), warn_above, text)
 
 
-def _texts(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
-    for note, bad, text in (
-        ("eos_added", 2.0, "the chat template does not end the answers of {rows}: one eos was added to each"),
-        ("text_changed", 0.1, "rows that do not read back as written: {count} (first {first}). Tokenizer or template "
-         "changes their text; `tropism inspect` shows how"),
-        ("unseen", 0.1, "rows with an answer that nobody sees, of zero width or control characters: {count} (first "
-         "{first}). They are trained as they are; take them out if they are not meant"),
-        ("control_spelled", 2.0, "rows that spell control tokens in their text: {count} (first {first}). These are "
-         "trained as plain characters"),
-    ):
-        if len(noted := facts.notes.get(note, ())):
-            places = _places(rows, noted)
-            yield Finding(note, "warning" if len(noted) > bad * len(rows) else "notice",
-                          text.format(rows=_n(len(noted), "row"), count=len(noted), first=places[0]), places,
-                          {"rows": len(noted)})
+def _about(name: str, rows: Sequence[EncodedRow], numbers: Sequence[int] | Integers, warn_above: float, text: str,
+           noun: str = "row") -> Iterator[Finding]:
+    """A finding about some rows, if there are any.
+
+    Args:
+        numbers: of the rows.
+        warn_above: share of all rows above which it is a warning.
+        text: with `{count}`, `{share}` and `{first}` (a place) to be filled in.
+        noun: what is counted.
+    """
+    if count := len(numbers):
+        places = _places(rows, numbers)
+        filled = text.format(count=count_of(count, noun), share=percent(count / len(rows)), first=places[0])
+        yield Finding(name, "warning" if count > warn_above * len(rows) else "notice", filled, places,
+                      {f"{noun}s": count})
 
 
 def _duplicates(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
@@ -199,106 +208,100 @@ def _duplicates(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding
     if count := int(again.sum()):
         places = _places(rows, np.flatnonzero(again))
         yield Finding("duplicates", "notice" if count > 0.01 * len(rows) else "info",
-                      f"rows that repeat an earlier one in every token: {count} (first {places[0]}). They count as "
-                      "often as they occur; take them out if that is not meant", places, {"rows": count})
+                      f"the data contains {count_of(count, 'duplicate row')}, equal to an earlier row in every token "
+                      f"(first {places[0]}). Each copy is trained. Remove the copies if that is not intended",
+                      places, {"rows": count})
 
 
 def both_labels(facts: RowFacts) -> Integers:
-    """For each completion of a prompt that carries both labels, the first row that contradicts an earlier one."""
+    """For each completion with both labels, the first row that contradicts an earlier one."""
     labeled = np.flatnonzero(facts.desirable >= 0)
-    answers, labels = groups(facts.row_numbers[labeled]), facts.desirable[labeled]
-    against = np.flatnonzero(labels != labels[first_of(answers)][answers])
-    return labeled[np.sort(against[first_of(answers[against])])]
+    completions, labels = groups(facts.row_numbers[labeled]), facts.desirable[labeled]
+    against = np.flatnonzero(labels != labels[first_of(completions)][completions])
+    return labeled[np.sort(against[first_of(completions[against])])]
 
 
 def _both_labels(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
-    if count := len(found := both_labels(facts)):
-        places = _places(rows, found)
-        yield Finding("both_labels", "warning" if count > 0.01 * len(rows) else "notice",
-                      f"completions that carry both labels: {count} (first {places[0]}). They cancel out; "
-                      "decide, or take them out", places, {"completions": count})
+    yield from _about("both_labels", rows, both_labels(facts), 0.01,
+                      "the data labels {count} both desirable and undesirable (first {first}). The labels cancel out. "
+                      "Correct one, or remove the rows", "completion")
 
 
 def _both_orders(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
     pairs = np.flatnonzero((facts.desirable < 0) & (facts.tokens[:, 1] > 0))
     chosen, rejected = facts.completion[pairs].T
-    # Two numbers for each prompt with two completions: one for either being the chosen one.
+    # Two numbers for each prompt with two completions, one for each of them as the chosen one.
     both = 2 * groups(facts.prompt[pairs], np.minimum(chosen, rejected), np.maximum(chosen, rejected))
     first = np.full(2 * len(pairs), len(pairs))
     own = first_of(orders := both + (chosen > rejected))
     first[orders[own]] = own
-    found = pairs[first[both + (chosen < rejected)] < np.arange(len(pairs))]
-    if count := len(found):
-        places = _places(rows, found)
-        yield Finding("both_orders", "warning" if count > 0.01 * len(rows) else "notice",
-                      f"pairs that prefer what another pair of the same prompt rejects: {count} (first {places[0]}). "
-                      "They cancel out; decide, or take them out", places, {"pairs": count})
+    yield from _about("both_orders", rows, pairs[first[both + (chosen < rejected)] < np.arange(len(pairs))], 0.01,
+                      "the data contains {count} with the opposite preference of another pair (first {first}). The "
+                      "preferences cancel out. Correct one, or remove the rows", "pair")
 
 
-def _nothing_said(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
-    """Answers of one supervised token: a terminator, or as good as that."""
-    if count := len(found := np.flatnonzero((facts.learned == 1).any(axis=1))):
-        places = _places(rows, found)
-        yield Finding("one_token", "warning" if count > 0.1 * len(rows) else "notice",
-                      f"rows with an answer of a single token: {count} (first {places[0]}). It is nothing but an end, "
-                      "or what truncation left; look at them", places, {"rows": count})
+def _one_token(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
+    yield from _about("one_token", rows, np.flatnonzero((facts.learned == 1).any(axis=1)), 0.1,
+                      "a completion of {count} has a single token (first {first}). It is only a terminator, or all "
+                      "that truncation left. Check these rows")
 
 
 def _length(facts: RowFacts) -> Iterator[Finding]:
-    """How well length alone tells the better answer: 0.5 is not at all."""
+    """How well length alone predicts the better completion: 0.5 is not at all."""
     one, other = (facts.learned[rows, sides] for rows, sides in _sides(facts))
     if min(len(one), len(other)) < _ENOUGH:
         return
     paired = not facts.labeled
     value = float(np.mean(np.sign(one - other) / 2 + 0.5)) if paired else _auc(one, other)
     strong = abs(value - 0.5)
-    name = "chosen" if paired else "desirable"
-    text = (f"{name} answers have {np.mean(one):.0f} tokens on average, the others {np.mean(other):.0f}: length alone "
-            f"tells them apart with {'accuracy' if paired else 'AUC'} {value:.2f}")
+    names = _class_names(facts)
+    text = (f"{names[0]} completions have {np.mean(one):.0f} tokens on average, {names[1]} ones {np.mean(other):.0f}. "
+            f"Length alone separates them with {'accuracy' if paired else 'AUC'} {value:.2f}")
     if strong > 0.1:
-        text += (f". The model may learn to be {'long' if value > 0.5 else 'short'} instead of good: compare every "
-                 "result with the length baseline")
+        text += (f". The model may learn to be {'long' if value > 0.5 else 'short'} instead of good: compare its "
+                 "metrics with this baseline")
     yield Finding("length", "warning" if strong > 0.25 else "notice" if strong > 0.1 else "info", text, (),
                   {"auc": value, "mean_good": float(np.mean(one)), "mean_bad": float(np.mean(other))})
 
 
 def _refusals(rows: Sequence[EncodedRow], facts: RowFacts, decode: Decode) -> Iterator[Finding]:
-    """How often an answer of each kind opens with a refusal."""
+    """How many completions of each class begin with a refusal."""
     sides = _sides(facts)
-    read = [[(int(found[i]), int(side[i])) for i in spread(len(found), _READ)] for found, side in sides]
+    read = [[(int(found[i]), int(side[i])) for i in evenly_spaced(len(found), _READ)] for found, side in sides]
     hits = [[row for row, side in some if refuses(decode(rows[row].completions[side].ids[:_OPENING].tolist()))]
             for some in read]
     if not any(hits):
         return
     rates = [len(hit) / max(len(some), 1) for hit, some in zip(hits, read, strict=True)]
-    names = ("desirable", "undesirable") if facts.labeled else ("chosen", "rejected")
+    names = _class_names(facts)
     if not read[1]:
-        text, gap = f"answers that open with a refusal: {len(hits[0])} ({percent(rates[0])})", 0.0
+        text, gap = f"{percent(rates[0])} of the completions ({len(hits[0])}) begin with a refusal", 0.0
     else:
-        text = (f"{percent(rates[0])} of the {names[0]} and {percent(rates[1])} of the {names[1]} answers open with "
-                "a refusal (\"I'm sorry\", \"As an AI\", ...)")
+        text = (f"{percent(rates[0])} of the {names[0]} and {percent(rates[1])} of the {names[1]} completions begin "
+                "with a refusal")
         gap = abs(rates[0] - rates[1]) if min(map(len, read)) >= _ENOUGH else 0.0
     if any(len(some) < len(found) for some, (found, _) in zip(read, sides, strict=True)):
-        text += ", going by " + " and ".join(f"{len(some):,} of {len(found):,}" for some, (found, _) in
-                                             zip(read, sides, strict=True) if some) + " answers, evenly spread"
+        text += ", measured on " + " and ".join(f"{len(some):,} of {len(found):,}" for some, (found, _) in
+                                                zip(read, sides, strict=True) if some) + " completions"
+    text += " (\"I'm sorry\", \"As an AI\", ...)"
     if gap > 0.05:
         more = "more" if rates[0] > rates[1] else "less"
-        text += f": the label is tied to it, so the model will learn to refuse {more}. Fine if that is the aim"
+        text += f". The model will learn to refuse {more}. Balance the refusals if that is not intended"
     yield Finding("refusals", "warning" if gap > 0.25 else "notice" if gap > 0.05 else "info", text,
                   _places(rows, [*hits[0], *hits[1]]), dict(zip(names, rates, strict=True)))
 
 
 def refuses(text: str) -> bool:
-    """Whether the beginning of an answer is a refusal, or says that an AI is speaking."""
+    """True if the beginning of a completion is a refusal or says that an AI writes it."""
     return _REFUSAL.match(text.replace("\u2019", "'").lower()) is not None
 
 
 def _origins(column: str, values: Sequence[str | None], facts: RowFacts) -> Iterator[Finding]:
-    """Columns that say where a row comes from: one value that dominates, or values that tell the label."""
-    met = Counter(zip(values, facts.desirable.tolist(), strict=True))
+    """A column of origins: one value that dominates, or values that predict the label."""
+    occurrences = Counter(zip(values, facts.desirable.tolist(), strict=True))
     counts: Counter[str] = Counter()
     verdicts: dict[str, list[int]] = {}  # of each value: undesirable rows, desirable rows
-    for (value, label), count in met.items():
+    for (value, label), count in occurrences.items():
         if value is not None:
             counts[value] += count
             if label >= 0:
@@ -309,31 +312,36 @@ def _origins(column: str, values: Sequence[str | None], facts: RowFacts) -> Iter
     top, most = counts.most_common(1)[0]
     if (share := most / named) > 0.5:
         yield Finding(f"dominated_by_{column}", "notice",
-                      f"{percent(share)} of the rows have {column} {top!r}, one of {len(counts)}: the result will "
-                      "be its taste; take fewer of its rows if that is not meant", (),
+                      f"{percent(share)} of the rows have {column} {top!r}, one of {len(counts)} values. The model "
+                      "will mostly learn its preferences. Use fewer of its rows if that is not intended", (),
                       {"rows": most, "values": len(counts)})
-    if len(verdicts) < 2 or len(counts) > named / 5:  # a value that occurs once tells its label always
+    if len(verdicts) < 2 or len(counts) > named / 5:  # a value that occurs once always predicts its label
         return
     total = sum(map(sum, verdicts.values()))
     likelier = max(sum(labels[side] for labels in verdicts.values()) for side in (0, 1))
     told = sum(map(max, verdicts.values()))
     if (told - likelier) / total > 0.2:
         yield Finding(f"label_from_{column}", "warning",
-                      f"{column} alone tells {percent(told / total)} of the labels ({percent(likelier / total)} "
-                      "would be right by always saying the same): the model may learn whose answer it is instead "
-                      "of how good", (), {"told": told / total, "always_the_same": likelier / total})
+                      f"{column} alone predicts {percent(told / total)} of the labels (the most frequent label: "
+                      f"{percent(likelier / total)}). The model may learn the {column} instead of the quality. Balance "
+                      f"the labels within each {column}", (),
+                      {"told": told / total, "always_the_same": likelier / total})
 
 
 def _sides(facts: RowFacts) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
-    """Better and worse answers, as row and side of each; without labels all are on the better side."""
+    """Better and worse completions, as their rows and sides. Without labels all are better ones."""
     good, bad = np.flatnonzero(facts.desirable != 0), np.flatnonzero(facts.desirable == 0)
     others = np.flatnonzero((facts.desirable < 0) & (facts.tokens[:, 1] > 0))
     return ((good, np.zeros_like(good)),
             (np.concatenate([bad, others]), np.repeat(np.array([0, 1]), [len(bad), len(others)])))
 
 
+def _class_names(facts: RowFacts) -> tuple[str, str]:
+    return ("desirable", "undesirable") if facts.labeled else ("chosen", "rejected")
+
+
 def _auc(good: Integers, bad: Integers) -> float:
-    """Chance that a good one is larger than a bad one; ties count one half."""
+    """Probability that a value of `good` exceeds one of `bad`; ties count one half."""
     ordered = np.sort(bad)
     below = np.searchsorted(ordered, good, "left") + np.searchsorted(ordered, good, "right")
     return float(below.mean() / 2 / len(ordered))
@@ -343,10 +351,6 @@ def _places(rows: Sequence[EncodedRow], numbers: Sequence[int] | Integers) -> tu
     return tuple(rows[int(number)].place for number in numbers[:_LISTED])
 
 
-def _n(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
 def percent(share: float) -> str:
-    """A share as people read it: two digits below a tenth."""
-    return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.1f} %"
+    """A share in percent, with one decimal below 10%."""
+    return f"{100 * share:.0f}%" if share >= 0.1 or share == 0 else f"{100 * share:.1f}%"

@@ -1,4 +1,4 @@
-"""What the tree layout saves on a set of rows, before anything is trained."""
+"""How many tokens the tree layout saves on a set of rows."""
 
 from collections.abc import Sequence
 
@@ -6,30 +6,30 @@ import numpy as np
 
 from tropism.data.audit.findings import Finding, percent
 from tropism.data.batching.pack import build_trees
-from tropism.data.row_facts import Integers, RowFacts, facts_of, first_of, groups, spread
+from tropism.data.row_facts import Integers, RowFacts, evenly_spaced, facts_of, first_of, groups
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Schedule
 
-_ALL = 50_000  # rows that are looked at where completions may begin one another; of more, a sample
-_SAMPLE = 20_000  # rows of it
+_ALL = 50_000  # rows up to which all trees with possible shared beginnings are built; above, a sample
+_SAMPLE = 20_000  # rows of the sample
 
 
 def layout_savings(rows: Sequence[EncodedRow], batch_size: int, *, seed: int = 0, shuffle: bool = True) -> Finding:
-    """What one epoch computes: every completion with its own prompt, as trees, and as trees of whole prompts."""
+    """Tokens of one epoch: flat, in the tree layout, and in the tree layout with `--group-prompts`."""
     facts = facts_of(rows)
     flat, prompts = facts.flat_tokens, facts.prompt_numbers
-    grouped, guessed = _computed(rows, facts, prompts)  # whole prompts are the same trees, whatever the steps are
+    grouped, guessed = _computed(rows, facts, prompts)  # these trees do not depend on the steps
     trees, about = grouped, guessed
     if prompts.max() + 1 < len(rows):
         planted = groups(_steps(prompts, batch_size, seed, shuffle), prompts)
         if planted.max() > prompts.max():
             trees, about = _computed(rows, facts, planted)
-    text = (f"with steps of {batch_size} rows the tree layout computes {_tokens(trees, about)} of {flat:,} tokens an "
-            f"epoch ({percent(1 - trees / flat)} saved); with --group-prompts {_tokens(grouped, guessed)} "
-            f"({percent(1 - grouped / flat)} saved)")
+    text = (f"with steps of {batch_size} rows, the tree layout computes {_tokens(trees, about)} of {flat:,} tokens "
+            f"per epoch and saves {percent(1 - trees / flat)}. With --group-prompts it computes "
+            f"{_tokens(grouped, guessed)} and saves {percent(1 - grouped / flat)}")
     worth = trees - grouped > 0.1 * flat
     if worth:
-        text += ". --group-prompts is worth it here, if seeing all answers of a prompt in one step is fine for you"
+        text += ". Consider --group-prompts: it puts all completions of a prompt into one step"
     return Finding("layout", "notice" if worth else "info", text, (), {
         "batch_size": batch_size, "flat_tokens": flat, "tree_tokens": trees, "grouped_tokens": grouped})
 
@@ -39,7 +39,7 @@ def _tokens(count: int, about: bool) -> str:
 
 
 def _steps(prompts: Integers, batch_size: int, seed: int, shuffle: bool) -> Integers:
-    """`[n]` the step of the first epoch that takes each row."""
+    """`[n]` the step of the first epoch that trains each row."""
     plan = Schedule(tuple(prompts.tolist()), batch_size, seed, shuffle=shuffle)
     found = np.zeros(len(prompts), dtype=np.int64)
     for step in range(1, plan.total_steps + 1):
@@ -48,32 +48,33 @@ def _steps(prompts: Integers, batch_size: int, seed: int, shuffle: bool) -> Inte
 
 
 def _computed(rows: Sequence[EncodedRow], facts: RowFacts, trees: Integers) -> tuple[int, bool]:
-    """Tokens that the tree layout computes, and whether that is a guess.
+    """Tokens that the tree layout computes, and whether that is an estimate.
 
-    All but one thing follows from counts: a completion that begins another of its tree costs nothing, and which do
-    only the ids know. Trees where it could be so are looked at; what they save in a sample is taken for the others.
+    Counts are enough except for one thing: a completion that is the beginning of another of its tree costs nothing,
+    and only the ids tell. Trees with several completions are therefore built. In large data a sample of them is
+    built, and its saving is extrapolated.
 
     Args:
-        trees: `[n]` the tree of each row, numbered as `groups` does.
+        trees: `[n]` the tree of each row, numbered as by `groups`.
     """
     row, side = np.nonzero(facts.tokens)
     distinct = first_of(groups(trees[row], facts.completion[row, side]))
-    owner, tokens = trees[row][distinct], facts.tokens[row, side][distinct] - 1  # the last one predicts nothing
+    owner, tokens = trees[row][distinct], facts.tokens[row, side][distinct] - 1  # the last token predicts nothing
     prompt = facts.prompt_tokens[first_of(trees)]
-    answers = np.bincount(owner, weights=tokens, minlength=len(prompt)).astype(np.int64)
+    completions = np.bincount(owner, weights=tokens, minlength=len(prompt)).astype(np.int64)
     members = np.bincount(trees, minlength=len(prompt))
     several = np.flatnonzero(np.bincount(owner[tokens > 0], minlength=len(prompt)) > 1)
-    looked = several
+    built = several
     if members[several].sum() > _ALL:
         small = several[members[several] <= _SAMPLE]
-        looked = small[spread(len(small), len(small) * _SAMPLE // max(int(members[small].sum()), 1))]
-        looked = looked[np.cumsum(members[looked]) <= _ALL]  # sizes differ, so they may be more than meant
+        built = small[evenly_spaced(len(small), len(small) * _SAMPLE // max(int(members[small].sum()), 1))]
+        built = built[np.cumsum(members[built]) <= _ALL]  # sizes differ, so these may be more rows than intended
     order, ends = np.argsort(trees, kind="stable"), np.cumsum(members)
     saved = 0
-    for tree in looked.tolist():
+    for tree in built.tolist():
         some = [rows[i] for i in order[ends[tree] - members[tree] : ends[tree]].tolist()]
-        saved += int(prompt[tree] + answers[tree]) - build_trees(some, range(len(some)))[0].tree.tokens
-    about = len(looked) < len(several)
-    if about and len(looked):
-        saved = round(saved * int(answers[several].sum()) / int(answers[looked].sum()))
-    return int(prompt.sum() + answers.sum()) - saved, about
+        saved += int(prompt[tree] + completions[tree]) - build_trees(some, range(len(some)))[0].tree.tokens
+    about = len(built) < len(several)
+    if about and len(built):
+        saved = round(saved * int(completions[several].sum()) / int(completions[built].sum()))
+    return int(prompt.sum() + completions.sum()) - saved, about

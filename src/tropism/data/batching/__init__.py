@@ -1,1 +1,1 @@
-"""Rows to trees, trees to packs, packs to tensors."""
+"""Turns rows into trees, trees into packs, and packs into tensors."""

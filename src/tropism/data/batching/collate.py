@@ -1,4 +1,4 @@
-"""A pack of trees as the tensors of one forward pass, in the tree layout or the padded one."""
+"""Turns a pack of trees into the tensors of one forward pass, in the tree layout or the padded layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ Layout = Literal["tree", "padded"]
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Which keys each stretch of queries sees, for attention by gathered keys.
+    """Queries and keys of each segment, for attention with gathered keys.
 
-    A segment is a prompt, or a completion without its last token. Its queries see the keys of its tree's prompt
-    and its own, causally, with the last query aligned to the last key.
+    A segment is a prompt, or a completion without its last token. Its queries attend causally to the keys of its
+    tree's prompt and to its own, with the last query aligned to the last key.
 
     Args:
-        query_lengths, key_lengths: per segment; sums are T and K.
-        key_index: `[K]` int64, positions in the packed keys, gathered segment after segment.
-        cu_queries, cu_keys: `[segments + 1]` int32, cumulative lengths.
+        query_lengths, key_lengths: per segment; their sums are T and K.
+        key_index: `[K]` int64 positions in the packed keys, segment by segment.
+        cu_queries, cu_keys: `[segments + 1]` int32 cumulative lengths.
     """
 
     query_lengths: tuple[int, ...]
@@ -34,7 +34,7 @@ class Segments:
     cu_keys: Tensor
 
     def to(self, device: torch.device) -> "Segments":
-        """The same on a device."""
+        """Copy to a device."""
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True)
                                 for name in ("key_index", "cu_queries", "cu_keys")})
 
@@ -45,14 +45,14 @@ class Batch:
 
     Args:
         input_ids: `[B, L]`.
-        position_ids: `[B, L]`; they restart after the prompt for each completion.
-        segments: the tree layout's attention; None in the padded layout.
-        attention_mask: the padded layout's mask `[B, L]`; None in the tree layout.
-        predict_index: `[S]` position in the flattened hidden states that predicts a supervised token.
-        target_ids: `[S]` that token.
-        completion_index: `[S]` the completion it belongs to.
-        lengths: `[C]` supervised tokens per completion.
-        tokens: tokens that are not padding.
+        position_ids: `[B, L]`; each completion continues from the prompt.
+        segments: attention of the tree layout; None in the padded layout.
+        attention_mask: `[B, L]` mask of the padded layout; None in the tree layout.
+        predict_index: `[S]` positions in the flattened hidden states that predict supervised tokens.
+        target_ids: `[S]` those tokens.
+        completion_index: `[S]` their completions.
+        lengths: `[C]` supervised tokens of each completion.
+        tokens: number of tokens without padding.
     """
 
     input_ids: Tensor
@@ -66,7 +66,7 @@ class Batch:
     tokens: int
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on a device."""
+        """Copy to a device."""
         if device.type == "cpu":
             return self
         moved: dict[str, Any] = {name: getattr(self, name).to(device, non_blocking=True) for name in (
@@ -76,22 +76,22 @@ class Batch:
 
 
 def collate(trees: Sequence[PromptTree], layout: Layout) -> Batch:
-    """Lay trees out. Completions are numbered in the order of the trees and, within a tree, of the tree.
+    """Build the batch of some trees. Completions are numbered tree by tree.
 
-    No trees give a batch of one token and no completion, so that ranks can run equal numbers of passes.
+    Without trees the batch has one token and no completion, so that all ranks can run equal numbers of passes.
     """
     return _tree(trees) if layout == "tree" else _padded(trees)
 
 
 def collate_leaves(trees: Sequence[PromptTree], roots: Sequence[PromptTree]) -> Batch:
-    """Completions alone, as the continuation of prompts that another tree batch has computed.
+    """Build a batch of completions whose prompts another tree batch has computed.
 
     Args:
-        trees: the prompts with the completions to lay out.
-        roots: the trees of that other batch, in its order; `trees[i]` has the prompt of `roots[i]`.
+        trees: prompts with the completions.
+        roots: trees of the other batch, in its order; `trees[i]` has the prompt of `roots[i]`.
 
     Returns:
-        A batch whose `key_index` and `predict_index` count through the other batch's tokens first.
+        a batch whose `key_index` and `predict_index` count the tokens of the other batch first.
     """
     packed = sum(root.tokens for root in roots)
     layout = _Layout()
@@ -105,7 +105,7 @@ def collate_leaves(trees: Sequence[PromptTree], roots: Sequence[PromptTree]) -> 
 
 @dataclass(slots=True)
 class _Labels:
-    """Collects what the head needs: where each supervised token is predicted, and what it is."""
+    """Collects the supervised tokens and the positions that predict them."""
 
     index: list[npt.NDArray[np.int64]]
     target: list[npt.NDArray[np.int32]]
@@ -113,7 +113,7 @@ class _Labels:
     lengths: list[int]
 
     def add(self, tree: PromptTree, position: int, prompt_end: int, start: int) -> None:
-        """Completion `position` of `tree`, whose prompt ends at `prompt_end` and whose input is at `start`."""
+        """Add completion `position` of `tree`; its prompt ends at `prompt_end`, its input starts at `start`."""
         completion = tree.completions[position]
         where = np.concatenate(([prompt_end], start + np.arange(len(completion.ids) - 1)))
         self.index.append(where[completion.loss_mask].astype(np.int64))
@@ -132,7 +132,7 @@ class _Labels:
 
 
 class _Layout:
-    """Segments of a tree batch as they are laid down, one after another."""
+    """Collects the segments of a tree batch."""
 
     def __init__(self) -> None:
         self.ids: list[npt.NDArray[np.int32]] = []
@@ -140,13 +140,13 @@ class _Layout:
         self.keys: list[npt.NDArray[np.int64]] = []
 
     def add(self, ids: npt.NDArray[np.int32], depth: int, keys: npt.NDArray[np.int64]) -> None:
-        """A segment that begins `depth` tokens below the root and sees `keys`."""
+        """Add a segment that begins at position `depth` and attends to `keys`."""
         self.ids.append(ids)
         self.positions.append(depth + np.arange(len(ids)))
         self.keys.append(keys)
 
     def add_completions(self, tree: PromptTree, root: int, at: int, labels: _Labels) -> int:
-        """All completions of a tree whose prompt stands at `root`, from token `at` on; where the next one goes."""
+        """Add all completions of a tree from token `at` on; its prompt is at `root`. Returns the end."""
         depth = len(tree.prompt_ids)
         prompt_keys = root + np.arange(depth)
         starts: dict[int, int] = {}
@@ -162,7 +162,7 @@ class _Layout:
         return at
 
     def batch(self, labels: _Labels, tokens: int) -> Batch:
-        """The tensors; one token that sees itself where there is none."""
+        """The tensors of the batch; with no segment, of one token that attends to itself."""
         if not self.ids:
             self.add(np.zeros(1, np.int32), 0, np.zeros(1, np.int64))
         queries, keys = [len(ids) for ids in self.ids], [len(index) for index in self.keys]
@@ -186,36 +186,36 @@ def _tree(trees: Sequence[PromptTree]) -> Batch:
 
 
 def occurrences(trees: Sequence[PromptTree], counts: Sequence[int], layout: Layout) -> Tensor:
-    """`[B * L]` float64: how often rows that each bring a prompt of their own would feed each token of a batch.
+    """`[B * L]` float64: how often each token of a batch occurs if each row has its own copy of the prompt.
 
     Args:
-        trees: those of the batch.
-        counts: how many rows look at each completion, in the order in which the batch numbers them.
-        layout: that of the batch.
+        trees: of the batch.
+        counts: number of rows that use each completion, in the order of the batch.
+        layout: of the batch.
 
     Returns:
-        Zeros for padding and for the token of a batch without trees.
+        the counts; 0 for padding and for the token of a batch without trees.
     """
     count = iter(counts)
     counted = [[next(count) for _ in tree.completions] for tree in trees]
     parts = [part for tree, own in zip(trees, counted, strict=True)
-             for part in (_shared if layout == "tree" else _alone)(tree, own)] or [np.zeros(1)]
+             for part in (_tree_occurrences if layout == "tree" else _padded_occurrences)(tree, own)] or [np.zeros(1)]
     if layout == "padded":
         width = max(map(len, parts))
         parts = [np.pad(part, (0, width - len(part))) for part in parts]
     return torch.from_numpy(np.concatenate(parts).astype(np.float64))
 
 
-def _shared(tree: PromptTree, counts: Sequence[int]) -> list[npt.NDArray[np.float64]]:
-    """`occurrences` of a tree: its prompt, then each completion that carries others or none."""
+def _tree_occurrences(tree: PromptTree, counts: Sequence[int]) -> list[npt.NDArray[np.float64]]:
+    """`occurrences` of a tree in the tree layout: its prompt, then each completion that is computed."""
     carried = {number: np.zeros(len(tree.completions[number].ids) - 1) for number in sorted({*tree.carriers})}
     for completion, carrier, count in zip(tree.completions, tree.carriers, counts, strict=True):
         carried[carrier][: len(completion.ids) - 1] += count
     return [np.full(len(tree.prompt_ids), float(sum(counts))), *carried.values()]
 
 
-def _alone(tree: PromptTree, counts: Sequence[int]) -> list[npt.NDArray[np.float64]]:
-    """The same of its lines, one for each completion."""
+def _padded_occurrences(tree: PromptTree, counts: Sequence[int]) -> list[npt.NDArray[np.float64]]:
+    """`occurrences` of a tree in the padded layout, one line per completion."""
     return [np.full(len(tree.prompt_ids) + len(completion.ids) - 1, float(count))
             for completion, count in zip(tree.completions, counts, strict=True)]
 
@@ -225,7 +225,7 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 
 
 def _padded(trees: Sequence[PromptTree]) -> Batch:
-    """One line per completion, prompt and completion side by side, padded on the right."""
+    """One line per completion: prompt and completion, padded on the right."""
     lines = [np.concatenate((tree.prompt_ids, completion.ids[:-1]))
              for tree in trees for completion in tree.completions] or [np.zeros(1, np.int32)]
     width = max(len(line) for line in lines)

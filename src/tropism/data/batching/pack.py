@@ -1,4 +1,4 @@
-"""Rows of a step to trees, trees to packs of `microbatch_tokens`, packs to ranks. Layout only: no result changes."""
+"""Rows of a step to trees, trees to packs of `microbatch_tokens`, packs to ranks. Results do not depend on it."""
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Sequence
@@ -10,12 +10,12 @@ from tropism.data.tree import Completion, PromptTree
 
 @dataclass(frozen=True, slots=True)
 class PlacedTree:
-    """A tree and the rows that it serves.
+    """A tree and the rows that use it.
 
     Args:
         tree: the tree.
-        rows: index of each row that looks at it.
-        members: for each of those rows, positions of its completions in `tree.completions`.
+        rows: indices of the rows.
+        members: for each row, the positions of its completions in `tree.completions`.
     """
 
     tree: PromptTree
@@ -25,11 +25,11 @@ class PlacedTree:
 
 @dataclass(frozen=True, slots=True)
 class Mismatched:
-    """A prompt with completions of other prompts: forward only.
+    """A prompt with mismatched completions, for a forward pass only.
 
     Args:
         tree: the tree.
-        counts: for each completion, how many units of the step it is the partner of.
+        counts: for each completion, the number of units of the step that it is the partner of.
     """
 
     tree: PromptTree
@@ -37,11 +37,11 @@ class Mismatched:
 
 
 def build_trees(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[PlacedTree]:
-    """Trees of the rows at `indices`: rows with equal prompt ids share one, equal completions are one."""
+    """Trees of the rows at `indices`: one for equal prompt ids, in which equal completions occur once."""
     groups: dict[bytes, list[int]] = {}
     for index in indices:
         groups.setdefault(rows[index].prompt_key, []).append(index)
-    planted = []
+    trees = []
     for group in groups.values():
         distinct: dict[bytes, Completion] = {}
         positions: dict[bytes, int] = {}
@@ -52,15 +52,15 @@ def build_trees(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[Plac
         tree = PromptTree(rows[group[0]].prompt_ids, tuple(distinct.values()))
         members = tuple(tuple(positions[completion.key] for completion in rows[index].completions)
                         for index in group)
-        planted.append(PlacedTree(tree, tuple(group), members))
-    return planted
+        trees.append(PlacedTree(tree, tuple(group), members))
+    return trees
 
 
-def mismatch(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int) -> list[Mismatched]:
+def mismatched_trees(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int) -> list[Mismatched]:
     """The mismatched trees of a step, in the order of `build_trees`.
 
-    The partner is the row's own where every row came with one, else another row's completion. It is cut on the right
-    to what the prompt leaves of `max_length`.
+    The partner of a row is its own one if every row has one, else another row's completion. It is truncated to fit
+    into `max_length` with the prompt.
     """
     given = all(rows[index].partner is not None for index in indices)
     partner_of = [] if given else partners([rows[index].prompt_key for index in indices])
@@ -70,7 +70,7 @@ def mismatch(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int
         partner = row.partner if given else rows[indices[partner_of[position]]].completions[0]
         assert partner is not None
         completion = partner.cut(max_length - len(row.prompt_ids))
-        if completion is None:  # nothing supervised fits (a conversation's first answer starts too late)
+        if completion is None:  # no supervised token fits: a conversation's first supervised message is too late
             completion = Completion.supervised(partner.ids[: max_length - len(row.prompt_ids)])
         _, distinct, counts = groups.setdefault(row.prompt_key, (row, {}, {}))
         distinct.setdefault(completion.key, completion)
@@ -80,14 +80,14 @@ def mismatch(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int
 
 
 def cost(tree: PromptTree) -> float:
-    """Estimated work of a tree: its tokens, and the attention over its prompt, in equal units."""
+    """Estimated work of a tree in tokens: its tokens and the attention over its prompt."""
     prompt = len(tree.prompt_ids)
     attended = prompt * prompt / 2 + sum(len(c.ids) * (prompt + len(c.ids) / 2) for c in tree.completions)
-    return tree.tokens + attended / 4096  # attention equals the linear layers at a context of a few thousand
+    return tree.tokens + attended / 4096  # attention costs as much as linear layers at a context of a few thousand
 
 
-def share(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Distribute work over ranks, largest first to the least loaded: indices per rank, in original order."""
+def assign_to_ranks(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Assign work to ranks, largest first to the least loaded: indices per rank, ascending."""
     load = [0.0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -97,8 +97,8 @@ def share(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(indices) for indices in shares]
 
 
-def first_fit(sizes: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
-    """Best-fit-decreasing packs: indices per pack, in original order. A larger item gets a pack of its own."""
+def best_fit(sizes: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
+    """Packs by best-fit-decreasing: indices per pack, ascending. An item that is too large gets its own pack."""
     rooms: list[tuple[int, int]] = []  # (room left, pack), ascending
     packs: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -113,17 +113,17 @@ def first_fit(sizes: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
     return [sorted(pack) for pack in packs]
 
 
-def size(tree: PromptTree, layout: str) -> int:
-    """Tokens that a tree fills in a pack of this layout; in `padded` each completion brings its own prompt."""
+def tokens_in_layout(tree: PromptTree, layout: str) -> int:
+    """Tokens of a tree in a pack of this layout; in `padded` each completion has its own prompt."""
     if layout == "tree":
         return tree.tokens
     return sum(len(tree.prompt_ids) + len(completion.ids) - 1 for completion in tree.completions)
 
 
-def forest(trees: Iterable[PromptTree]) -> list[PromptTree]:
-    """The distinct (prompt, completion) pairs of many trees, one tree per prompt, in an order of their own.
+def merge_trees(trees: Iterable[PromptTree]) -> list[PromptTree]:
+    """The distinct (prompt, completion) pairs of many trees, with one tree per prompt.
 
-    The order follows from the content alone, so packs made of it are a function of the whole set.
+    The order depends on the content only, not on the order of the trees.
     """
     prompts: dict[bytes, tuple[PromptTree, dict[bytes, Completion]]] = {}
     for tree in trees:
@@ -135,16 +135,17 @@ def forest(trees: Iterable[PromptTree]) -> list[PromptTree]:
 
 
 def scoring_packs(trees: Iterable[PromptTree], microbatch_tokens: int, layout: str) -> list[list[PromptTree]]:
-    """Packs that score each distinct (prompt, completion) of some trees once.
+    """Packs that compute each distinct (prompt, completion) of some trees once, without gradients.
 
-    Nothing learns here, so a tree too big for a pack may be several with the same prompt: that is only layout.
+    A tree that is too large for a pack is split into several with the same prompt.
     """
-    parts = [part for tree in forest(trees) for part in _split(tree, microbatch_tokens, layout)]
-    return [[parts[i] for i in pack] for pack in first_fit([size(part, layout) for part in parts], microbatch_tokens)]
+    parts = [part for tree in merge_trees(trees) for part in _split(tree, microbatch_tokens, layout)]
+    sizes = [tokens_in_layout(part, layout) for part in parts]
+    return [[parts[i] for i in pack] for pack in best_fit(sizes, microbatch_tokens)]
 
 
 def _split(tree: PromptTree, microbatch_tokens: int, layout: str) -> list[PromptTree]:
-    if size(tree, layout) <= microbatch_tokens or len(tree.completions) == 1:
+    if tokens_in_layout(tree, layout) <= microbatch_tokens or len(tree.completions) == 1:
         return [tree]
     half = len(tree.completions) // 2
     return [part for some in (tree.completions[:half], tree.completions[half:])
@@ -154,14 +155,12 @@ def _split(tree: PromptTree, microbatch_tokens: int, layout: str) -> list[Prompt
 def partners(prompts: Sequence[Hashable]) -> list[int]:
     """For each unit of a step, the index of its partner: the next unit, cyclically, with another prompt.
 
-    A unit is never its own partner, whatever the number of units or their order.
-
     Raises:
-        ValueError: if all units have one prompt, since nobody has a partner then.
+        ValueError: if all units have the same prompt.
     """
     count = len(prompts)
     if len(set(prompts)) < 2:
-        raise ValueError("a step needs two distinct prompts to have mismatched completions")
+        raise ValueError("mismatched completions need two distinct prompts in a step")
     result = [-1] * count
     following = -1
     for position in range(2 * count - 1, -1, -1):  # backwards twice: the second lap knows the cyclic successor

@@ -1,1 +1,1 @@
-"""Batches that come from Python instead of files."""
+"""Reads the batches of published trainers' dataloaders back into rows."""

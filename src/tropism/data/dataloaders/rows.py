@@ -1,29 +1,29 @@
-"""Padded batches of the published trainers' dataloaders, read back into rows."""
+"""Turns padded batches of published trainers' dataloaders back into rows."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tropism.data.dataloaders.layouts import Content, Side, recognize
+from tropism.data.dataloaders.layouts import BatchContent, Side, recognize_layout
 from tropism.data.formats import View
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion, TokenIds, token_ids
-from tropism.errors import DataError
+from tropism.errors import DataError, count_of
 
-_MOST = np.iinfo(np.int32).max
-_HOLDS: dict[View, str] = {"unpaired": "single labeled completions (for KTO)", "paired": "pairs (for DPO)",
-                           "single": "completions without a label (for distillation)"}
+_MAX_ID = np.iinfo(np.int32).max
+_HOLDS: dict[View, str] = {"unpaired": "labeled completions (for KTO)", "paired": "pairs (for DPO)",
+                           "single": "completions without labels (for SFT and distillation)"}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """What a batch holds.
+    """The rows of a batch.
 
     Args:
-        rows: in the batch's order; a row that is first in batch 3 has `batch 3 row 1` as its id and place.
-        layout: whose batch it was, as in `batch_layouts.LAYOUTS`.
-        has_partners: whether mismatched rows came with it, kept or not.
+        rows: in the order of the batch, with ids and places such as `batch 3 row 1`.
+        layout: its layout, as in `layouts.LAYOUTS`.
+        has_partners: True if the batch has mismatched rows, used or not.
     """
 
     rows: tuple[EncodedRow, ...]
@@ -32,38 +32,37 @@ class BatchRows:
 
 
 def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = False) -> BatchRows:
-    """Read one batch of a published trainer's dataloader. Tensors of any device, arrays and lists will do.
+    """Read one batch of a published trainer's dataloader: tensors on any device, arrays or lists.
 
-    A prompt is what stands before the first supervised token; its completion goes on to the last one, and may have
-    unsupervised stretches between them. What follows is dropped.
+    The prompt ends before the first supervised token. The completion ends with the last supervised token and may
+    contain unsupervised ones. Tokens after it are dropped.
 
     Args:
-        batch: what the dataloader gave.
-        view: what the method takes.
-        number: the batch's, for messages and places.
-        keep_partners: take the mismatched rows that came with a KTO batch as the rows' partners.
+        batch: from the dataloader.
+        view: view that the method needs.
+        number: of the batch, for places and errors.
+        keep_partners: use the mismatched rows of a KTO batch as partners of its rows.
 
     Raises:
-        DataError: if the layout is unknown or of another view; if a row has no supervised token or no prompt, an id
-            that is none, a label other than 0 and 1, padding inside, or two sides (or a mismatched row) with
-            different prompts.
+        DataError: for an unknown layout or one of another view, and for a row without prompt or supervised token, with
+            an invalid id or label, with padding inside, or with different prompts on its sides.
     """
     place = f"batch {number}"
-    layout, parts = recognize(batch, place)
+    layout, parts = recognize_layout(batch, place)
     if layout.view != view:
-        raise DataError(f"{place}: this is a batch of {layout.name}, which holds {_HOLDS[layout.view]}; the method "
-                        f"takes {_HOLDS[view]}. Use the other method, or the dataset class made for this one")
+        raise DataError(f"{place}: this is a batch of {layout.name} with {_HOLDS[layout.view]}, but the method takes "
+                        f"{_HOLDS[view]}. Use another method, or the dataset class for this one")
     content = layout.read(parts)
     counts = {side.name or "rows": len(side.ids) for side in (*content.sides, content.mismatched) if side is not None}
     if len(set(counts.values())) > 1:
-        raise DataError(f"{place}: parts of different numbers of rows do not belong together: "
+        raise DataError(f"{place}: parts have different numbers of rows: "
                         + ", ".join(f"{name} {count}" for name, count in counts.items()))
     rows = tuple(_row(content, index, f"{place} row {index + 1}", keep_partners)
                  for index in range(len(content.sides[0].ids)))
     return BatchRows(rows, layout.name, content.mismatched is not None)
 
 
-def _row(content: Content, index: int, place: str, keep_partners: bool) -> EncodedRow:
+def _row(content: BatchContent, index: int, place: str, keep_partners: bool) -> EncodedRow:
     prompt, completion = _split(content.sides[0], index, place)
     completions, partner = [completion], None
     for side in content.sides[1:]:
@@ -74,8 +73,8 @@ def _row(content: Content, index: int, place: str, keep_partners: bool) -> Encod
     if keep_partners and content.mismatched is not None:
         other, partner = _split(content.mismatched, index, place)
         if not np.array_equal(prompt, other):
-            raise DataError(f"{place}: the mismatched row that came with it has another prompt: "
-                            f"{_difference(prompt, other)}. Or do without them: kl_source='step'")
+            raise DataError(f"{place}: its mismatched row has another prompt: {_difference(prompt, other)}. Or set "
+                            "kl_source='step', which does not use these rows")
     return EncodedRow(place, place, prompt, tuple(completions), None if content.labels is None else
                       content.labels[index], prompt.tobytes(), partner=partner)
 
@@ -85,21 +84,21 @@ def _split(side: Side, index: int, place: str) -> tuple[TokenIds, Completion]:
     text, supervised = side.text[index], np.flatnonzero(side.supervised[index])
     where = f"{place}{side.name and f', {side.name}'}"
     if not supervised.size:
-        raise DataError(f"{where}: no supervised token; the row was cut, or masked because it was too long. Leave "
-                        "such rows out before they are put into batches, or raise the length limit there")
+        raise DataError(f"{where}: no supervised token: the row was truncated, or masked because it was too long. "
+                        "Remove such rows before batching, or raise the length limit of the dataset")
     first, end = int(supervised[0]), int(supervised[-1]) + 1
     start = min(int(text.argmax()), first)
     outside = start + np.flatnonzero(~text[start:end])
     if outside.size:
-        raise DataError(f"{where}: attention_mask leaves out {outside.size} tokens (the first at column "
-                        f"{outside[0]}) before the last supervised one, so text cannot be told from padding. Pad "
-                        "at one end only, with a pad token of its own")
+        raise DataError(f"{where}: attention_mask excludes {count_of(outside.size, 'token')} (first at column "
+                        f"{outside[0]}) before the last supervised one, so text and padding cannot be distinguished. "
+                        "Pad at one end only, with a separate pad token")
     if start == first:
-        raise DataError(f"{where}: no prompt: the first token is supervised, and nothing stands before it to predict "
-                        "it from. Mask the prompt's tokens, or put a BOS in front")
+        raise DataError(f"{where}: no prompt: the first token is supervised, and no token before it predicts it. Mask "
+                        "the tokens of the prompt, or add a BOS")
     ids = side.ids[index, start:end]
-    if (strange := ids[(ids < 0) | (ids > _MOST)]).size:
-        raise DataError(f"{where}: {strange[0]} is no token id; only text tokens can be trained on")
+    if (invalid := ids[(ids < 0) | (ids > _MAX_ID)]).size:
+        raise DataError(f"{where}: {invalid[0]} is not a valid token id")
     loss_mask = side.supervised[index, first:end].copy()
     loss_mask.setflags(write=False)
     short = ids.astype(np.int32)
@@ -107,15 +106,15 @@ def _split(side: Side, index: int, place: str) -> tuple[TokenIds, Completion]:
 
 
 def _difference(one: TokenIds, other: TokenIds) -> str:
-    """How two prompts differ, and what to do."""
+    """How two prompts differ, and the remedy."""
     short, long = sorted((one, other), key=len)
     lengths = f"{len(one)} and {len(other)} tokens"
     if len(short) < len(long) and np.array_equal(short, long[-len(short) :]):
-        return (f"{lengths}, and the shorter is the end of the longer: they were cut on the left by different "
-                "amounts. Cut the prompt first, to one length, and then add the completions")
+        return (f"{lengths}, and the shorter one is the end of the longer one: they were truncated on the left by "
+                "different amounts. Truncate the prompt before adding the completions")
     if np.array_equal(short, long[: len(short)]):
-        return (f"{lengths}, and the shorter is the start of the longer: the supervised part starts at different "
-                "places. Let it start behind the prompt on both")
+        return (f"{lengths}, and the shorter one is the start of the longer one: the supervised parts start at "
+                "different positions. Start both directly after the prompt")
     place = int(np.flatnonzero(short != long[: len(short)])[0])
-    return (f"{lengths}, different from token {place + 1} on. If a token has grown together over the border, encode "
-            "prompt and completion apart")
+    return (f"{lengths}, different from token {place + 1} on. If a token spans the border of prompt and completion, "
+            "encode them separately")

@@ -1,8 +1,8 @@
-"""The known shapes of a record: how a file is recognized, and how its records become rows."""
+"""Record formats: how the format of a file is recognized, and how its records become rows."""
 
+from tropism.data.formats.known_formats import FORMATS
 from tropism.data.formats.recognize import Reading, recognize, view_of
-from tropism.data.formats.table import FORMATS
-from tropism.data.formats.understand import pair_by_prompt, understand
+from tropism.data.formats.rows_from_records import pair_by_prompt, rows_of_record
 from tropism.data.rows import View
 
-__all__ = ["FORMATS", "Reading", "View", "pair_by_prompt", "recognize", "understand", "view_of"]
+__all__ = ["FORMATS", "Reading", "View", "pair_by_prompt", "recognize", "rows_of_record", "view_of"]

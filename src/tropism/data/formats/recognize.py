@@ -1,24 +1,25 @@
-"""Which format a file is in, by the columns of its records."""
+"""Recognizes the format of a file by the columns of its records."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tropism.data.formats import parts
+from tropism.data.formats import fields
+from tropism.data.formats.format import Format, Shape
+from tropism.data.formats.known_formats import FORMATS
 from tropism.data.formats.options import FormatOptions
-from tropism.data.formats.shape import Format, Shape
-from tropism.data.formats.table import FORMATS
 from tropism.data.rows import RawRow, View
-from tropism.errors import DataError
+from tropism.errors import DataError, count_of
 
-_PROBED = 1000  # records of each set of columns whose values are looked at
+_PROBED = 1000  # records of each set of columns whose values are checked
 
 NATIVE: dict[View, tuple[View, ...]] = {
     "unpaired": ("unpaired", "paired"), "paired": ("paired", "unpaired"), "single": ("single", "unpaired")}
-"""What rows of a wanted view can be made of, best first."""
+"""Views from which rows of a wanted view can be made, best first."""
 
-_HELD: dict[View, str] = {"unpaired": "labeled completions", "paired": "pairs", "single": "completions to imitate"}
+_CONTENT: dict[View, str] = {"unpaired": "labeled completions", "paired": "pairs",
+                             "single": "completions without labels"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,10 @@ class Reading:
     """How the records of a file become rows.
 
     Args:
-        format: the file's.
-        shape: the columns by which it was known.
-        wanted: what the method needs; the rows of the file are `shape.view`.
-        options: what the user said.
+        format: of the file.
+        shape: columns by which it was recognized; `shape.view` is the view of the file.
+        wanted: view that the method needs.
+        options: as the user gave them.
     """
 
     format: Format
@@ -38,18 +39,18 @@ class Reading:
     options: FormatOptions
 
     def __str__(self) -> str:
-        """The sentence that says what was seen, and how to have it otherwise."""
+        """One line for the log: the format, and the options that override it."""
         how = {("paired", "unpaired"): ", each pair as a desirable and an undesirable row",
                ("unpaired", "paired"): ", paired by prompt"}.get((self.shape.view, self.wanted), "")
-        return f"read as {self.format.name} {self.shape}{how}; --format and --columns read it otherwise"
+        return f"read as {self.format.name} {self.shape}{how}; override with --format or --columns"
 
 
 def renamed(rows: Sequence[RawRow], names: Mapping[str, str]) -> list[RawRow]:
-    """Rows with renamed columns; one that had the new name before gives way.
+    """Rows with renamed columns. A column that already has the new name is replaced.
 
     Args:
         rows: of a file.
-        names: the new name of each column.
+        names: new name of each column.
     """
     if not names:
         return list(rows)
@@ -62,16 +63,16 @@ def renamed(rows: Sequence[RawRow], names: Mapping[str, str]) -> list[RawRow]:
 
 
 def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: FormatOptions | None = None) -> Reading:
-    """How to read a file for a method.
+    """Decide how to read a file for a method.
 
     Args:
         rows: of the file, columns renamed.
-        wanted: what the method needs.
+        wanted: view that the method needs.
         source: name of the file, for errors.
-        options: what the user said.
+        options: as the user gave them.
 
     Raises:
-        DataError: if no format or several are possible, or what the user said has no effect.
+        DataError: if no format or several formats match, or an option has no effect.
     """
     options = options or FormatOptions()
     for view in NATIVE[wanted]:
@@ -87,7 +88,7 @@ def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: Format
 
 
 def view_of(rows: Sequence[RawRow], options: FormatOptions | None = None) -> View:
-    """What a file holds, by its columns: pairs, labeled completions, or completions."""
+    """The view of a file by its columns: pairs, labeled completions, or completions."""
     options = options or FormatOptions()
     if _claims(rows, "paired", options):
         return "paired"
@@ -100,7 +101,7 @@ Claim = tuple[Format, Shape]
 
 
 def _claims(rows: Iterable[RawRow], view: View, options: FormatOptions) -> list[Claim]:
-    """Formats and shapes whose columns some rows have, and whose look at the values does not disagree."""
+    """Formats and shapes whose columns some rows have and whose check of the values passes."""
     probes: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     sizes: Counter[tuple[str, ...]] = Counter()
     for row in rows:
@@ -116,16 +117,16 @@ def _claims(rows: Iterable[RawRow], view: View, options: FormatOptions) -> list[
             if shape.view != view:
                 continue
             having = [columns for columns in probes if set(shape.columns) <= set(columns)]
-            # Who names a format is believed, but a rating means nothing without a threshold.
+            # A format that the user names is not checked, except that ratings need a threshold.
             forced = options.format is not None and known.name != "rating"
-            if any(forced or known.fits(record, shape, options) for columns in having for record in probes[columns]):
+            if any(forced or known.matches(record, shape, options) for columns in having for record in probes[columns]):
                 found[known, shape] = sum(sizes[columns] for columns in having)
-    # A few odd rows do not decide for a whole file.
+    # A few odd rows do not decide the format of the file.
     return [claim for claim, count in found.items() if 2 * count >= max(found.values())]
 
 
 def _decide(claims: list[Claim], source: str) -> Claim:
-    """The claim with the most columns; among equals one that looked at values, then trl.
+    """The claim with the most columns; among equals one that checked values, then trl.
 
     Raises:
         DataError: if that leaves several formats.
@@ -137,28 +138,28 @@ def _decide(claims: list[Claim], source: str) -> Claim:
     names = {known.name: shape for known, shape in reversed(best)}
     if len(names) > 1:
         readings = " or ".join(f"{name} {shape}" for name, shape in reversed(names.items()))
-        raise DataError(f"{source}: its columns can be read as {readings}; say which with --format")
+        raise DataError(f"{source}: the columns match several formats: {readings}. Choose one with --format")
     return best[0]
 
 
 def _check_effect(reading: Reading, source: str) -> None:
-    """What the user said must change something.
+    """Check that the user's options have an effect.
 
     Raises:
-        DataError: naming the option that does not.
+        DataError: naming the option that has none.
     """
     options, view = reading.options, reading.shape.view
     name = reading.format.name
     if options.label_threshold is not None and not (
             name == "rating" or (name == "ultrafeedback" and view == "unpaired")):
-        raise DataError(f"{source}: label_threshold has no effect on {name} {reading.shape}: it is for columns "
-                        "'rating' and 'score' beside a completion")
+        raise DataError(f"{source}: --label-threshold has no effect on {name} {reading.shape}. It applies to the "
+                        "columns 'rating' and 'score' of a completion")
     if options.pair_by_prompt and (view, reading.wanted) != ("unpaired", "paired"):
-        raise DataError(f"{source}: pair_by_prompt has no effect: it makes pairs of labeled completions, and this is "
-                        f"{name} {reading.shape} for a method that takes {_HELD[reading.wanted]}")
+        raise DataError(f"{source}: --pair-by-prompt has no effect. It pairs labeled completions, but the file is "
+                        f"{name} {reading.shape} and the method takes {_CONTENT[reading.wanted]}")
 
 
-def _found(rows: Sequence[RawRow]) -> str:
+def _columns_of(rows: Sequence[RawRow]) -> str:
     found: dict[str, None] = {}
     for row in rows[:1000]:
         found.update(dict.fromkeys(row.record))
@@ -166,41 +167,41 @@ def _found(rows: Sequence[RawRow]) -> str:
 
 
 def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatOptions) -> str:
-    """Why no format fits, and what to do."""
+    """The error message if no format matches."""
     open_threshold = options.model_copy(update={"label_threshold": 0.0})
     if options.label_threshold is None and wanted != "single" and options.format in (None, "rating"):
         rated = [claim for claim in _claims(rows, "unpaired", open_threshold) if claim[0].name == "rating"]
         if rated and (wanted == "unpaired" or options.pair_by_prompt):
             column = rated[0][1].label
-            return (f"{source}: '{column}' is a rating, not a label: say with --label-threshold NUMBER from where on a "
-                    f"completion is desirable. Ratings: {_distribution(rows, column)}")
+            return (f"{source}: '{column}' is a rating, not a label. Set the lowest desirable rating with "
+                    f"--label-threshold NUMBER. Ratings: {_distribution(rows, column)}")
     known = FORMATS[options.format or "trl"]
     shapes = [shape for view in NATIVE[wanted][:1] for shape in known.shapes if shape.view == view]
     if options.format and not shapes:
-        return (f"{source}: format {known.name} holds no {_HELD[wanted]}; it has the columns "
+        return (f"{source}: format {known.name} does not contain {_CONTENT[wanted]}. Its columns are "
                 f"{' or '.join(map(str, known.shapes))}")
     hint = ""
     plain = options.model_copy(update={"format": None})
     if wanted == "paired" and _claims(rows, "unpaired", plain):
-        hint = (" These are single labeled completions: use `tropism kto`, or make pairs of those that answer one "
-                "prompt with --pair-by-prompt.")
+        hint = (" The file has labeled completions: use `tropism kto`, or pair those of the same prompt with "
+                "--pair-by-prompt.")
     elif wanted == "single" and _claims(rows, "paired", plain):
-        hint = (" These are pairs: use `tropism dpo`, or imitate one side of them with --columns completion=chosen.")
+        hint = " The file has pairs: use `tropism dpo`, or train on the chosen side with --columns completion=chosen."
     elif wanted == "unpaired" and _claims(rows, "single", plain):
-        hint = " These are completions without labels: use `tropism sft`."
+        hint = " The file has completions without labels: use `tropism sft`."
     needed = " or ".join(map(str, shapes))
-    others = "" if options.format else "; rename them with --columns, as in --columns prompt=question"
-    return f"{source}: no row has the columns {needed}, or those of another known format; found: {_found(rows)}" \
-           f"{others}.{hint}"
+    other, rename = ("", "") if options.format else (
+        ", or those of another known format", " Rename columns with --columns, as in --columns prompt=question.")
+    return f"{source}: no row has the columns {needed}{other}. Found: {_columns_of(rows)}.{rename}{hint}"
 
 
 def _distribution(rows: Sequence[RawRow], column: str) -> str:
-    """`1: 20 rows, 2: 31 rows`; of many different ratings the quartiles."""
-    values = sorted(parts.rating(row.record[column], column, row.place) for row in rows
+    """`1: 20 rows, 2: 31 rows`; the quartiles for more than 12 different ratings."""
+    values = sorted(fields.rating(row.record[column], column, row.place) for row in rows
                     if row.record.get(column) is not None)
     counts = Counter(values)
     if len(counts) <= 12:
-        return ", ".join(f"{value:g}: {count} rows" for value, count in counts.items()) or "none"
+        return ", ".join(f"{value:g}: {count_of(count, 'row')}" for value, count in counts.items()) or "none"
     quartiles = [values[(len(values) - 1) * quarter // 4] for quarter in range(5)]
-    return f"{len(values)} from {quartiles[0]:g} to {quartiles[4]:g}, quartiles " + ", ".join(
+    return f"{len(values)} rows, from {quartiles[0]:g} to {quartiles[4]:g}, quartiles " + ", ".join(
         f"{value:g}" for value in quartiles[1:4])

@@ -1,1 +1,1 @@
-"""Where rows come from: files, directories, hubs, Python objects."""
+"""Sources of records: files, directories, datasets on the hub, Python objects."""

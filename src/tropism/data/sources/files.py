@@ -1,4 +1,4 @@
-"""One file to records: JSON, JSONL, Parquet, Arrow, CSV and TSV, plain or compressed."""
+"""Reads the records of one file: JSON, JSONL, Parquet, Arrow, CSV or TSV, plain or compressed."""
 
 import csv
 import gzip
@@ -18,18 +18,18 @@ from tropism.errors import DataError
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
          ".feather": "arrow", ".csv": "csv", ".tsv": "tsv"}
 PACKINGS = (".gz", ".zst")
-# What pyarrow raises; a damaged file may also ask for more memory than there is, or hold a date that is none.
+# Errors that pyarrow raises. A corrupted file may also request too much memory, or contain invalid dates.
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, NotImplementedError, OverflowError, MemoryError)
 _PRINTED = re.compile(r"\[\{\s*['\"](?:role|content|from|value)['\"]\s*:")
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of a known kind.
+    """A data file.
 
     Args:
-        path: where it is.
-        name: what places call it.
+        path: of the file.
+        name: shown in the places of its rows.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class DataFile:
 
     @property
     def kind(self) -> str | None:
-        """Kind by the file's name; None if it is not known."""
+        """Kind by the file name; None if unknown."""
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
         if suffixes and suffixes[-1] in PACKINGS:
             suffixes.pop()
@@ -47,18 +47,18 @@ class DataFile:
         """Yield the rows of the file.
 
         Raises:
-            DataError: if its kind is not known, or a line of it cannot be read.
+            DataError: if its kind is unknown or a row cannot be read.
         """
         if self.kind is None:
-            raise DataError(f"{self.path}: unknown kind of file '{self.path.suffix}'; known are {', '.join(KINDS)}, "
-                            f"also with {' or '.join(PACKINGS)} behind")
+            raise DataError(f"{self.path}: unknown file type '{self.path.suffix}'. Known: {', '.join(KINDS)}, each "
+                            f"optionally with {' or '.join(PACKINGS)}")
         try:
             yield from _READERS[self.kind](self)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{self.path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
     def open(self) -> BinaryIO:
-        """The file's bytes, unpacked."""
+        """The decompressed bytes of the file."""
         packing = self.path.suffix.lower()
         if packing == ".gz":
             return gzip.open(self.path, "rb")  # type: ignore[return-value]
@@ -67,16 +67,16 @@ class DataFile:
         import pyarrow  # slow to import, and most data is JSONL
 
         if not pyarrow.Codec.is_available("zstd"):
-            raise DataError(f"{self.path}: this build of pyarrow cannot unpack zstd: install pyarrow from PyPI, or "
-                            "unpack the file")
+            raise DataError(f"{self.path}: this build of pyarrow cannot decompress zstd. Install pyarrow from PyPI, or "
+                            "decompress the file")
         return io.BufferedReader(pyarrow.input_stream(str(self.path), compression="zstd"))
 
 
 def mapping(record: Any, place: str) -> dict[str, Any]:
-    """A row as it must be.
+    """The record, if it is an object.
 
     Raises:
-        DataError: if it is not an object.
+        DataError: for anything else.
     """
     if not isinstance(record, dict):
         raise DataError(f"{place}: a row must be an object with named fields, not {type(record).__name__}")
@@ -84,10 +84,10 @@ def mapping(record: Any, place: str) -> dict[str, Any]:
 
 
 def _parse(content: bytes, name: str, line: int = 1) -> Any:
-    """JSON that begins at a line of a file.
+    """Parse JSON that begins at `line` of a file.
 
     Raises:
-        DataError: if it is none, with the line and column at which it stops to be.
+        DataError: if it is invalid, with line and column of the error.
     """
     try:
         return json.loads(content)
@@ -99,9 +99,9 @@ def _parse(content: bytes, name: str, line: int = 1) -> Any:
         raise DataError(f"{name}:{line + error.lineno - 1}: not valid JSON: {error.msg} at column {error.colno}"
                         ) from None
     except RecursionError:
-        raise DataError(f"{name}:{line}: nested too deeply to be read") from None
+        raise DataError(f"{name}:{line}: the JSON is nested too deeply") from None
     except ValueError as error:  # a number with thousands of digits
-        raise DataError(f"{name}:{line}: not readable: {error}") from None
+        raise DataError(f"{name}:{line}: cannot be read: {error}") from None
 
 
 def _jsonl(file: DataFile) -> Iterator[RawRow]:
@@ -114,7 +114,7 @@ def _jsonl(file: DataFile) -> Iterator[RawRow]:
 
 
 def _json(file: DataFile) -> Iterator[RawRow]:
-    """A JSON array of rows, an object with the rows under `data`, or JSONL that is called .json."""
+    """A JSON array of rows, an object with such an array under `data`, or JSONL in a file named .json."""
     with file.open() as stream:
         content = stream.read().removeprefix(b"\xef\xbb\xbf")
     first = content.lstrip()[:1]
@@ -132,7 +132,7 @@ def _json(file: DataFile) -> Iterator[RawRow]:
 
 
 def _is_jsonl(content: bytes) -> bool:
-    """Whether the first line is a row of its own, and not the whole file with its rows under `data`."""
+    """True if the first line is a row, and not an object with all rows under `data`."""
     first, _, rest = content.partition(b"\n")
     try:
         row = json.loads(first)
@@ -146,7 +146,7 @@ def _parquet(file: DataFile) -> Iterator[RawRow]:
 
     try:
         with file.open() as stream:
-            # A packed file has no random access, which Parquet needs.
+            # Parquet needs random access, which compressed files do not have.
             source = stream if file.path.suffix.lower() not in PACKINGS else io.BytesIO(stream.read())
             yield from _of_batches(file, parquet.ParquetFile(source).iter_batches(batch_size=1024))
     except _UNREADABLE as error:
@@ -154,7 +154,7 @@ def _parquet(file: DataFile) -> Iterator[RawRow]:
 
 
 def _arrow(file: DataFile) -> Iterator[RawRow]:
-    """Arrow's file format, which Feather is, or its stream format, in which the library datasets saves."""
+    """Arrow's file format (also Feather), or its stream format, which the datasets library writes."""
     import pyarrow
 
     try:
@@ -178,16 +178,15 @@ def _arrow(file: DataFile) -> Iterator[RawRow]:
 def _of_batches(file: DataFile, batches: Any) -> Iterator[RawRow]:
     number = 0
     for batch in batches:
-        batch.validate(full=True)  # a damaged file may point outside of itself
+        batch.validate(full=True)  # offsets of a corrupted file may point outside of it
         for record in batch.to_pylist():
             number += 1
-            # The columns stay, null or not; of the keys inside them only those that are not null were written by
-            # the user, the others come from neighboring rows.
+            # Null columns are kept. Null keys of nested objects are removed: they come from other rows.
             yield RawRow(f"{file.name}:row {number}", {key: _nested(entry) for key, entry in record.items()})
 
 
 def _nested(value: Any) -> Any:
-    """Without the None entries that a columnar file adds inside nested objects."""
+    """The value without None entries in nested objects, which columnar files add."""
     if isinstance(value, dict):
         return {key: _nested(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):
@@ -205,8 +204,8 @@ def _csv(file: DataFile) -> Iterator[RawRow]:
             for cells in reader:
                 place, end = f"{file.name}:{end + 1}", reader.line_num
                 if len(cells) > len(header):
-                    raise DataError(f"{place}: more fields than the header has; is a comma unquoted?")
-                if cells:  # a blank line has none; a short line leaves fields out: absent, not null
+                    raise DataError(f"{place}: more fields than in the header. Quote fields that contain the separator")
+                if cells:  # empty for a blank line; fields missing at the end are absent, not null
                     yield RawRow(place, {key: _cell(value, key, place)
                                          for key, value in zip(header, cells, strict=False)})
     except UnicodeDecodeError:
@@ -216,7 +215,7 @@ def _csv(file: DataFile) -> Iterator[RawRow]:
 
 
 def _undecodable(file: DataFile) -> str:
-    """The first line that is not UTF-8; text streams decode in blocks, and do not know."""
+    """The error for the first line that is not UTF-8. Text streams decode in blocks and do not know the line."""
     with file.open() as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -227,18 +226,18 @@ def _undecodable(file: DataFile) -> str:
 
 
 def _cell(value: str, column: str, place: str) -> Any:
-    """A CSV cell is text, unless it spells a list of messages.
+    """The text of a CSV cell, or the messages if it is JSON of a list of messages.
 
     Raises:
-        DataError: for messages as Python or numpy print them, which would be learned as text.
+        DataError: for messages as Python or numpy print them, which would be trained as text.
     """
     if value.startswith("[{") and value.rstrip().endswith("}]"):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
             if _PRINTED.match(value):
-                raise DataError(f"{place}: '{column}' holds messages as a program prints them, not as JSON: write them "
-                                "with json.dumps, or save the data as JSONL or Parquet") from None
+                raise DataError(f"{place}: '{column}' has messages in Python notation, not JSON. Write them with "
+                                "json.dumps, or save the data as JSONL or Parquet") from None
     return value
 
 

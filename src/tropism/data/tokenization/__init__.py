@@ -1,1 +1,1 @@
-"""Text and messages to token ids."""
+"""Turns text and messages into token ids."""

@@ -1,4 +1,4 @@
-"""Which chat template renders messages, and what it is given: options, templates of our own, and a look at them."""
+"""Chooses the chat template that renders messages, and its values: options, built-in templates, checks."""
 
 import json
 import re
@@ -18,14 +18,14 @@ from tropism.errors import ModelError, UsageError
 from tropism.options import Options
 
 NAMES = ("chatml", "gemma", "llama3", "phi3", "plain")
-"""Templates that come with the package."""
+"""Built-in templates."""
 
-_OURS = {"tools", "documents", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize",
+_RESERVED = {"tools", "documents", "messages", "conversation", "chat_template", "add_generation_prompt", "tokenize",
          "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
          "return_assistant_tokens_mask", "tokenizer_kwargs", "bos_token", "eos_token"}
 CONTROL_TOKEN = re.compile(r"<\|[a-zA-Z]\w*\|>|<(?:start|end)_of_turn>")
-"""How control tokens of chat templates are spelled."""
-_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # of transformers; jinja alone knows it not
+"""Matches the control tokens of common chat templates."""
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # an extension of transformers, unknown to jinja2
 
 
 class TemplateOptions(Options):
@@ -43,23 +43,23 @@ class TemplateOptions(Options):
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        """A mapping from Python or YAML is what the command line writes as JSON."""
+        """A mapping from Python or YAML as JSON, as on the command line."""
         return json.dumps(value) if isinstance(value, dict) else value
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _readable(cls, value: str | None) -> str | None:
+    def _valid_kwargs(cls, value: str | None) -> str | None:
         if value is not None:
-            taken = _OURS & set(parse_kwargs(value))
+            taken = _RESERVED & set(parse_kwargs(value))
             if taken:
-                raise ValueError(f"chat_template_kwargs: '{min(taken)}' is set by Tropism")
+                raise ValueError(f"'{min(taken)}' is set by Tropism")
         return value
 
     @field_validator("chat_template")
     @classmethod
-    def _there(cls, value: str | None) -> str | None:
+    def _exists(cls, value: str | None) -> str | None:
         if value is not None and value not in NAMES and not Path(value).expanduser().is_file():
-            raise ValueError(f"chat_template: {value!r} is neither a file nor one of {', '.join(NAMES)}")
+            raise ValueError(f"{value!r} is neither a file nor one of {', '.join(NAMES)}")
         return value
 
     @property
@@ -69,21 +69,21 @@ class TemplateOptions(Options):
 
 
 def parse_kwargs(text: str) -> dict[str, Any]:
-    """Values from JSON, or from `NAME=VALUE,NAME=VALUE`, where a value that is no JSON is text.
+    """Values from JSON or from `NAME=VALUE,NAME=VALUE`. A value that is not JSON is text.
 
     Raises:
-        ValueError: for what is neither.
+        ValueError: for anything else.
     """
     if text.lstrip().startswith("{"):
         try:
             return dict(json.loads(text))
         except json.JSONDecodeError as error:
-            raise ValueError(f"chat_template_kwargs: not valid JSON: {error}") from None
+            raise ValueError(f"not valid JSON: {error}") from None
     found: dict[str, Any] = {}
     for entry in text.split(",") if text.strip() else ():
         name, equals, value = entry.partition("=")
         if not (equals and name.strip().isidentifier()):
-            raise ValueError(f"chat_template_kwargs: {entry!r} is not NAME=VALUE, as in enable_thinking=false")
+            raise ValueError(f"{entry!r} is not NAME=VALUE, as in enable_thinking=false")
         try:
             found[name.strip()] = json.loads(value)
         except json.JSONDecodeError:
@@ -92,39 +92,39 @@ def parse_kwargs(text: str) -> dict[str, Any]:
 
 
 def template_text(named: str) -> str:
-    """The template that comes under a name, or that stands in a file.
+    """The text of a built-in template or of a template file.
 
     Raises:
-        UsageError: with FILE:LINE, for a file that cannot be read or is no template.
+        UsageError: for a file that cannot be read or is not a valid template.
     """
     if named in NAMES:
         return (resources.files("tropism.data") / "chat_templates" / f"{named}.jinja").read_text(encoding="utf-8")
     try:
         text = Path(named).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"chat_template: {named}: cannot be read: {error}") from None
+        raise UsageError(f"--chat-template: {named}: cannot be read: {error}") from None
     try:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", text))
     except jinja2.TemplateSyntaxError as error:
-        raise UsageError(f"chat_template: {named}:{error.lineno}: not a template: {error.message}") from None
+        raise UsageError(f"--chat-template: {named}:{error.lineno}: not a valid template: {error.message}") from None
     return text
 
 
 def make_renderer(tokenizer: Any, limits: Limits, options: TemplateOptions) -> Renderer:
-    """A renderer for these options.
+    """Build the renderer for these options.
 
-    The tokenizer keeps the template that was chosen: it is what generation and the exported model must use.
+    The chosen template is set on the tokenizer, since generation and the exported model must use it too.
 
     Raises:
         UsageError: for a template that cannot be read, or values that it does not use.
-        ModelError: where the tokenizer has no token for what a template of ours writes.
+        ModelError: if the tokenizer lacks a control token of a built-in template.
     """
     name = "the chat template"
     if options.chat_template is not None:
         text = template_text(options.chat_template)
         name = f"the chat template {options.chat_template}"
         if options.chat_template in NAMES:
-            _check_tokens(options.chat_template, _written(text, options.chat_template), tokenizer)
+            _check_tokens(options.chat_template, _control_tokens(text, options.chat_template), tokenizer)
         tokenizer.chat_template = text
     kwargs = options.template_kwargs
     _check_used(kwargs, tokenizer, name)
@@ -133,42 +133,42 @@ def make_renderer(tokenizer: Any, limits: Limits, options: TemplateOptions) -> R
 
 
 def check_effect(options: TemplateOptions, renderer: Renderer) -> None:
-    """After the rows have been rendered: options of templates do nothing for plain text.
+    """Check, after all rows were rendered, that template options had an effect.
 
     Raises:
-        UsageError: naming the first option that had no effect.
+        UsageError: naming the first option without one, which is any if the data is plain text.
     """
     if renderer.saw_messages:
         return
     for name in ("chat_template", "chat_template_kwargs", "system_prompt"):
         if getattr(options, name) is not None:
-            raise UsageError(f"{name} has no effect: the data is plain text, which no template renders. Give messages, "
-                             "or leave the option out")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect on plain text. Use data with messages, or "
+                             "remove the option")
     if options.supervise == "all":
-        raise UsageError("supervise 'all' has no effect: the data is plain text, without turns")
+        raise UsageError("--supervise all has no effect on plain text, which has no turns. Remove the option")
 
 
-def _check_tokens(name: str, written: set[str], tokenizer: Any) -> None:
-    missing = sorted(written - TextTokenizer(tokenizer).control.keys())
+def _check_tokens(name: str, needed: set[str], tokenizer: Any) -> None:
+    missing = sorted(needed - TextTokenizer(tokenizer).control.keys())
     if missing:
-        raise ModelError(f"chat_template {name}: the tokenizer has no token {', '.join(missing)}; take a template of "
-                         "the model's family, or plain, which needs none")
+        raise ModelError(f"--chat-template {name}: the tokenizer has no token {', '.join(missing)}. Use a template of "
+                         "the model's family, or `plain`, which needs none")
 
 
 def _check_used(kwargs: Mapping[str, Any], tokenizer: Any, name: str) -> None:
-    """Jinja takes any name in silence."""
+    """Check that the template uses every value, since jinja2 ignores unknown names."""
     template = tokenizer.chat_template
     text = "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template or "")
     words = set(re.findall(r"\w+", text))
     for given in kwargs:
         if given not in words:
             close = get_close_matches(given, words, n=1)
-            raise UsageError(f"chat_template_kwargs: {name} does not use '{given}'"
-                             + (f", did you mean {close[0]}?" if close else ""))
+            raise UsageError(f"--chat-template-kwargs: {name} does not use '{given}'"
+                             + (f". Did you mean {close[0]}?" if close else ""))
 
 
-def _written(text: str, name: str) -> set[str]:
-    """Control tokens that a template of ours writes."""
-    if name == "phi3":  # it puts the role into the token
+def _control_tokens(text: str, name: str) -> set[str]:
+    """Control tokens of a built-in template."""
+    if name == "phi3":  # its control tokens contain the role
         return {"<|user|>", "<|assistant|>", "<|end|>"}
     return set(CONTROL_TOKEN.findall(text))

@@ -1,4 +1,4 @@
-"""Text to token ids: chat template, border between prompt and completion, terminator, truncation."""
+"""Turns a row into token ids: chat template, border of prompt and completion, terminator, truncation."""
 
 import hashlib
 import re
@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
-from tropism.data.tokenization.tokenizer import TextTokenizer, says_nothing
+from tropism.data.tokenization.tokenizer import TextTokenizer, is_invisible
 from tropism.data.tokenization.truncate import Limits, PromptCutter, fit
 from tropism.data.tree import Completion, token_ids
 from tropism.errors import DataError, ModelError
@@ -16,26 +16,26 @@ from tropism.errors import DataError, ModelError
 _SYSTEM = ("system", "developer")
 _TOOLS = re.compile(r"\btools\b")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_PRIVATE = "\U000f0000"  # first of the private-use characters that stand in for spelled control tokens
+_PRIVATE = "\U000f0000"  # first of the private-use characters that replace control tokens in user text
 
 
 class Renderer:
     """Turns rows into token ids.
 
-    Prompt ids are exactly the ids that generation would be given. Completion ids are the text that the chat
-    template renders for the answer, up to and including its terminator; one EOS where it has none.
+    Prompt ids are exactly the ids that generation would get. Completion ids are the text that the chat template
+    renders for the completion, including its terminator, or one EOS if it has none.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         limits: token limits.
-        supervise: which assistant messages of a completion count: the `last`, or `all` of a conversation.
+        supervise: supervised assistant messages: the `last`, or `all` of a conversation.
         template_kwargs: values for the chat template.
-        system_prompt: system message of conversations that have none.
-        template_name: what errors call the chat template.
+        system_prompt: system message for conversations without one.
+        template_name: name of the chat template in errors.
 
     Attributes:
-        stop_ids: terminators of the answers rendered so far.
-        saw_messages: whether any row had messages; a template does nothing for plain text.
+        stop_ids: terminators of the completions rendered so far.
+        saw_messages: True if any row had messages. Plain text uses no template.
     """
 
     def __init__(self, tokenizer: Any, limits: Limits, supervise: Literal["last", "all"] = "last", *,
@@ -52,49 +52,49 @@ class Renderer:
         self._last_prompt: tuple[str, dict[str, str], list[int]] | None = None
 
     def encode(self, row: Row) -> EncodedRow | Dropped:
-        """Token ids of a row after truncation, or the reason why it is left out.
+        """Token ids of a row after truncation, or the reason for dropping it.
 
         Raises:
-            DataError: if the chat template refuses the row's messages.
+            DataError: if the chat template rejects the messages of the row.
             ModelError: if the row has messages and the tokenizer has no chat template.
         """
         try:
             return self._encode(row)
         except RecursionError:
-            raise DataError(f"{row.place}: messages or tools are nested too deeply to be read") from None
+            raise DataError(f"{row.place}: messages or tools are nested too deeply") from None
 
     def _encode(self, row: Row) -> EncodedRow | Dropped:
         notes: set[str] = set()
         if isinstance(row.prompt, str):
             cutter, split = self._plain_prompt(row.prompt)
-            spoken = [self._plain_completion(row.prompt, cutter.ids, str(text), notes) for text in row.completions]
+            encoded = [self._plain_completion(row.prompt, cutter.ids, str(text), notes) for text in row.completions]
         else:
             self.saw_messages = True
             conversation = _Conversation(self, row)
             cutter, split = conversation.cutter, conversation.split_text
-            spoken = [conversation.completion(tuple(answer), notes)  # type: ignore[arg-type]
-                      for answer in row.completions if cutter.ids]
+            encoded = [conversation.completion(tuple(messages), notes)  # type: ignore[arg-type]
+                       for messages in row.completions if cutter.ids]
             if conversation.spelled:
                 notes.add("control_spelled")
-        if any(says_nothing(answer if isinstance(answer, str) else answer[-1].get("content") or " ")
-               and not (isinstance(answer, tuple) and answer[-1].get("tool_calls")) for answer in row.completions):
+        if any(is_invisible(given if isinstance(given, str) else given[-1].get("content") or " ")
+               and not (isinstance(given, tuple) and given[-1].get("tool_calls")) for given in row.completions):
             notes.add("unseen")
         if not cutter.ids:
-            return Dropped(row.place, Reason.EMPTY_PROMPT, "the prompt has no token to predict from")
-        completions = [completion for completion in spoken if completion is not None]
-        if len(completions) < len(spoken):
-            return Dropped(row.place, Reason.EMPTY_COMPLETION, "an answer has no token but its end")
+            return Dropped(row.place, Reason.EMPTY_PROMPT, "the prompt has no tokens")
+        completions = [completion for completion in encoded if completion is not None]
+        if len(completions) < len(encoded):
+            return Dropped(row.place, Reason.EMPTY_COMPLETION, "a completion has no tokens besides its terminator")
         prompt_ids, kept = fit(cutter, completions, self.limits)
         if any(completion is None for completion in kept):
             return Dropped(row.place, Reason.NO_SUPERVISED_TOKEN,
-                           f"no supervised token after truncation to {self.limits.max_length} "
-                           f"(prompt {len(cutter.ids)})")
+                           f"no supervised token after truncation to {self.limits.max_length} tokens "
+                           f"(the prompt has {len(cutter.ids)})")
         final = [completion for completion in kept if completion is not None]
         if len(final) == 2 and final[0].key == final[1].key:
-            return Dropped(row.place, Reason.IDENTICAL_PAIR, "both sides are equal (after truncation)")
+            return Dropped(row.place, Reason.IDENTICAL_PAIR, "chosen and rejected are equal after truncation")
         if len(prompt_ids) < len(cutter.ids):
             notes.add("prompt_cut")
-        if any(short is not whole for short, whole in zip(final, completions, strict=True)):
+        if any(short is not full for short, full in zip(final, completions, strict=True)):
             notes.add("completion_cut")
         return EncodedRow(row.id, row.place, token_ids(prompt_ids), tuple(final), row.desirable,
                           hashlib.blake2b(split.encode("utf-8", "surrogatepass"), digest_size=16).digest(),
@@ -102,8 +102,8 @@ class Renderer:
 
     def _plain_prompt(self, text: str) -> tuple[PromptCutter, str]:
         ids = self.text.encode_prompt(text)
-        lead = 1 if ids and ids[0] == self.text.bos_id else 0
-        return PromptCutter(ids, head=(lead,)), text
+        bos = 1 if ids and ids[0] == self.text.bos_id else 0
+        return PromptCutter(ids, head=(bos,)), text
 
     def _plain_completion(self, prompt: str, prompt_ids: list[int], text: str, notes: set[str]) -> Completion | None:
         ids, exact = self.text.continue_text(prompt, prompt_ids, text)
@@ -111,55 +111,55 @@ class Renderer:
             notes.add("text_changed")
         eos = self.text.eos_id
         assert eos is not None
-        if not ids:  # a normalizer may take away all there is
+        if not ids:  # a normalizer may remove everything
             return None
         self.stop_ids.add(eos)
         return Completion.supervised(ids if ids[-1] == eos else [*ids, eos])
 
     def template(self, messages: Sequence[Message], row: Row, *, generate: bool) -> str:
-        """The chat template's text for messages, with or without the start of an answer.
+        """The chat template's text for messages, with the generation prompt if `generate`.
 
         Raises:
-            DataError: if the template refuses the messages, or would leave the row's tools out.
+            DataError: if the template rejects the messages or does not use the row's tools.
             ModelError: if there is no template.
         """
         tokenizer = self.text.tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            raise ModelError("the data has messages, and this tokenizer has no chat template; use an instruct "
-                             "model, or data with plain text prompts")
+            raise ModelError("the data has messages, but the tokenizer has no chat template. Set --chat-template, or "
+                             "use an instruct model or plain text prompts")
         if row.tools and _TOOLS.search(str(tokenizer.chat_template)) is None:
-            raise DataError(f"{row.place}: the row has tools, and {self.template_name} has no place for them; choose "
-                            "another with --chat-template, or take the column 'tools' out")
-        # What is null is not there: some releases of transformers let templates write the word None.
+            raise DataError(f"{row.place}: the row has tools, but {self.template_name} does not use them. Choose "
+                            "another with --chat-template, or remove the column 'tools'")
+        # Without null values: some releases of transformers let templates write the word None.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             text = str(tokenizer.apply_chat_template(
                 given, tools=list(row.tools) if row.tools else None,
                 add_generation_prompt=generate, tokenize=False, **self.template_kwargs))
-        except Exception as error:  # whatever a template raises is about this row
-            raise DataError(f"{row.place}: {self.template_name} refuses these messages: {error}") from error
+        except Exception as error:  # templates may raise anything
+            raise DataError(f"{row.place}: {self.template_name} rejects these messages: {error}") from error
         if not text.isascii():
             try:
                 text.encode()
-            except UnicodeEncodeError:  # a role, or a key of a tool; contents have been looked at
-                raise DataError(f"{row.place}: a message or tool holds half a character (a lone surrogate), which no "
-                                "tokenizer reads") from None
+            except UnicodeEncodeError:  # in a role or a key of a tool; contents were checked before
+                raise DataError(f"{row.place}: a message or tool has a lone surrogate, which tokenizers do not "
+                                "accept. Fix the text's encoding") from None
         return text
 
     def prompt(self, text: str, spelled: dict[str, str]) -> list[int]:
-        """Ids of a rendered prompt; neighboring rows often share it, so the last one is remembered."""
+        """Ids of a rendered prompt. The last one is cached, since neighboring rows often share it."""
         last = self._last_prompt
         if last is None or last[:2] != (text, spelled):
             last = self._last_prompt = (text, spelled, self.encode_text(text, spelled))
         return last[2]
 
     def encode_text(self, text: str, spelled: dict[str, str]) -> list[int]:
-        """Ids of rendered text; the keys of `spelled` stand in it for control tokens that a user wrote out."""
+        """Ids of rendered text, in which the keys of `spelled` replace control tokens in user text."""
         return self.text.encode_spelled(text, spelled) if spelled else self.text.encode(text)
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in messages or tools, however deep."""
+    """Every text in messages or tools, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -171,14 +171,14 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _tool_name(tool: Any) -> str:
-    """Name in a schema or a call; empty if it has none, or one that a template may show with quotes or escapes."""
+    """Name of a tool in a schema or call; empty if there is none, or if a template may quote or escape it."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else None
     name = inner.get("name") if isinstance(inner, dict) else None
     return name if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) else ""
 
 
 class _Conversation:
-    """One row of messages on its way to ids."""
+    """The encoding of one row of messages."""
 
     def __init__(self, renderer: Renderer, row: Row) -> None:
         self.renderer = renderer
@@ -189,45 +189,45 @@ class _Conversation:
         self._masks = self._find_spelled(prompt, row.completions, row.tools)
         self.row = replace(row, tools=tuple(self._masked(row.tools)) if row.tools else None)
         self.prompt: list[Message] = self._masked(prompt)
-        self.answers_from = len(self.prompt)
+        self.completions_start = len(self.prompt)
         if renderer.supervise == "all":
-            # An assistant that opens the conversation answers nothing: its greeting is context.
+            # A greeting with which the assistant opens the conversation is context, not a completion.
             first = next((i for i, message in enumerate(self.prompt) if i and message["role"] == "assistant"), None)
-            self.answers_from = len(self.prompt) if first is None else first
-        head = self.prompt[: self.answers_from]
+            self.completions_start = len(self.prompt) if first is None else first
+        head = self.prompt[: self.completions_start]
         self.prompt_text = renderer.template(head, self.row, generate=True) if head else ""
         if head:
             self._check_tools()
         ids = renderer.prompt(self.prompt_text, self.spelled) if self.prompt_text else []
         self.cutter = PromptCutter(ids, self._head(head, ids), lambda: self._shorter(head))
         users = [message.get("content") or "" for message in prompt if message["role"] == "user"]
-        # Not the whole prompt: a later turn of a conversation holds the answers to its first turn.
+        # The first user message only: prompts of later turns contain the completions of earlier ones.
         self.split_text = str(users[0]) if users else self.prompt_text
 
     def _check_tools(self) -> None:
-        """T4: a template that looks for a schema's name elsewhere than the user has it shows nothing, in silence."""
+        """T4: a template that expects tool schemas of another form silently renders nothing."""
         for tool in self.row.tools or ():
             if (name := _tool_name(tool)) and name not in self.prompt_text:
-                raise DataError(f"{self.row.place}: tool '{name}' does not reach the prompt: "
-                                f"{self.renderer.template_name} wants schemas of another shape, most likely "
+                raise DataError(f"{self.row.place}: tool '{name}' is missing in the rendered prompt: "
+                                f"{self.renderer.template_name} needs schemas in another form, probably "
                                 '{"type": "function", "function": {"name": ...}}')
 
-    def _check_calls(self, answer: Message, rendered: str) -> None:
-        """M5: an answer that is a call of a tool would be learned as nothing but an end."""
-        calls = answer.get("tool_calls")
+    def _check_calls(self, message: Message, rendered: str) -> None:
+        """M5: a tool call that the template does not render would be trained as a terminator only."""
+        calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
             if (name := _tool_name(call)) and name not in rendered:
-                raise DataError(f"{self.row.place}: {self.renderer.template_name} does not show the answer's call of "
-                                f"'{name}', so there is nothing to learn of it; choose another with --chat-template")
+                raise DataError(f"{self.row.place}: {self.renderer.template_name} does not render the call of "
+                                f"'{name}'. Choose another with --chat-template")
 
     def _find_spelled(self, *given: Any) -> dict[str, str]:
-        """Map each control token that messages or tools spell out to a private-use character of its own."""
-        whole = "\n".join(_texts(given))
-        names = sorted({match.group() for match in self.renderer.text.control_pattern.finditer(whole)})
+        """Map each control token in the text of messages or tools to a private-use character of its own."""
+        text = "\n".join(_texts(given))
+        names = sorted({match.group() for match in self.renderer.text.control_pattern.finditer(text)})
         masks: dict[str, str] = {}
         mark = ord(_PRIVATE)
         for name in names:
-            while chr(mark) in whole:
+            while chr(mark) in text:
                 mark += 1
             masks[name] = chr(mark)
             self.spelled[chr(mark)] = name
@@ -235,7 +235,7 @@ class _Conversation:
         return masks
 
     def _masked(self, value: Any) -> Any:
-        """Messages or tools with private-use characters in place of spelled control tokens."""
+        """Messages or tools with private-use characters instead of control tokens."""
         if not self._masks:
             return value
         if isinstance(value, str):
@@ -250,18 +250,18 @@ class _Conversation:
         return self.renderer.encode_text(text, self.spelled)
 
     def _head(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
-        """Lengths of the leading tokens that a cut keeps: the BOS; and the system message where it fits."""
+        """Numbers of first tokens that truncation keeps: the BOS, or BOS and system message."""
         bos = 1 if ids and ids[0] == self.renderer.text.bos_id else 0
         if not messages or messages[0]["role"] != "system":
             return (bos,)
         try:
             system = self._encode(self.renderer.template(messages[:1], self.row, generate=False))
-        except DataError:  # a template that wants a user message first
+        except DataError:  # the template needs a user message first
             return (bos,)
         return (bos, len(system)) if ids[: len(system)] == system else (bos,)
 
     def _shorter(self, messages: Sequence[Message]) -> list[list[int]]:
-        """The prompt without its oldest turns, at user messages, longest first; the system message stays."""
+        """The prompt without its oldest turns, longest first. Each begins with the system and a user message."""
         lead = 1 if messages and messages[0]["role"] == "system" else 0
         starts = [i for i, message in enumerate(messages) if message["role"] == "user" and i > lead]
         shorter = []
@@ -270,34 +270,34 @@ class _Conversation:
             shorter.append(self._encode(self.renderer.template(kept, self.row, generate=True)))
         return shorter
 
-    def completion(self, answer: Sequence[Message], notes: set[str]) -> Completion | None:
-        """Ids of everything after the prompt, with the supervised assistant messages marked; None if they are empty."""
-        rest = [*self.prompt[self.answers_from :], *(self._masked(message) for message in answer)]
-        head = self.prompt[: self.answers_from]
-        spoken = [i for i, message in enumerate(rest) if message["role"] == "assistant"]
-        supervised = spoken if self.renderer.supervise == "all" else spoken[-1:]
+    def completion(self, messages: Sequence[Message], notes: set[str]) -> Completion | None:
+        """Ids after the prompt, with a mask of the supervised assistant messages; None if these are empty."""
+        rest = [*self.prompt[self.completions_start :], *(self._masked(message) for message in messages)]
+        head = self.prompt[: self.completions_start]
+        assistant = [i for i, message in enumerate(rest) if message["role"] == "assistant"]
+        supervised = assistant if self.renderer.supervise == "all" else assistant[-1:]
         ids: list[int] = []
         mask: list[bool] = []
-        before, before_ids, words = self.prompt_text, self.cutter.ids, 0
+        before, before_ids, content_tokens = self.prompt_text, self.cutter.ids, 0
         for i in supervised:
             start = self.prompt_text if i == 0 and head else self.renderer.template(
                 [*head, *rest[:i]], self.row, generate=True)
-            if start != before:  # turns between the last supervised answer and this one
+            if start != before:  # turns between the last supervised message and this one
                 between, exact = self._between(before, before_ids + ids, start)
                 if not exact:
                     notes.add("text_changed")
                 ids += between
                 mask += [False] * len(between)
-            text, stop = self._answer([*head, *rest[: i + 1]], start, notes)
+            text, stop = self._render_message([*head, *rest[: i + 1]], start, notes)
             new, exact = self._continue(start, self.cutter.ids + ids, text)
             if not exact:
                 notes.add("text_changed")
             ids += [*new, stop]
             self.renderer.stop_ids.add(stop)
             mask += [True] * (len(new) + 1)
-            words += len(new)
+            content_tokens += len(new)
             before = start + text + self._spell(stop)
-        if not words:
+        if not content_tokens:
             return None
         array = Completion.supervised(ids)
         if all(mask):
@@ -308,43 +308,42 @@ class _Conversation:
         return self.renderer.text.decode([token_id])
 
     def _between(self, before: str, ids: list[int], start: str) -> tuple[list[int], bool]:
-        """Ids of the text from the last terminator to the start of the next answer."""
+        """Ids of the text from the last terminator to the start of the next supervised message."""
         if not start.startswith(before):
-            raise DataError(f"{self.row.place}: {self.renderer.template_name} renders earlier turns differently once "
-                            "the conversation goes on, so not all turns can be supervised at once; --supervise last "
-                            "learns the last one")
+            raise DataError(f"{self.row.place}: {self.renderer.template_name} renders earlier turns differently when "
+                            "later ones follow, so --supervise all is unsupported. Use --supervise last")
         return self._continue(before, ids, start[len(before) :])
 
     def _continue(self, before: str, ids: list[int], text: str) -> tuple[list[int], bool]:
         return self.renderer.text.continue_text(before, ids, text, self.spelled)
 
-    def _answer(self, conversation: Sequence[Message], start: str, notes: set[str]) -> tuple[str, int]:
-        """The answer as the template renders it, without terminator; and the terminator's id."""
+    def _render_message(self, conversation: Sequence[Message], start: str, notes: set[str]) -> tuple[str, int]:
+        """The last message as the template renders it, without its terminator, and the terminator's id."""
         text, content = self.renderer.text, conversation[-1].get("content") or ""
         full = self.renderer.template(conversation, self.row, generate=False)
         if not full.startswith(start):
-            # The generation prompt adds text that a finished answer does not have (a thinking tag, say).
+            # The generation prompt has text that finished messages lack, such as a thinking tag.
             found = text.without_control(full).rfind(content.strip())
             if found < 0 or not content.strip():
-                raise DataError(f"{self.row.place}: {self.renderer.template_name} does not show the answer as it is "
-                                "written, so its tokens cannot be told apart; choose another with --chat-template")
+                raise DataError(f"{self.row.place}: {self.renderer.template_name} changes the text of the completion, "
+                                "so its tokens cannot be located. Choose another with --chat-template")
             start = full[:found]
         rendered = full[len(start) :]
         if content.strip() and not rendered.strip():
-            raise DataError(f"{self.row.place}: {self.renderer.template_name} shows nothing of the answer, so there is "
-                            "nothing to learn; choose another with --chat-template")
+            raise DataError(f"{self.row.place}: {self.renderer.template_name} does not render the completion. Choose "
+                            "another with --chat-template")
         plain = text.without_control(rendered)
         self._check_calls(conversation[-1], rendered)
-        if content not in plain:  # it trims, say
+        if content not in plain:  # the template trims it, for example
             notes.add("text_changed")
         shown = content if content in plain else content.strip()
-        # A tool call has no content; and white space alone is found anywhere.
+        # A tool call has no content, and white space alone would be found anywhere.
         end = plain.rfind(shown) + len(shown) if shown.strip() and shown in plain else 0
         if stop := text.terminator(rendered, end, content_shown=end > 0):
             return rendered[: stop.start()], text.control[stop.group()]
         notes.add("eos_added")
         assert text.eos_id is not None
-        # White space behind the answer is the template's way to part turns, not part of the answer.
+        # White space after the content separates turns and is not part of the completion.
         tail = rendered[end:]
         return rendered[:end] + (tail if tail.strip() else ""), text.eos_id
 

@@ -1,4 +1,4 @@
-"""A tokenizer as training needs it: control tokens known by name, text at a border, one terminator."""
+"""Wraps a tokenizer for training: control tokens by name, exact text at borders, terminators."""
 
 import copy
 import json
@@ -13,31 +13,31 @@ from typing import Any
 
 from tropism.errors import ModelError
 
-_WINDOW = 16  # tokens of context in which a completion's text is checked against its ids
-# Neither white space nor format characters by their category, and yet nobody sees them: fillers, an empty Braille
+_WINDOW = 16  # tokens of context for checking that ids decode to their text
+# Invisible characters that are neither white space nor format characters by category: fillers, an empty Braille
 # pattern, a joiner, variation selectors.
-_UNSEEN = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0" + "".join(map(chr, range(0xFE00, 0xFE10))))
+_INVISIBLE = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0" + "".join(map(chr, range(0xFE00, 0xFE10))))
 
 
 def visible(text: str) -> str:
-    """A text with line ends and what no terminal should be sent spelled out."""
+    """A text with line ends and unprintable characters escaped."""
     return text if text.isprintable() else "".join(
         c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
-def says_nothing(text: str) -> bool:
-    """Whether a text is empty to the eye: white space, control and format characters (a zero width space, say)."""
-    return all(char.isspace() or char in _UNSEEN or unicodedata.category(char) in ("Cc", "Cf") for char in text)
+def is_invisible(text: str) -> bool:
+    """True for a text of white space, control and format characters only, such as a zero-width space."""
+    return all(char.isspace() or char in _INVISIBLE or unicodedata.category(char) in ("Cc", "Cf") for char in text)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token for a person's eyes.
+    """One token for display.
 
     Args:
         id: its id.
-        text: what it adds to the text before it; the vocabulary's own spelling where that is no whole character.
-        supervised: whether it is learned.
+        text: the text that it adds; the vocabulary's spelling if it is only a part of a character.
+        supervised: True if it is supervised.
     """
 
     id: int
@@ -46,15 +46,15 @@ class Piece:
 
     @property
     def visible(self) -> str:
-        """The text as `visible` shows it."""
+        """The text, escaped by `visible`."""
         return visible(self.text)
 
 
 class TextTokenizer:
     """Wraps a Hugging Face tokenizer; every id that Tropism trains on comes from here.
 
-    Control tokens are all tokens that the tokenizer matches before it looks at text (its added tokens), but for
-    runs of white space, which some tokenizers add for code.
+    Control tokens are the tokenizer's added tokens, which it matches before all other text, except runs of white
+    space, which some tokenizers add for code.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -62,7 +62,8 @@ class TextTokenizer:
         self.bos_id: int | None = tokenizer.bos_token_id
         self.eos_id: int | None = tokenizer.eos_token_id
         if self.eos_id is None:
-            raise ModelError("the tokenizer has no eos token, so an answer could never end; set `eos_token`")
+            raise ModelError("the tokenizer has no EOS token, so a completion could never end. Set `eos_token` in its "
+                             "tokenizer_config.json")
         added = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
         for name in (tokenizer.eos_token, tokenizer.bos_token):
             if name:
@@ -76,74 +77,75 @@ class TextTokenizer:
         self.control_pattern = _any_of(self.control)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = copy.deepcopy(backend) if backend is not None else None
-        if self._backend is not None:  # limits of ours are explicit; a limit stored in the file would be silent
+        if self._backend is not None:  # limits come from options; a limit stored in the file would apply silently
             self._backend.no_truncation()
             self._backend.no_padding()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of text in which control tokens are control tokens; nothing is put around it."""
+        """Ids of text, with control tokens parsed and no tokens added around it."""
         if self._backend is not None:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids that generation gets for a plain text prompt: what the tokenizer puts in front stays
-        (a BOS), what it would put behind (an EOS, in some) does not, since the text goes on."""
-        if not text:  # nothing to tell front from behind by
+        """Ids that generation gets for a plain text prompt: with the tokens that the tokenizer adds before the text
+        (a BOS), but without those that it adds after it (an EOS, in some), since the text continues."""
+        if not text:  # with a letter, tokens before and after can be told apart
             filled = self.encode_prompt("a")
             return filled[: len(filled) - len(self.encode("a"))]
         bare = self.encode(text)
         full = list(self.tokenizer(text)["input_ids"])
-        lead = len(full) - len(bare)
-        while lead > 0 and full[lead : lead + len(bare)] != bare:
-            lead -= 1
-        ids = full[: lead + len(bare)] if full[lead : lead + len(bare)] == bare else full
+        added = len(full) - len(bare)
+        while added > 0 and full[added : added + len(bare)] != bare:
+            added -= 1
+        ids = full[: added + len(bare)] if full[added : added + len(bare)] == bare else full
         while self.bos_id is not None and ids[:2] == [self.bos_id] * 2:
-            ids = ids[1:]  # the user's text spells the BOS that the tokenizer adds: once is right
+            ids = ids[1:]  # the text contains the BOS that the tokenizer adds; one is enough
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, control tokens spelled out."""
+        """Text of ids, including control tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def pieces(self, ids: Sequence[int], before: Sequence[int] = (), mask: Sequence[bool] = ()) -> list[Piece]:
-        """Tokens one by one.
+        """Tokens for display.
 
         Args:
             ids: the tokens.
-            before: what stands in front of them, which may change how the first one reads.
-            mask: which are supervised; none by default.
+            before: tokens before them, which may change the text of the first one.
+            mask: True for supervised tokens; none by default.
         """
-        whole = [*before[-_WINDOW:], *ids]
-        start = len(whole) - len(ids)
+        context = [*before[-_WINDOW:], *ids]
+        start = len(context) - len(ids)
         found = []
         for number, token_id in enumerate(ids):
             left = max(start + number - _WINDOW, 0)
-            lead = self.decode(whole[left : start + number])
-            grown = self.decode(whole[left : start + number + 1])
-            text = grown[len(lead) :] if grown.startswith(lead) else ""
-            if not text or "\ufffd" in text:  # part of a character, or what a decoder swallows
+            shorter = self.decode(context[left : start + number])
+            longer = self.decode(context[left : start + number + 1])
+            text = longer[len(shorter) :] if longer.startswith(shorter) else ""
+            if not text or "\ufffd" in text:  # a part of a character, or removed by the decoder
                 text = str(self.tokenizer.convert_ids_to_tokens(token_id))
             found.append(Piece(token_id, text, bool(mask) and bool(mask[number])))
         return found
 
     def supervised_text(self, before: Sequence[int], ids: Sequence[int], mask: Sequence[bool]) -> list[str]:
-        """M1: the exact text that is learned: decoded behind what stands in front, one entry per stretch."""
+        """M1: the exact supervised text, decoded in its context, one entry per supervised stretch."""
         found: list[str] = []
         position = 0
         for learned, group in groupby(mask):
             end = position + len(list(group))
             if learned:
-                lead, whole = (self.decode([*before, *ids[:stop]]) for stop in (position, end))
-                found.append(whole[len(lead) :] if whole.startswith(lead) else self.decode(list(ids[position:end])))
+                shorter, longer = (self.decode([*before, *ids[:stop]]) for stop in (position, end))
+                found.append(longer[len(shorter) :] if longer.startswith(shorter)
+                             else self.decode(list(ids[position:end])))
             position = end
         return found
 
     def encode_spelled(self, text: str, spelled: Mapping[str, str]) -> list[int]:
-        """Ids of rendered text in which the keys of `spelled` stand for control tokens that a user wrote out.
+        """Ids of rendered text, in which the keys of `spelled` replace control tokens in user text.
 
-        Those become plain characters: they are encoded by a copy of the tokenizer that knows no control
-        tokens, together with the text around them, up to the next true control token.
+        These are encoded as plain characters: a copy of the tokenizer without control tokens encodes them with the
+        text around them, up to the next real control token.
         """
         ids: list[int] = []
         position = 0
@@ -160,7 +162,7 @@ class TextTokenizer:
         return ids
 
     def _strip(self, piece: str, *, before: str, after: str) -> str:
-        """Honor control tokens that swallow the white space beside them."""
+        """Strip white space next to control tokens that absorb it."""
         tokens = {str(token): token for token in self.tokenizer.added_tokens_decoder.values()}
         if before in tokens and tokens[before].lstrip:
             piece = piece.rstrip()
@@ -181,22 +183,22 @@ class TextTokenizer:
         from tokenizers import Tokenizer
 
         if self._backend is None:
-            raise ModelError("this tokenizer has no fast backend, so control tokens spelled out in a message "
-                             "cannot be told from true ones")
+            raise ModelError("the tokenizer has no fast backend, so control tokens in the text of a message cannot be "
+                             "told from real ones. Use a fast tokenizer")
         state = json.loads(self._backend.to_str())
         state["added_tokens"], state["post_processor"] = [], None
         if not first:
             _set_prepend_scheme(state.get("pre_tokenizer"), "never")
-        _forget(state["model"], self.control)
+        _remove_pieces(state["model"], self.control)
         return Tokenizer.from_str(json.dumps(state))
 
     def continue_text(self, prompt_text: str, prompt_ids: list[int], text: str,
                       spelled: Mapping[str, str] = MappingProxyType({})) -> tuple[list[int], bool]:
-        """Ids of `text` as the continuation of a prompt, and whether they decode to exactly that text.
+        """Ids of `text` as the continuation of a prompt, and True if they decode to exactly that text.
 
-        The first of three encodings that is exact wins: the text alone; the text behind the prompt, where
-        the joint ids begin with the prompt's ids; the text behind a newline (for tokenizers that put a space
-        in front of whatever comes first). `spelled` is as in `encode_spelled`.
+        The first exact one of three encodings is used: the text alone; the text after the prompt, if the joint ids
+        begin with the prompt's ids; the text after a newline, for tokenizers that add a space before the first word.
+        `spelled` is as in `encode_spelled`.
         """
         def encode(piece: str) -> list[int]:
             return self.encode_spelled(piece, spelled) if spelled else self.encode(piece)
@@ -207,9 +209,9 @@ class TextTokenizer:
             return alone, True
         bare, joint = encode(prompt_text), encode(prompt_text + text)
         if joint[: len(bare)] == bare and prompt_ids[len(prompt_ids) - len(bare) :] == bare:
-            behind = joint[len(bare) :]
-            if self._continues(prompt_ids, behind, wanted):
-                return behind, True
+            after = joint[len(bare) :]
+            if self._continues(prompt_ids, after, wanted):
+                return after, True
         anchor, anchored = encode("\n"), encode("\n" + text)
         if anchored[: len(anchor)] == anchor and self._continues(prompt_ids, anchored[len(anchor) :], wanted):
             return anchored[len(anchor) :], True
@@ -217,22 +219,21 @@ class TextTokenizer:
 
     @staticmethod
     def spell_out(text: str, spelled: Mapping[str, str]) -> str:
-        """Rendered text with the control tokens that a user wrote out put back."""
+        """Rendered text with the control tokens of user text restored."""
         for marker, name in spelled.items():
             text = text.replace(marker, name)
         return text
 
     def terminator(self, rendered: str, end: int, *, content_shown: bool) -> re.Match[str] | None:
-        """Where an answer ends: the first special token of those that end the rendered text.
+        """The terminator of a message: the first of the special tokens at the end of the rendered text.
 
-        Not the first one behind the content, since a call of a tool may open with one; and not the last, since some
-        templates end a whole conversation with one more. Where the text ends otherwise it is the first behind the
-        content, if that is shown.
+        It is not the first one after the content, since a tool call may begin with one, and not the last, since some
+        templates end a conversation with one more. If other text is at the end, it is the first one after the content.
 
         Args:
-            rendered: an answer and what the template puts behind it.
-            end: where its content ends.
-            content_shown: whether the content was found, so that `end` means something.
+            rendered: a message and all that the template adds after it.
+            end: end of the content.
+            content_shown: True if the content was found, so that `end` is valid.
         """
         specials = [match for match in self.control_pattern.finditer(rendered, end)
                     if match.group() in self.terminators]
@@ -244,27 +245,27 @@ class TextTokenizer:
         return found or (specials[0] if specials and content_shown else None)
 
     def without_control(self, text: str) -> str:
-        """Text of the same length in which control tokens are blanked, to search for an answer in."""
+        """Text of the same length with control tokens blanked, for searching."""
         return self.control_pattern.sub(lambda match: "\0" * len(match.group()), text)
 
     def _continues(self, prompt_ids: list[int], ids: list[int], text: str) -> bool:
-        tail = prompt_ids[-_WINDOW:]
-        lead = self.decode(tail)
-        whole = self.decode(tail + ids)
-        return whole.startswith(lead) and whole[len(lead) :] == text
+        context = prompt_ids[-_WINDOW:]
+        shorter = self.decode(context)
+        longer = self.decode(context + ids)
+        return longer.startswith(shorter) and longer[len(shorter) :] == text
 
 
 def _any_of(names: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
-def _forget(model: Any, names: Collection[str]) -> None:
-    """Take names out of what a model of the `tokenizers` library (as JSON) can find in plain text.
+def _remove_pieces(model: Any, names: Collection[str]) -> None:
+    """Remove names from a model of the `tokenizers` library (as JSON), so that it does not find them in plain text.
 
-    Most vocabularies list the control tokens, and a model may find them there: whole words, a likely Unigram
-    piece, merges that a converter wrote for them.
+    Most vocabularies contain the control tokens, and a model may find them there: as whole words, as a likely Unigram
+    piece, or by merges that a converter wrote for them.
     """
-    if model["type"] == "Unigram":  # ids are positions, so the names make way for what no text holds
+    if model["type"] == "Unigram":  # ids are positions, so names are replaced by text that never occurs
         model["vocab"] = [["\U0010ffff" + piece if piece in names else piece, score] for piece, score in model["vocab"]]
         return
     unknown = model.get("unk_token")

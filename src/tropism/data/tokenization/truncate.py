@@ -1,4 +1,4 @@
-"""The truncation rule: one cut for all sides of a row, prompts from the left, completions from the right."""
+"""Truncation: prompts on the left, completions on the right, with one prompt for all sides of a row."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class Limits:
     """Token limits of a row.
 
     Args:
-        max_length: prompt + completion, in tokens.
-        max_prompt_length: prompt alone, in tokens; None for no limit of its own.
+        max_length: of prompt and completion together.
+        max_prompt_length: of the prompt; None for no separate limit.
     """
 
     max_length: int
@@ -24,12 +24,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PromptCutter:
-    """How one prompt may be shortened.
+    """Truncates one prompt.
 
     Args:
-        ids: the whole prompt.
-        head: how many leading tokens a cut keeps if they fit: a BOS alone, and with the system message.
-        shorter: prompts without their oldest turns, longest first, computed only when needed.
+        ids: the full prompt.
+        head: numbers of first tokens to keep if they fit: the BOS, or BOS and system message.
+        shorter: prompts without their oldest turns, longest first, computed only if needed.
     """
 
     ids: list[int]
@@ -37,23 +37,23 @@ class PromptCutter:
     shorter: Callable[[], Sequence[list[int]]] = tuple
 
     def to(self, limit: int, floor: int = 0) -> list[int]:
-        """The prompt in at most `limit` tokens: at a message border if that leaves `floor`, else mid-message."""
+        """The prompt in at most `limit` tokens: cut at a message border if that leaves `floor`, else anywhere."""
         if len(self.ids) <= limit:
             return self.ids
         for candidate in self.shorter():
             if floor <= len(candidate) <= limit:
                 return candidate
-        # No border is right. Keep the head where it leaves at least half for what comes last.
+        # No border fits. Keep the head if it leaves at least half of the limit for the end of the prompt.
         head = max((size for size in self.head if size <= max(limit // 2, 1)), default=0)
         return self.ids[:head] + self.ids[len(self.ids) - (limit - head) :]
 
 
 def fit(prompt: PromptCutter, completions: Sequence[Completion], limits: Limits) -> tuple[
         list[int], list[Completion | None]]:
-    """Prompt ids and completions within the limits; None for a completion with nothing left to learn.
+    """Prompt ids and completions within the limits; None for a completion without a supervised token left.
 
-    The prompt is cut to `max_prompt_length`; if prompt + longest completion still exceed `max_length` it is cut
-    further, to no fewer than half of `max_length`; then completions lose their ends, terminator included.
+    The prompt is cut to `max_prompt_length`. If prompt and longest completion still exceed `max_length`, the prompt is
+    cut further, to no fewer than half of `max_length`. Then completions are cut at the end, with their terminators.
     """
     ids = prompt.ids
     if limits.max_prompt_length is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tropism.data.batching.collate import collate
-from tropism.data.batching.pack import cost, mismatch, scoring_packs, share
+from tropism.data.batching.pack import assign_to_ranks, cost, mismatched_trees, scoring_packs
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import PromptTree, score_key
 from tropism.losses.scored import Scored
@@ -64,7 +64,7 @@ class Evaluator:
         model = engine.model
         trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length)
         packs = scoring_packs(trees, self.microbatch_tokens, model.layout)
-        shares = share([sum(map(cost, pack)) for pack in packs], engine.world.parts)
+        shares = assign_to_ranks([sum(map(cost, pack)) for pack in packs], engine.world.parts)
         own, rounds = shares[engine.world.part], max(map(len, shares))
         found: dict[bytes, Values] = {}
 
@@ -82,7 +82,7 @@ class Evaluator:
         scored = Scored(flat[:, 0], flat[:, 1], lengths, flat[:, 2], flat[:, 3])
         point = None
         if engine.method.needs_reference_point and has_partners(self.rows, range(len(self.rows))):
-            entries = mismatch(self.rows, range(len(self.rows)), self.max_length)
+            entries = mismatched_trees(self.rows, range(len(self.rows)), self.max_length)
             pairs = torch.tensor([found[key] for entry in entries for key in entry.tree.score_keys],
                                  dtype=torch.float64)
             counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)

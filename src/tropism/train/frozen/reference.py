@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tropism.data.batching.collate import Batch, collate
-from tropism.data.batching.pack import cost, scoring_packs, share
+from tropism.data.batching.pack import assign_to_ranks, cost, scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
@@ -166,7 +166,7 @@ def check_vocabulary(other: Any, policy: Any, name: str = "reference") -> None:
 
 def rounds(packs: Sequence[list[PromptTree]], ranks: int) -> list[list[list[PromptTree]]]:
     """Packs for each rank, round by round, with empty ones at the end."""
-    shares = share([sum(cost(tree) for tree in pack) for pack in packs], ranks)
+    shares = assign_to_ranks([sum(cost(tree) for tree in pack) for pack in packs], ranks)
     longest = max((len(own) for own in shares), default=0)
     return [[packs[own[i]] if i < len(own) else [] for own in shares] for i in range(longest)]
 

@@ -8,7 +8,7 @@ from tropism.data.schedule import Steps
 from tropism.distributed.shard import shard_sizes
 from tropism.distributed.world import World
 from tropism.methods import Method
-from tropism.methods.build import describe
+from tropism.methods.build import describe_method
 from tropism.observe.console import Voice
 from tropism.train.options import RunOptions
 from tropism.train.setup.data import PreparedData, labels_of
@@ -29,7 +29,7 @@ def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
     for finding in data.of_template:
         if finding.severity != "info":
             voice.warn(finding.text)
-    voice.say(f"method: {describe(method)}")
+    voice.say(f"method: {describe_method(method)}")
     if seen := data.prompts_on_both_sides():
         voice.warn(f"{seen} evaluation prompts are also trained on: figures on them are not held out")
     if method.view == "unpaired":

@@ -31,7 +31,7 @@ def check_first_step(engine: Engine, planner: StepPlanner) -> tuple[bool, str]:
         mean = sum(total for _, total, _ in everywhere) / sum(count for _, _, count in everywhere)
         return False, (f"policy and reference differ before training: mean |log-ratio| {mean:.3g}. Is the reference "
                        "another model, is dropout on, or do the two passes differ in mask, dtype or layout?")
-    known = engine.method.at_start([planner.rows[index].desirable for index in planner.schedule.step(1)])
+    known = engine.method.loss_at_start([planner.rows[index].desirable for index in planner.schedule.step(1)])
     return True, "policy and reference agree before training" + (
         f"; the first loss will be {known:.6f}" if known is not None else "")
 

@@ -13,13 +13,13 @@ from tropism.data.audit.audit import Audit
 from tropism.data.audit.findings import Finding, leakage
 from tropism.data.audit.template_findings import find_in_template
 from tropism.data.formats import View
-from tropism.data.load import ReportProgress, load_rows
 from tropism.data.options import DataOptions
+from tropism.data.read_rows import ReportProgress, read_rows
+from tropism.data.row_blocks import RowTable
 from tropism.data.row_facts import facts_of
-from tropism.data.row_table import RowTable
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule, Schedule
-from tropism.data.sources.open import DataSource
+from tropism.data.sources.resolve import DataSource
 from tropism.data.split import split_by_prompt
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
@@ -114,7 +114,7 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
     renderer = make_renderer(tokenizer, limits(options, *configs), options)
 
     def load(source: DataSource, most: int | None = None) -> Audit:
-        return load_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options,
+        return read_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options,
                          cache=cache, most=most, report=report)
 
     audit = load(options.data if train is None else train, most)

@@ -5,7 +5,7 @@ from typing import Any
 
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule
-from tropism.data.sources.open import DataSource
+from tropism.data.sources.resolve import DataSource
 
 
 @dataclass(frozen=True)

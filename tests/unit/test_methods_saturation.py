@@ -61,4 +61,4 @@ def test_keys_are_those_of_the_table() -> None:
     for loss, row in LOSSES["paired"].items():
         if row.reward is not None:
             method = build_method("paired", {"loss": loss}, [])
-            assert ("saturated" in method.metric_keys) == method.tells_saturation == bool(row.flat)
+            assert ("saturated" in method.metric_keys) == method.reports_saturation == bool(row.flat)

@@ -1,4 +1,4 @@
-"""Where rows come from: files, directories, datasets on the hub, mixtures of them, or a list of dicts."""
+"""Resolves a data source to its parts: files, directories, datasets on the hub, mixtures of them, or dicts."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ from tropism.data.sources.files import KINDS, PACKINGS, DataFile, mapping
 from tropism.errors import DataError
 
 DataSource = str | Path | Iterable[dict[str, Any]]
-"""A path; a text as in `open_source`; or rows as dicts."""
+"""A path, a text as in `resolve_source`, or rows as dicts."""
 
 _WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -23,13 +23,13 @@ _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """Rows that belong together and have one format: a file, a directory, a dataset of the hub, a list of dicts.
+    """Rows of one format: a file, a directory, a dataset on the hub, or a list of dicts.
 
     Args:
-        name: what errors call it.
+        name: shown in errors.
         files: its files, in order.
-        weight: how often its rows are taken; of a fraction, as many as it says, chosen by a hash of their place.
-        records: rows as dicts, where there are no files.
+        weight: how often its rows are used. A fraction selects that share of the rows, by a hash of their place.
+        records: rows as dicts, if there are no files.
     """
 
     name: str
@@ -38,15 +38,15 @@ class SourcePart:
     records: Iterable[dict[str, Any]] = field(default=())
 
     def read(self) -> Iterator[RawRow]:
-        """Yield the rows, in file order; repeated rows after all others.
+        """Yield the rows in file order; repeated rows come after all others.
 
         Raises:
-            DataError: for a line that cannot be read.
+            DataError: for a row that cannot be read.
         """
-        for _ in range(int(self.weight)):  # read again, not remembered: it may be large
+        for _ in range(int(self.weight)):  # read again instead of kept, since it may be large
             yield from self._once()
         share = self.weight % 1
-        yield from (row for row in self._once() if _point(row.place) < share) if share else ()
+        yield from (row for row in self._once() if _hash_of(row.place) < share) if share else ()
 
     def _once(self) -> Iterator[RawRow]:
         for number, record in enumerate(self.records, start=1):
@@ -56,24 +56,24 @@ class SourcePart:
 
 
 def read(source: DataSource) -> Iterator[RawRow]:
-    """Yield the rows of a source, as `open_source` takes it.
+    """Yield the rows of a source; see `resolve_source`.
 
     Raises:
-        DataError: if it is missing, of an unknown kind, or a line of it cannot be read.
+        DataError: if it is missing, of an unknown type, or a row cannot be read.
     """
-    for part in open_source(source):
+    for part in resolve_source(source):
         yield from part.read()
 
 
-def open_source(source: DataSource) -> list[SourcePart]:
+def resolve_source(source: DataSource) -> list[SourcePart]:
     """The parts of a source.
 
     Args:
-        source: rows as dicts, a path, or text: files, directories and names of datasets on the hub with commas between
-            them; `:2` or `:0.5` behind one takes its rows twice, or half of them.
+        source: rows as dicts, a path, or text: comma-separated files, directories and datasets on the hub. The
+            suffix `:2` uses the rows of a part twice, `:0.5` half of them.
 
     Raises:
-        DataError: if one is missing.
+        DataError: if a part is not found.
     """
     if not isinstance(source, str | Path):
         return [SourcePart("data", records=source)]
@@ -81,41 +81,41 @@ def open_source(source: DataSource) -> list[SourcePart]:
         named = [(str(source), 1.0)]
     else:
         named = [_weighted(entry.strip(), source) for entry in source.split(",")]
-    short = Counter(Path(name).name for name, _ in {entry[0]: entry for entry in named}.values())
+    base_names = Counter(Path(name).name for name in dict(named))
     parts = []
     for name, weight in named:
-        label = name if short[Path(name).name] > 1 else Path(name).name
+        label = name if base_names[Path(name).name] > 1 else Path(name).name
         parts.append(_part(name, label, weight, prefix=f"{label}/" if len(named) > 1 else ""))
     return parts
 
 
 def absolute(source: str) -> str:
-    """The same source from any working directory; names of datasets on the hub stay."""
-    def located(entry: str) -> str:
+    """The source with absolute paths; names of datasets on the hub are unchanged."""
+    def absolute_path(entry: str) -> str:
         return os.path.abspath(os.path.expanduser(entry)) if _exists(entry) else entry
 
     if _exists(source):
-        return located(source)
+        return absolute_path(source)
     entries = []
     for entry in source.split(","):
         match = None if _exists(entry.strip()) else _WEIGHTED.fullmatch(entry.strip())
-        entries.append(f"{located(match.group(1))}:{match.group(2)}" if match else located(entry.strip()))
+        entries.append(f"{absolute_path(match.group(1))}:{match.group(2)}" if match else absolute_path(entry.strip()))
     return ",".join(entries)
 
 
 def _exists(name: str) -> bool:
-    return os.path.exists(os.path.expanduser(name))  # unlike a Path, not shocked by a list longer than a file's name
+    return os.path.exists(os.path.expanduser(name))  # Path.exists raises for names that are too long
 
 
 def _weighted(entry: str, source: str) -> tuple[str, float]:
     if not entry:
-        raise DataError(f"{source}: a name is missing between the commas")
+        raise DataError(f"{source}: a name is missing between two commas")
     match = _WEIGHTED.fullmatch(entry)
     if match is None or _exists(entry):
         return entry, 1.0
     weight = float(match.group(2))
     if not weight:
-        raise DataError(f"{entry}: a weight of 0 takes no row; leave it out")
+        raise DataError(f"{entry}: a weight of 0 uses no rows. Remove this part")
     return match.group(1), weight
 
 
@@ -124,17 +124,17 @@ def _part(name: str, label: str, weight: float, prefix: str) -> SourcePart:
     if path.is_dir():
         files = _in_directory(path, prefix)
         if not files:
-            raise DataError(f"{path}: no data file in this directory; known are {', '.join(KINDS)}")
+            raise DataError(f"{path}: no data file in this directory. Known: {', '.join(KINDS)}")
         return SourcePart(label, files, weight)
     if path.is_file():
         return SourcePart(label, (DataFile(path, label),), weight)
     if _HUB_NAME.fullmatch(name) and DataFile(path, label).kind is None:
         return SourcePart(name, _from_hub(name, prefix), weight)
-    raise DataError(f"{path}: no such file")
+    raise DataError(f"{path}: file not found")
 
 
 def _in_directory(path: Path, prefix: str) -> tuple[DataFile, ...]:
-    """Data files below a directory by their names; hidden ones and descriptions of the data are none."""
+    """Data files below a directory in order of their names, without hidden files and metadata of datasets."""
     found = []
     for entry in sorted(path.rglob("*")):
         inside = entry.relative_to(path)
@@ -146,27 +146,27 @@ def _in_directory(path: Path, prefix: str) -> tuple[DataFile, ...]:
 
 
 def _from_hub(name: str, prefix: str) -> tuple[DataFile, ...]:
-    """Data files of a dataset on the hub; of one that has files or folders called `train...`, only these."""
+    """Data files of a dataset on the hub; only those named `train...`, or in such a folder, if there are any."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise DataError(f"{name}: no such file; to read it from the hub, pip install huggingface_hub") from None
+        raise DataError(f"{name}: file not found. To read a dataset from the hub, install huggingface_hub") from None
     wanted = [f"*{suffix}{packing}" for suffix in KINDS for packing in ("", *PACKINGS)]
     try:
         path = Path(snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
-    except Exception as error:  # every way in which a download fails ends the same for the user
+    except Exception as error:  # downloads fail in many ways
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DataError(f"{name}: no such file, and no dataset of this name could be fetched from the hub "
-                        f"({type(error).__name__}: {reason}). Check the name, log in, or download its files and name "
-                        "the directory") from None
+        raise DataError(f"{name}: file not found, and the dataset could not be downloaded from the hub "
+                        f"({type(error).__name__}: {reason}). Check the name, log in, or download the files and give "
+                        "their directory") from None
     files = _in_directory(path, prefix)
     train = tuple(file for file in files
                   if any(piece.startswith("train") for piece in file.path.relative_to(path).parts))
     if not files:
-        raise DataError(f"{name}: this dataset of the hub has no data file; known are {', '.join(KINDS)}")
+        raise DataError(f"{name}: this dataset on the hub has no data file. Known: {', '.join(KINDS)}")
     return train or files
 
 
-def _point(place: str) -> float:
-    """A place as a number in [0, 1), the same on every machine."""
+def _hash_of(place: str) -> float:
+    """A hash of a place in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) / 2**64

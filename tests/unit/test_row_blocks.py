@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tropism.data import row_table as table
+from tropism.data import row_blocks
+from tropism.data.row_blocks import Block, RowTable, TableBuilder
 from tropism.data.row_facts import RowFacts, facts_of
-from tropism.data.row_table import Block, RowTable, TableBuilder
 from tropism.data.rows import Dropped, EncodedRow, Reason
 from tropism.data.split import split_by_prompt
 from tropism.data.tree import Completion, token_ids
@@ -140,7 +140,7 @@ def test_a_damaged_file_is_no_file(tmp_path):
 
 
 def test_only_some_rows_stay_objects(monkeypatch):
-    monkeypatch.setattr(table, "_KEPT_OBJECTS", 10)
+    monkeypatch.setattr(row_blocks, "_KEPT_OBJECTS", 10)
     some = [EncodedRow(str(n), f"f:{n}", token_ids([n]), (Completion.supervised([n]),), None, bytes(16))
             for n in range(40)]
     found = build([some])

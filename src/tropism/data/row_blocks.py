@@ -1,4 +1,4 @@
-"""Encoded rows as columns, in blocks: in memory, or mapped from files. A row becomes an object when it is looked at."""
+"""Encoded rows in blocks of columns, in memory or mapped from files. A row becomes an object when it is read."""
 
 import hashlib
 import json
@@ -19,9 +19,9 @@ from tropism.data.rows import Dropped, EncodedRow, Reason
 from tropism.data.tree import Completion
 
 BLOCK_ROWS = 1024
-"""Rows of a full block; only full blocks are kept in files."""
+"""Rows of a full block. Only full blocks are written to files."""
 
-_KEPT_OBJECTS = 32_768  # rows that stay objects once they were looked at: all of a small file, some of a large one
+_KEPT_OBJECTS = 32_768  # rows that stay objects after they were read: all of a small file, some of a large one
 _CHECKSUM_BYTES = 16
 _SCHEMA = pa.schema([
     ("ids", pa.large_list(pa.int32())), ("learned", pa.large_list(pa.uint8())),
@@ -31,14 +31,14 @@ _SCHEMA = pa.schema([
 
 
 class Block:
-    """Rows that were rendered together; what belongs to their place in a file (id, place, label) is not in here.
+    """Rows that were rendered together, without what depends on their place in a file: id, place and label.
 
     Args:
         batch: columns of `_SCHEMA`.
 
     Attributes:
-        stop_ids: terminators of the answers.
-        saw_messages: whether a row had messages.
+        stop_ids: terminators of the completions.
+        saw_messages: True if a row had messages.
     """
 
     def __init__(self, batch: pa.RecordBatch) -> None:
@@ -56,7 +56,7 @@ class Block:
 
     @classmethod
     def of(cls, results: Sequence[EncodedRow | Dropped], stop_ids: set[int], saw_messages: bool) -> "Block":
-        """A block in memory."""
+        """A block in memory from encoded and dropped rows."""
         kept = [row if isinstance(row, EncodedRow) else None for row in results]
         flat = [np.concatenate([row.prompt_ids, *(side.ids for side in row.completions)]) if row else _NO_IDS
                 for row in kept]
@@ -88,14 +88,14 @@ class Block:
         return len(self.sides)
 
     def dropped(self, number: int, place: str) -> Dropped | None:
-        """Why a row was left out; None for one that was kept."""
+        """The reason for dropping a row; None for a kept row."""
         if self.sides[number]:
             return None
         reason, detail = (self.batch.column(name)[number].as_py() for name in ("reason", "detail"))
         return Dropped(place, Reason(reason), detail)
 
     def row(self, number: int, id: str, place: str, desirable: bool | None) -> EncodedRow:
-        """A row as an object whose arrays are views of the block."""
+        """A row as an object, whose arrays are views of the block."""
         start, end = int(self.starts[number]), int(self.starts[number + 1])
         borders = [start + int(self.prompt_tokens[number])]
         borders.append(borders[0] + int(self.first_tokens[number]))
@@ -105,7 +105,7 @@ class Block:
         completions = []
         for side, (left, right) in enumerate(pairwise(borders)):
             completion = Completion(self.ids[left:right], self.learned[left:right])
-            completion.__dict__["key"] = keys[16 * side : 16 * side + 16]  # known: not hashed again
+            completion.__dict__["key"] = keys[16 * side : 16 * side + 16]  # not computed again
             completions.append(completion)
         notes = self.batch.column("notes")[number].as_py()
         return EncodedRow(id, place, self.ids[start : borders[0]], tuple(completions), desirable,
@@ -119,7 +119,7 @@ class Block:
                 [keys[16 * side : 16 * side + 16] for side in range(int(self.sides[number]))])
 
     def facts(self) -> dict[str, Any]:
-        """Columns of `RowFacts` but for labels and notes, of all rows."""
+        """Columns of `RowFacts` for all rows, without labels and notes."""
         two = self.sides == 2
         tokens = np.stack([self.first_tokens, np.diff(self.starts) - self.prompt_tokens - self.first_tokens], axis=1)
         borders = self.starts[:-1] + self.prompt_tokens
@@ -133,16 +133,16 @@ class Block:
                 "split": _fixed(self.batch.column("split_key"), 16).view(np.uint64).reshape(-1, 2)[:, 0]}
 
     def write(self, path: Path) -> None:
-        """Put the block into a file that is there whole or not at all.
+        """Write the block to a file, atomically.
 
         Raises:
-            OSError: if the disk refuses.
+            OSError: if it cannot be written.
         """
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.batch.schema) as writer:
             writer.write_batch(self.batch)
         content = sink.getvalue().to_pybytes()
-        # Not the process's number, which two containers that share a store may share too.
+        # No process id: two containers that share a store may have equal ids.
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             temporary.write_bytes(content + _checksum(content))
@@ -152,7 +152,7 @@ class Block:
 
     @classmethod
     def open(cls, path: Path) -> "Block | None":
-        """A block of a file, mapped; None if there is none, or if it is damaged."""
+        """The block of a file, mapped; None if it is missing or corrupted."""
         try:
             content = pa.memory_map(str(path)).read_buffer()
             body = content.slice(0, max(content.size - _CHECKSUM_BYTES, 0))
@@ -171,7 +171,7 @@ def _checksum(content: Any) -> bytes:
 
 
 def _plain(text: str) -> str:
-    """Text that Arrow can hold: half a surrogate pair, which JSON may spell, is no character."""
+    """Text that Arrow can store: lone surrogates, which JSON allows, are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -180,28 +180,28 @@ def _label(value: int) -> bool | None:
 
 
 def _fixed(column: pa.Array, width: int) -> npt.NDArray[np.uint8]:
-    """Bytes of a column of fixed width."""
+    """The bytes of a column of fixed width."""
     data = np.frombuffer(column.buffers()[1], dtype=np.uint8)
     return data[column.offset * width : (column.offset + len(column)) * width]
 
 
 @dataclass(frozen=True)
 class _Sidecar:
-    """A block, and what its rows have from their place in a file."""
+    """A block with the ids, places and labels of its rows."""
 
     block: Block
-    ids: pa.Array | None  # None where they are the places
+    ids: pa.Array | None  # None if they equal the places
     places: pa.Array
     labels: npt.NDArray[np.int8]
 
 
 @dataclass
 class TableBuilder:
-    """Collects blocks.
+    """Builds a `RowTable` from blocks.
 
     Attributes:
-        rows: how many rows the blocks have, kept or not.
-        kept: how many of them were kept.
+        rows: number of rows in the blocks, kept or dropped.
+        kept: number of kept rows.
     """
 
     sidecars: list[_Sidecar] = field(default_factory=list)
@@ -209,7 +209,7 @@ class TableBuilder:
     kept: int = 0
 
     def add(self, block: Block, ids: Sequence[str], places: Sequence[str], labels: Sequence[bool | None]) -> None:
-        """One more block with ids, places and labels of all of its rows."""
+        """Add a block with the ids, places and labels of all its rows."""
         own = None if list(ids) == list(places) else pa.array(map(_plain, ids), pa.large_string())
         self.sidecars.append(_Sidecar(block, own, pa.array(map(_plain, places), pa.large_string()), np.array(
             [-1 if label is None else int(label) for label in labels], dtype=np.int8)))
@@ -217,12 +217,12 @@ class TableBuilder:
         self.kept += int(np.count_nonzero(block.sides))
 
     def kept_numbers(self) -> npt.NDArray[np.int64]:
-        """Which of all rows were kept."""
+        """Numbers of the kept rows among all rows."""
         sides = [sidecar.block.sides for sidecar in self.sidecars]
         return np.flatnonzero(np.concatenate(sides)) if sides else np.zeros(0, np.int64)
 
     def table(self) -> "RowTable":
-        """The rows that were kept, in order."""
+        """The kept rows, in order."""
         kept = [np.flatnonzero(sidecar.block.sides) for sidecar in self.sidecars]
         blocks = np.repeat(np.arange(len(kept), dtype=np.int32), [len(rows) for rows in kept])
         offsets = np.concatenate([*kept, np.zeros(0, np.int64)]).astype(np.int32)
@@ -230,11 +230,11 @@ class TableBuilder:
 
 
 class RowTable(Sequence[EncodedRow]):
-    """Rows that are objects only while someone looks at them.
+    """A sequence of rows in blocks. A row becomes an object when it is read.
 
     Args:
-        sidecars: blocks with what belongs to their rows.
-        blocks, offsets: `[n]` where each row is.
+        sidecars: blocks with the ids, places and labels of their rows.
+        blocks, offsets: `[n]` block and position of each row.
     """
 
     def __init__(self, sidecars: list[_Sidecar], blocks: npt.NDArray[np.int32],
@@ -263,7 +263,7 @@ class RowTable(Sequence[EncodedRow]):
     def __iter__(self) -> Iterator[EncodedRow]:
         if len(self) <= _KEPT_OBJECTS:
             yield from (self[number] for number in range(len(self)))
-        else:  # a walk through all of them is no reason to keep any
+        else:  # iterating over all rows keeps none of them
             yield from (self._row(number) for number in range(len(self)))
 
     def _row(self, number: int) -> EncodedRow:
@@ -274,12 +274,12 @@ class RowTable(Sequence[EncodedRow]):
         return sidecar.block.row(offset, name, place, _label(int(sidecar.labels[offset])))
 
     def take(self, numbers: npt.NDArray[np.int64]) -> "RowTable":
-        """Some of the rows, in the order of their numbers here."""
+        """The rows at `numbers`, in that order."""
         return RowTable(self._sidecars, self._blocks[numbers], self._offsets[numbers])
 
     @cached_property
     def facts(self) -> RowFacts:
-        """What an audit asks, without a look at any row as an object."""
+        """The rows as columns, computed without row objects."""
         if not self._sidecars:
             return facts_of([])
         columns = [sidecar.block.facts() | {"desirable": sidecar.labels} for sidecar in self._sidecars]
@@ -292,12 +292,12 @@ class RowTable(Sequence[EncodedRow]):
                     where = np.flatnonzero(np.array(pa.compute.equal(written, entry)))
                     notes.setdefault(note, []).append(start + where)
         position = starts[self._blocks] + self._offsets
-        back = np.full(starts[-1], -1, dtype=np.int64)
-        back[position] = np.arange(len(self))
+        number_at = np.full(starts[-1], -1, dtype=np.int64)
+        number_at[position] = np.arange(len(self))
 
-        def numbers(found: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-            mine = back[np.concatenate(found)]
-            return np.sort(mine[mine >= 0])
+        def numbers(positions: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+            present = number_at[np.concatenate(positions)]
+            return np.sort(present[present >= 0])
 
         joined: dict[str, Any] = {name: np.concatenate([column[name] for column in columns])[position]
                                   for name in columns[0]}
@@ -309,13 +309,13 @@ class RowTable(Sequence[EncodedRow]):
         return [keys[block][offset] for block, offset in zip(self._blocks, self._offsets, strict=True)]
 
     def contents(self) -> Iterator[tuple[bytes, list[bytes], bool | None]]:
-        """What is trained of each row: bytes of its prompt ids, keys of its completions, label."""
+        """The content of each row: bytes of its prompt ids, keys of its completions, label."""
         for number, offset in zip(self._blocks.tolist(), self._offsets.tolist(), strict=True):
             sidecar = self._sidecars[number]
             yield *sidecar.block.content(offset), _label(int(sidecar.labels[offset]))
 
     def first_beyond(self, limit: int) -> EncodedRow | None:
-        """The first row with an id of at least `limit`."""
+        """The first row that has a token id of at least `limit`."""
         suspects = [number for number, sidecar in enumerate(self._sidecars)
                     if len(sidecar.block.ids) and int(sidecar.block.ids.max()) >= limit]
         for number in np.flatnonzero(np.isin(self._blocks, suspects)):

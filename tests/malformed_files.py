@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from formats_made import KINDS, MADE, content, packed
+from format_examples import KINDS, MADE, content, packed
 
 VIEWS = ("unpaired", "paired", "single")
 DEEP = 300  # nested calls of the tokenizer's template engine end at fewer than Python's own limit
@@ -123,9 +123,9 @@ def malformed(number: int) -> tuple[str, bytes]:
     return f"f{number}.{kind}", whole
 
 
-_WHOLE_FILE = re.compile("no rows|no row has the columns|no row is left|can be read as|cannot be read|unknown kind|"
-                         "is a rating, not a label|not readable as (Parquet|Arrow)|expected an array of rows|no effect|"
-                         "cannot unpack|not UTF-8$")
+_WHOLE_FILE = re.compile("no rows|no row has the columns|no row is left|match several formats|cannot be read|"
+                         "unknown file type|is a rating, not a label|not readable as (Parquet|Arrow)|"
+                         "expected an array of rows|no effect|cannot decompress|not UTF-8$")
 
 
 def well_said(message: str, path: Path) -> bool:

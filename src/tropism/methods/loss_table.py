@@ -1,4 +1,4 @@
-"""The table of losses: a view of the tree, a pure function, its options, and what it needs. A new loss is one row."""
+"""The table of losses, one row each: its view, function, options, and what it needs from the step."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from tropism.data.formats import View
-from tropism.data.rows import EncodedRow
+from tropism.data.rows import EncodedRow, View
 from tropism.losses import pairwise, reference_free, transport, unpaired
 from tropism.losses.links import link_of
 from tropism.losses.scored import Scored
@@ -22,21 +21,21 @@ class LossRow:
     """One published loss.
 
     Args:
-        name: as `--loss` takes it.
-        view: unpaired completions, pairs, or single completions without a label.
+        name: value of `--loss`.
+        view: unpaired completions, pairs, or completions without labels.
         function: the pure loss. It takes (chosen, rejected), (scored, desirable) or (scored), then keywords.
-        reading: what is said at start: which of the readings of the name this is.
+        reading: one line for the log, which tells apart different losses of the same name.
         options: its options with their defaults.
-        reward: what a completion's reward is, times beta: its log-ratio, or for a loss without a reference its
-            log-prob; or the mean of either over its tokens, where the loss compares means.
-        wide: keywords that come from the whole step: fields of `Wide`.
-        covers: supervised tokens of a row that the loss looks at, for a loss that divides by tokens; None for one
-            that divides by units.
-        nll: for a loss that is published with a likelihood term: the option that weighs it, or a fixed weight.
-        weighted: WPO may weigh it.
-        needs_teacher: looks at the divergence from a teacher.
-        flat: where the loss of a unit has no slope any more: nowhere that its value tells, where it is nearly 0
-            (`low`; under label smoothing nowhere), or where it is nearly 0 or nearly its weight (`ends`).
+        reward: of a completion, before the factor beta: its log-ratio, or its log-prob for a loss without a reference;
+            or the mean of either per token, if the loss compares means.
+        step_inputs: keywords that depend on the whole step: fields of `StepInputs`.
+        covers: number of supervised tokens of a row, for a loss that divides by tokens; None for one that divides by
+            units.
+        nll: for a loss with a likelihood term: the option with its weight, or a fixed weight.
+        weighted: True if WPO can weight it.
+        needs_teacher: True if it needs the divergence from a teacher.
+        flat: values at which the loss of a unit has no slope: none that are known, near 0 (`low`; none with label
+            smoothing), or near 0 and near the class weight (`ends`).
     """
 
     name: str
@@ -45,7 +44,7 @@ class LossRow:
     reading: str
     options: Mapping[str, Any] = field(default_factory=dict)
     reward: Reward | None = "logratio"
-    wide: tuple[str, ...] = ()
+    step_inputs: tuple[str, ...] = ()
     covers: Callable[[EncodedRow], int] | None = None
     nll: str | float | None = None
     weighted: bool = True
@@ -54,11 +53,11 @@ class LossRow:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss looks at the reference."""
+        """True if the loss uses the reference."""
         return self.reward in ("logratio", "mean_logratio")
 
     def arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The function's keywords from the values of its options."""
+        """Keywords of the function from the values of the options."""
         values = {name: value for name, value in options.items() if name not in ("f_divergence", "f_alpha", self.nll)}
         if "f_divergence" in options:
             values["link"] = link_of(options["f_divergence"], options["f_alpha"])
@@ -79,7 +78,7 @@ def _divergence_of_pair(chosen: Scored, rejected: Scored) -> PerUnit:
     return chosen.divergence + rejected.divergence
 
 
-def _divergence_of_one(scored: Scored, desirable: Labels | None = None) -> PerUnit:
+def _divergence(scored: Scored, desirable: Labels | None = None) -> PerUnit:
     assert scored.divergence is not None
     return scored.divergence
 
@@ -117,11 +116,11 @@ _ROWS = (
             {**_BETA, "discopop_tau": 0.05, **_LINK}),
     LossRow("sigmoid_norm", "paired", pairwise.sigmoid_norm, "DPO on log-probs per token", {"beta": 5.0, **_LINK},
             reward="mean_logratio", flat="low"),
-    LossRow("aot", "paired", transport.aot, "AOT: margins of policy and reference, sorted over the whole step",
-            _SMOOTH, wide=("partner",), weighted=False),
+    LossRow("aot", "paired", transport.aot, "AOT: margins of policy and reference, sorted over the step",
+            _SMOOTH, step_inputs=("partner",), weighted=False),
     LossRow("aot_unpaired", "paired", transport.aot_unpaired,
-            "AOT: chosen and rejected log-ratios, sorted over the whole step", _SMOOTH,
-            wide=("chosen_partner", "rejected_partner"), weighted=False),
+            "AOT: chosen and rejected log-ratios, sorted over the step", _SMOOTH,
+            step_inputs=("chosen_partner", "rejected_partner"), weighted=False),
     LossRow("simpo", "paired", reference_free.simpo, "SimPO on log-probs per token, no reference",
             {"beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0}, reward="mean_logp", flat="low"),
     LossRow("cpo", "paired", reference_free.cpo, "CPO on summed log-probs with its likelihood term, no reference",
@@ -133,23 +132,24 @@ _ROWS = (
     LossRow("divergence", "paired", _divergence_of_pair, "divergence from the teacher on both sides, per token",
             covers=_tokens, **_KD),  # type: ignore[arg-type]
 
-    LossRow("kto", "unpaired", unpaired.kto, "KTO with the reference point pooled over the whole step", _WEIGHTS,
-            wide=("reference_point",), flat="ends"),
+    LossRow("kto", "unpaired", unpaired.kto, "KTO with the reference point of the step", _WEIGHTS,
+            step_inputs=("reference_point",), flat="ends"),
     LossRow("apo_zero_unpaired", "unpaired", unpaired.apo_zero_unpaired, "APO-zero: desirable up, undesirable down",
             _WEIGHTS, flat="ends"),
     LossRow("kto_no_reference_point", "unpaired", unpaired.kto_no_reference_point, "KTO with reference point 0",
             _WEIGHTS, flat="ends"),
-    LossRow("bco", "unpaired", unpaired.bco, "BCO, shifted by the running mean of all rewards", _WEIGHTS,
-            wide=("shift",), flat="low"),
+    LossRow("bco", "unpaired", unpaired.bco, "BCO, shifted by the running mean of the rewards", _WEIGHTS,
+            step_inputs=("shift",), flat="low"),
     LossRow("sft", "unpaired", _nll_desirable, "likelihood of desirable completions, per token", reward=None,
             covers=_tokens_if_desirable, weighted=False),
-    LossRow("divergence", "unpaired", _divergence_of_one, "divergence from the teacher, per token",
+    LossRow("divergence", "unpaired", _divergence, "divergence from the teacher, per token",
             covers=_tokens, **_KD),  # type: ignore[arg-type]
 
     LossRow("sft", "single", nll, "cross-entropy per supervised token", reward=None, covers=_tokens, weighted=False),
-    LossRow("divergence", "single", _divergence_of_one, "divergence from the teacher, per token",
+    LossRow("divergence", "single", _divergence, "divergence from the teacher, per token",
             covers=_tokens, **_KD),  # type: ignore[arg-type]
 )
 
 LOSSES: dict[View, dict[str, LossRow]] = {
     view: {row.name: row for row in _ROWS if row.view == view} for view in ("paired", "unpaired", "single")}
+"""Losses by view and name."""

@@ -1,4 +1,4 @@
-"""The parts of a record, checked: texts, messages, labels, ratings, tool schemas."""
+"""Checks of the fields of a record: texts, messages, labels, ratings, tool schemas."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from tropism.data.rows import Message
 from tropism.errors import DataError
 
 Content = str | tuple[Message, ...]
-"""A prompt or an answer: plain text, or messages."""
+"""A prompt or a completion: plain text or messages."""
 
 SPEAKERS = {
     "human": "user", "user": "user", "prompter": "user",
@@ -17,21 +17,22 @@ SPEAKERS = {
     "tool": "tool", "observation": "tool", "function_response": "tool",
     "function_call": "assistant",
 }
-"""Names of speakers in messages that have `from` instead of `role`, and the role that chat templates know."""
+"""Speakers in messages that have `from` instead of `role`, and the roles that chat templates use for them."""
 
 _SPELLED = {"true": True, "1": True, "false": False, "0": False}
 _THUMBS = {"up": True, "thumbs_up": True, "down": False, "thumbs_down": False}
 
 
-def part(value: Any, name: str, place: str) -> Content:
-    """A field of text or messages. None is an empty text: the row is dropped, not the run.
+def content(value: Any, name: str, place: str) -> Content:
+    """A field of text or messages. None is an empty text, for which the row is dropped.
 
     Args:
-        value: what the record holds.
-        name: the column.
+        value: of the field.
+        name: of its column.
+        place: of the record, for errors.
 
     Raises:
-        DataError: if it is neither text nor messages.
+        DataError: for anything else.
     """
     if value is None:
         return ""
@@ -45,61 +46,62 @@ def part(value: Any, name: str, place: str) -> Content:
 
 
 def conversation(value: Any, name: str, place: str) -> tuple[Message, ...]:
-    """A field that must hold messages; None is no message.
+    """A field of messages; none for None or an empty text.
 
     Raises:
-        DataError: if it is something else.
+        DataError: for anything else.
     """
-    spoken = part(value, name, place)
-    if isinstance(spoken, str):
-        if spoken:
-            raise DataError(f"{place}: '{name}' must be a list of messages")
+    messages = content(value, name, place)
+    if isinstance(messages, str):
+        if messages:
+            raise DataError(f"{place}: '{name}' must be a list of messages, not text")
         return ()
-    return spoken
+    return messages
 
 
 def message(value: Any, name: str, place: str) -> Message:
-    """A message with `role` and `content`, or with `from` and `value` or `content`; other keys stay as they are.
+    """A message with `role` and `content`, or with `from` and `value` or `content`. Other keys are kept.
 
-    Keys that hold null are none: some programs write those of one message into all.
+    Keys with a null value are removed, since some programs write the keys of one message into all.
 
     Raises:
-        DataError: for an unknown speaker, or content that is not text.
+        DataError: for an unknown speaker or content that is not text.
     """
     if isinstance(value, dict) and "role" not in value and isinstance(value.get("from"), str):
         value = _with_role(value, name, place)
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f"{place}: each message of '{name}' needs a 'role' and a 'content'")
-    content = value.get("content")
+    given = value.get("content")
     value = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
-    if isinstance(content, list):
+    if isinstance(given, list):
         texts = []
-        for piece in content:
+        for piece in given:
             kind = piece.get("type") if isinstance(piece, dict) else type(piece).__name__
             if kind != "text":
-                raise DataError(f"{place}: '{name}' holds content of type '{kind}'; only text can be trained on")
+                raise DataError(f"{place}: '{name}' has content of type '{kind}'; only text is supported")
             texts.append(text(piece.get("text"), name, place))
         return {**value, "content": "".join(texts)}
-    if content is not None and not isinstance(content, str):
-        raise DataError(f"{place}: the content of a message of '{name}' must be text, not {type(content).__name__}")
-    return {**value, "content": text(content, name, place)} if content else value
+    if given is not None and not isinstance(given, str):
+        raise DataError(f"{place}: the content of a message of '{name}' must be text, not {type(given).__name__}")
+    return {**value, "content": text(given, name, place)} if given else value
 
 
 def _with_role(value: dict[str, Any], name: str, place: str) -> Message:
     speaker = value["from"].strip().lower()
     if speaker not in SPEAKERS:
-        raise DataError(f"{place}: '{name}' has a message from {brief(value['from'])}; known are {', '.join(SPEAKERS)}")
-    content = value["value"] if "value" in value else value.get("content")
+        raise DataError(f"{place}: '{name}' has a message from {short_repr(value['from'])}. "
+                        f"Known: {', '.join(SPEAKERS)}")
+    said = value["value"] if "value" in value else value.get("content")
     others = {key: entry for key, entry in value.items() if key not in ("from", "value", "content")}
     if speaker == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": _calls(content, name, place), **others}
-    return {"role": SPEAKERS[speaker], "content": content, **others}
+        return {"role": "assistant", "content": "", "tool_calls": _tool_calls(said, name, place), **others}
+    return {"role": SPEAKERS[speaker], "content": said, **others}
 
 
-def _calls(content: Any, name: str, place: str) -> list[dict[str, Any]]:
-    """Tool calls written as JSON in the place of a message's text."""
+def _tool_calls(value: Any, name: str, place: str) -> list[dict[str, Any]]:
+    """Tool calls written as JSON instead of a message's text."""
     try:
-        calls = json.loads(content) if isinstance(content, str) else content
+        calls = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         calls = None
     calls = [calls] if isinstance(calls, dict) else calls
@@ -109,46 +111,46 @@ def _calls(content: Any, name: str, place: str) -> list[dict[str, Any]]:
 
 
 def text(value: Any, name: str, place: str) -> str:
-    """A text that a tokenizer can read.
+    """A text that tokenizers accept.
 
     Raises:
-        DataError: if it is none, or holds half a character.
+        DataError: for anything else, including text with a lone surrogate.
     """
     if not isinstance(value, str):
-        raise DataError(f"{place}: '{name}' must hold text, not {type(value).__name__}")
+        raise DataError(f"{place}: '{name}' must be text, not {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{place}: '{name}' holds half a character ({value[error.start]!r}, a lone surrogate), "
-                        "which no tokenizer reads") from None
+        raise DataError(f"{place}: '{name}' has a lone surrogate ({value[error.start]!r}), which tokenizers do not "
+                        "accept. Fix the text's encoding") from None
     return value
 
 
-def brief(value: Any) -> str:
-    """A value in a sentence about it, not the whole of a long one."""
+def short_repr(value: Any) -> str:
+    """A value for an error message, cut after 100 characters."""
     spelled = repr(value)
     return spelled if len(spelled) <= 100 else f"{spelled[:100]}..."
 
 
-def blank(answer: Content) -> bool:
-    """Whether an answer says nothing: no text, and no tool call."""
-    if isinstance(answer, str):
-        return not answer.strip()
-    if not answer:
+def is_blank(completion: Content) -> bool:
+    """True if a completion has neither text nor a tool call."""
+    if isinstance(completion, str):
+        return not completion.strip()
+    if not completion:
         return True
-    last = answer[-1]
+    last = completion[-1]
     return not (last.get("content") or "").strip() and not last.get("tool_calls")
 
 
 def as_messages(given: Content, role: str) -> tuple[Message, ...]:
-    """Messages as they are; text as a message of `role`; an empty text as none."""
+    """Messages unchanged; text as one message of `role`; empty text as no message."""
     if isinstance(given, tuple):
         return given
     return ({"role": role, "content": given},) if given else ()
 
 
 def shared_start(one: tuple[Message, ...], other: tuple[Message, ...]) -> int:
-    """How many messages two conversations share from the start."""
+    """Number of messages that two conversations share from the start."""
     shared = 0
     while shared < min(len(one), len(other)) and one[shared] == other[shared]:
         shared += 1
@@ -156,29 +158,29 @@ def shared_start(one: tuple[Message, ...], other: tuple[Message, ...]) -> int:
 
 
 def tool_schemas(value: Any, place: str) -> tuple[Any, ...] | None:
-    """The column `tools`: a list of schemas, or JSON of one; each schema an object, or JSON of one.
+    """The column `tools`: a list of schemas or its JSON; each schema an object or its JSON.
 
     Raises:
-        DataError: if it is something else.
+        DataError: for anything else.
     """
     if isinstance(value, str):
         if not value.strip():
             return None
         value = _from_json(value)
         if isinstance(value, str):
-            raise DataError(f"{place}: 'tools' is text, and not JSON of a list of schemas")
+            raise DataError(f"{place}: 'tools' is text that is not valid JSON. Give a list of schemas or its JSON")
     if value is not None and not isinstance(value, list | tuple):
         raise DataError(f"{place}: 'tools' must be a list of schemas, not {type(value).__name__}")
     schemas = [_from_json(schema) if isinstance(schema, str) else schema for schema in value or ()]
     for number, schema in enumerate(schemas, start=1):
         if not isinstance(schema, dict):
-            raise DataError(f"{place}: schema {number} of 'tools' must be an object, or JSON of one, not "
-                            f"{brief(schema)}")
+            raise DataError(f"{place}: schema {number} of 'tools' must be an object or its JSON, not "
+                            f"{short_repr(schema)}")
     return tuple(schemas) or None
 
 
 def _from_json(value: str) -> Any:
-    """What a text spells as JSON; the text itself if that is nothing."""
+    """The value of a JSON text; the text itself if it is not JSON."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
@@ -186,10 +188,10 @@ def _from_json(value: str) -> Any:
 
 
 def label(value: Any, name: str, place: str) -> bool:
-    """Accepts true/false, 0/1 and their spellings as text (CSV has nothing else).
+    """A label: true/false, 0/1, or either as text, as in CSV.
 
     Raises:
-        DataError: for anything else; a rating is never taken for a label.
+        DataError: for anything else. A rating is never read as a label.
     """
     if isinstance(value, bool):
         return value
@@ -197,23 +199,23 @@ def label(value: Any, name: str, place: str) -> bool:
         return bool(value)
     if isinstance(value, str) and value.strip().lower() in _SPELLED:
         return _SPELLED[value.strip().lower()]
-    raise DataError(f"{place}: {name} {brief(value)} is not true/false (accepted: true, false, 1, 0). For ratings, "
-                    f"name the column and draw the line: --columns rating={name} --label-threshold NUMBER")
+    raise DataError(f"{place}: {name} {short_repr(value)} is not a boolean. Use true/false or 0/1, or map ratings with "
+                    f"--columns rating={name} --label-threshold NUMBER")
 
 
 def preference(value: Any, name: str, place: str) -> bool:
-    """Accepts `chosen` and `rejected`.
+    """A label that is `chosen` or `rejected`.
 
     Raises:
         DataError: for anything else.
     """
     if value in ("chosen", "rejected"):
         return bool(value == "chosen")
-    raise DataError(f"{place}: {name} {brief(value)} is not chosen/rejected")
+    raise DataError(f"{place}: {name} {short_repr(value)} is not 'chosen' or 'rejected'")
 
 
 def thumb(value: Any, name: str, place: str) -> bool:
-    """Accepts labels, and `up`, `down`, `thumbs_up`, `thumbs_down`.
+    """The mark of a message: a label, `up`, `down`, `thumbs_up` or `thumbs_down`.
 
     Raises:
         DataError: for anything else.
@@ -223,12 +225,12 @@ def thumb(value: Any, name: str, place: str) -> bool:
     try:
         return label(value, name, place)
     except DataError:
-        raise DataError(f"{place}: {name} {brief(value)} of a message is none (accepted: true, false, 1, 0, up, down, "
-                        "thumbs_up, thumbs_down)") from None
+        raise DataError(f"{place}: {name} {short_repr(value)} of a message is not a valid label. Use true/false, 0/1, "
+                        "up/down or thumbs_up/thumbs_down") from None
 
 
 def is_thumb(value: Any) -> bool:
-    """Whether `thumb` accepts it."""
+    """True if `thumb` accepts the value."""
     try:
         thumb(value, "", "")
     except DataError:
@@ -237,15 +239,15 @@ def is_thumb(value: Any) -> bool:
 
 
 def rating(value: Any, name: str, place: str) -> float:
-    """A number, or its spelling as text.
+    """A finite number, or its text.
 
     Raises:
-        DataError: for anything else, NaN included.
+        DataError: for anything else.
     """
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"{place}: {name} {brief(value)} is not a number")
+        raise DataError(f"{place}: {name} {short_repr(value)} is not a number")
     return number

@@ -1,39 +1,39 @@
-"""The table of formats: one row each."""
+"""The table of known formats, one row each."""
 
-from tropism.data.formats import nested, parts
+from tropism.data.formats import fields, nested_records
+from tropism.data.formats.format import Format, Record, Shape
 from tropism.data.formats.options import FormatOptions
-from tropism.data.formats.shape import Format, Record, Shape
 from tropism.data.rows import View
 
 _PAIR = ("chosen", "rejected")
 
 
-def _has_from(record: Record, shape: Shape, options: FormatOptions) -> bool:
-    """Whether the messages say `from` and `content`."""
+def _has_from_and_content(record: Record, shape: Shape, options: FormatOptions) -> bool:
+    """True if the messages have the keys `from` and `content`."""
     return any(isinstance(first, dict) and "from" in first and "content" in first
-               for name in (shape.prompt, *shape.answers) if name
+               for name in (shape.prompt, *shape.completions) if name
                for first in (record[name] if isinstance(record[name], list) else [record[name]])[:1])
 
 
-def _no_instruction(record: Record, shape: Shape, options: FormatOptions) -> bool:
-    """Beside an instruction, `input` is only a part of the prompt."""
+def _has_no_instruction(record: Record, shape: Shape, options: FormatOptions) -> bool:
+    """With an `instruction`, `input` is only a part of the prompt."""
     return "instruction" not in record
 
 
 def _is_chat(record: Record, shape: Shape, options: FormatOptions) -> bool:
-    return isinstance(record[shape.prompt or shape.answers[0]], list)
+    return isinstance(record[shape.prompt or shape.completions[0]], list)
 
 
-def _rated(view: View) -> tuple[Shape, ...]:
-    return tuple(Shape(view, prompt, answers, column)
-                 for prompt, answers in (("prompt", ("completion",)), ("", ("messages",)))
+def _rating_shapes(view: View) -> tuple[Shape, ...]:
+    return tuple(Shape(view, prompt, completions, column)
+                 for prompt, completions in (("prompt", ("completion",)), ("", ("messages",)))
                  for column in ("rating", "score"))
 
 
-def _scored(view: View) -> tuple[Shape, ...]:
+def _scored_list_shapes(view: View) -> tuple[Shape, ...]:
     lists = (("completions",), ("responses", "scores"), ("generations", "ratings"))
-    return tuple(Shape(view, prompt, answers)
-                 for prompt in ("instruction", "prompt") for answers in lists)
+    return tuple(Shape(view, prompt, completions)
+                 for prompt in ("instruction", "prompt") for completions in lists)
 
 
 _FORMATS = (
@@ -42,45 +42,46 @@ _FORMATS = (
         Shape("paired", "prompt", _PAIR), Shape("paired", "", _PAIR),
         Shape("single", "prompt", ("completion",)), Shape("single", "", ("messages",)),
     )),
-    Format("openai", (  # `input` is an object with `messages` and perhaps `tools`
+    Format("openai", (  # `input` is an object with `messages` and optional `tools`
         Shape("paired", "input", ("preferred_output", "non_preferred_output")),
-    ), drafts=nested.requests),
+    ), make_drafts=nested_records.request_drafts),
     Format("sharegpt", (  # messages with `from` and `value`
         Shape("unpaired", "", ("conversations",), "kto_tag"), Shape("unpaired", "", ("conversations",), "label"),
         Shape("paired", "conversations", _PAIR), Shape("single", "", ("conversations",)),
-    ), fits=_is_chat, chat=True),
+    ), matches=_is_chat, chat=True),
     Format("alpaca", (
         Shape("unpaired", "instruction", ("output",), "kto_tag"),
         Shape("unpaired", "instruction", ("output",), "label"),
         Shape("paired", "instruction", _PAIR), Shape("single", "instruction", ("output",)),
     ), chat=True),
-    Format("openrlhf", (  # that program puts text into a template of its own; here it is taken as it is
+    Format("openrlhf", (  # OpenRLHF puts text into a template of its own; here it is used as it is
         Shape("unpaired", "input", ("output",), "label"), Shape("paired", "input", _PAIR),
         Shape("single", "input", ("output",)),
-    ), fits=_no_instruction),
+    ), matches=_has_no_instruction),
     Format("coati", (  # messages with `from` and `content`
         Shape("unpaired", "prompt", ("completion",), "label"), Shape("unpaired", "", ("messages",), "label"),
         Shape("paired", "context", _PAIR), Shape("single", "", ("messages",)),
-    ), fits=_has_from, decisive=True),
+    ), matches=_has_from_and_content, decisive=True),
     Format("nemo", (
         Shape("unpaired", "prompt", ("response",), "preference"),
         Shape("paired", "prompt", ("chosen_response", "rejected_response")),
-    ), verdict=parts.preference),
+    ), parse_label=fields.preference),
     Format("anthropic-hh", (Shape("paired", "", _PAIR),),
-           fits=nested.is_transcript, decisive=True, drafts=nested.transcripts),
-    Format("axolotl", (  # the last one only if it is asked for: without the column `system` it is what trl has
+           matches=nested_records.is_transcript, decisive=True, make_drafts=nested_records.transcript_drafts),
+    Format("axolotl", (  # the last shape only with --format axolotl: without the column `system` it is trl's
         Shape("paired", "messages", _PAIR), Shape("paired", "question", _PAIR),
         Shape("paired", "question", ("chosen_response", "rejected_response")), Shape("paired", "prompt", _PAIR),
     ), chat=True),
-    Format("ultrafeedback", (*_scored("paired"), *_scored("unpaired")),
-           fits=nested.is_scored, decisive=True, drafts=nested.scored),
+    Format("ultrafeedback", (*_scored_list_shapes("paired"), *_scored_list_shapes("unpaired")),
+           matches=nested_records.has_scored_list, decisive=True, make_drafts=nested_records.scored_list_drafts),
     Format("oasst", (Shape("paired", "prompt", ()), Shape("unpaired", "prompt", ())),
-           fits=nested.is_tree, decisive=True, drafts=nested.replies),
-    Format("rating", (*_rated("unpaired"), *_rated("single")),
-           fits=nested.is_rated, decisive=True, drafts=nested.rated),
+           matches=nested_records.is_reply_tree, decisive=True, make_drafts=nested_records.reply_tree_drafts),
+    Format("rating", (*_rating_shapes("unpaired"), *_rating_shapes("single")),
+           matches=nested_records.has_threshold, decisive=True, make_drafts=nested_records.rating_drafts),
     Format("feedback", (Shape("unpaired", "", ("messages",)), Shape("single", "", ("messages",))),
-           fits=nested.is_marked, decisive=True, drafts=nested.marked),
+           matches=nested_records.has_marked_message, decisive=True,
+           make_drafts=nested_records.marked_message_drafts),
 )
 
 FORMATS: dict[str, Format] = {known.name: known for known in _FORMATS}
-"""The formats by their names. Where several claim a record, `recognize` says which has it."""
+"""Formats by name. If several claim a record, `recognize` decides."""

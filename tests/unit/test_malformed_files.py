@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from malformed import VIEWS, malformed, well_said
-from tropism.data.load import load_rows
+from malformed_files import VIEWS, malformed, well_said
+from tropism.data.read_rows import read_rows
 from tropism.data.rows import Dropped, EncodedRow, Row
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
@@ -55,7 +55,7 @@ def test_malformed_files(first: int, fixture_tokenizer: Any, tmp_path: Path) -> 
         for view in VIEWS:
             said = ""
             try:
-                audit = load_rows(path, renderer, view)  # type: ignore[arg-type]
+                audit = read_rows(path, renderer, view)  # type: ignore[arg-type]
             except TropismError as error:
                 said = str(error)
             if said:

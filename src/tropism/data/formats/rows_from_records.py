@@ -1,0 +1,122 @@
+"""Turns records into rows, pairs into unpaired rows, and unpaired rows into pairs."""
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tropism.data.formats import fields
+from tropism.data.formats.fields import Content
+from tropism.data.formats.format import Draft, Drafts
+from tropism.data.formats.plain_records import plain_drafts
+from tropism.data.formats.recognize import Reading
+from tropism.data.rows import Dropped, RawRow, Reason, Row
+from tropism.errors import DataError
+
+
+def rows_of_record(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
+    """The rows of a record, and the reasons for those that are dropped.
+
+    Rows have the view `reading.wanted`. Labeled completions that will be paired by prompt are the exception: they stay
+    unpaired until `pair_by_prompt` has all of them. The first row has the record's id, the next ones `ID#2`, `ID#3`.
+
+    Raises:
+        DataError: for an invalid label, message or text.
+    """
+    try:
+        return _rows(raw, reading)
+    except RecursionError:
+        raise DataError(f"{raw.place}: the record is nested too deeply") from None
+
+
+def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
+    record, view = raw.record, reading.shape.view
+    first = str(record["id"]) if record.get("id") is not None else raw.place
+    tools = fields.tool_schemas(record.get("tools"), raw.place)
+    known = reading.format
+    if known.make_drafts is None:
+        drafts = plain_drafts(known, raw, view)
+    else:
+        drafts = known.make_drafts(raw, known.shape_for(record, view), reading.options)
+    if view == "paired" and reading.wanted == "unpaired":
+        drafts = [side for draft in drafts for side in _split_pair(draft, raw.place)]
+    rows: list[Row | Dropped] = []
+    for draft in drafts:
+        row = _checked_row(draft, raw.place, reading) if isinstance(draft, Draft) else draft
+        if isinstance(row, Row):
+            number = 1 + len(rows)
+            row = replace(row, id=first if number == 1 else f"{first}#{number}", tools=row.tools or tools)
+        rows.append(row)
+    return rows
+
+
+def _checked_row(draft: Draft, place: str, reading: Reading) -> Row | Dropped:
+    if reading.wanted == "single" and draft.desirable is False:
+        return Dropped(place, Reason.UNDESIRABLE,
+                       "it is rated undesirable, and this method trains on desirable completions only")
+    prompt = draft.prompt
+    by_column = {name: _without_prompt(prompt, completion) for name, completion in draft.completions.items()}
+    for name, completion in by_column.items():
+        if fields.is_blank(completion):
+            return Dropped(place, Reason.EMPTY_COMPLETION, f"'{name}' is empty")
+    completions: tuple[Content, ...] = tuple(by_column.values())
+    if any(isinstance(content, tuple) for content in (prompt, *completions)):
+        prompt = fields.as_messages(prompt, "user")
+        conversations = [fields.as_messages(completion, "assistant") for completion in completions]
+        for messages in conversations:
+            if messages[-1].get("role") != "assistant":
+                raise DataError(f"{place}: a completion must end with a message of role 'assistant', "
+                                f"not {fields.short_repr(messages[-1]['role'])}")
+        completions = tuple(conversations)
+    desirable = None if reading.wanted == "single" else draft.desirable
+    return Row(place, place, prompt, completions, desirable, fields.tool_schemas(draft.tools, place))
+
+
+def _without_prompt(prompt: Content, completion: Content) -> Content:
+    """A completion without the prompt's messages, with which completions of some public data sets begin."""
+    if not isinstance(completion, tuple) or not prompt:
+        return completion
+    start = fields.as_messages(prompt, "user")
+    repeated = len(completion) > len(start) and all(
+        (one.get("role"), one.get("content")) == (other.get("role"), other.get("content"))
+        for one, other in zip(start, completion, strict=False))
+    return completion[len(start) :] if repeated else completion
+
+
+def _split_pair(draft: Draft | Dropped, place: str) -> Drafts:
+    """A pair as a desirable and an undesirable row."""
+    if isinstance(draft, Dropped):
+        return [draft]
+    (chosen_name, chosen), (rejected_name, rejected) = draft.completions.items()
+    if chosen == rejected:
+        return [Dropped(place, Reason.IDENTICAL_PAIR, "chosen and rejected are equal")]
+    return [replace(draft, completions={chosen_name: chosen}, desirable=True),
+            replace(draft, completions={rejected_name: rejected}, desirable=False)]
+
+
+def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
+    """Pair labeled completions: the first desirable one of a prompt with its first undesirable one, and so on.
+
+    A pair has the id and place of its desirable row, and the position of the later of the two rows.
+    """
+    waiting: dict[str, tuple[deque[int], deque[int]]] = defaultdict(lambda: (deque(), deque()))
+    paired: dict[int, Row | Dropped] = {}
+    for number, row in enumerate(rows):
+        if isinstance(row, Dropped):
+            paired[number] = row
+            continue
+        key = json.dumps([row.prompt, row.tools], sort_keys=True, default=str)
+        same, opposite = waiting[key] if row.desirable else waiting[key][::-1]
+        if not opposite:
+            same.append(number)
+            continue
+        partner = rows[opposite.popleft()]
+        assert isinstance(partner, Row)
+        chosen, rejected = (row, partner) if row.desirable else (partner, row)
+        paired[number] = replace(chosen, completions=chosen.completions + rejected.completions, desirable=None)
+    for queues in waiting.values():
+        for queue, missing in zip(queues, ("undesirable", "desirable"), strict=True):
+            for number in queue:
+                paired[number] = Dropped(rows[number].place, Reason.UNPAIRED,
+                                         f"no {missing} completion of the same prompt to pair it with")
+    return [paired[number] for number in sorted(paired)]
