@@ -171,7 +171,8 @@ def _chunk(head: Head) -> int:
 
 
 @torch.no_grad()
-def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: int) -> TopK:
+def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: int,
+          chunk: int | None = None) -> TopK:
     """A teacher's k likeliest tokens for each position, with the log of what is left.
 
     Which of several equally likely tokens is the last to be kept is not defined, but equal on all processes that share
@@ -182,9 +183,10 @@ def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: in
         head: the teacher's.
         k: tokens to keep, below `vocabulary`.
         temperature, vocabulary: as in `Comparison`.
+        chunk: positions per chunk; by default as many as `Comparison.per_token` takes.
     """
     weight = head.weight.to(head.compute or head.weight.dtype)
-    chunk = _chunk(head)
+    chunk = chunk or _chunk(head)
     ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     wide = torch.promote_types(weight.dtype, torch.float32)
     logps = torch.empty(len(hidden), k, dtype=wide, device=hidden.device)
