@@ -100,13 +100,13 @@ def measure(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
 def chunked(stored: bool, teacher: Any, vocabulary: int) -> Any:
     """Ours, with a live or a stored teacher."""
     from tropism.losses.divergence import forward_kl
-    from tropism.model.head.divergence import Comparison, Exact, TopK, top_k
+    from tropism.model.head.divergence import Comparison, FullTargets, TopK, top_k
 
     compare = Comparison(partial(forward_kl, mix=0.5), TEMPERATURE, TEMPERATURE**2, vocabulary)
     best = top_k(*teacher, K, TEMPERATURE, vocabulary) if stored else None
 
     def step(hidden: Any, head: Any, ids: Any, rows: slice) -> Any:
-        targets: Any = Exact(teacher[0][rows], teacher[1])
+        targets: Any = FullTargets(teacher[0][rows], teacher[1])
         if best is not None:
             targets = TopK(best.ids[rows], best.logps[rows], best.tail[rows])
         logps, away = compare.per_token(hidden, head, ids, targets)

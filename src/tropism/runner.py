@@ -19,6 +19,7 @@ from tropism.methods import Method
 from tropism.methods.build import build_method, effective
 from tropism.model import load
 from tropism.model import moe_router as router
+from tropism.model.config import check_rope
 from tropism.model.layout_check import choose_layout
 from tropism.model.source import ModelSource
 from tropism.observe.checksums import file_hash
@@ -140,7 +141,7 @@ class Run:
 
             data = self.world.together(read)
         for one in configs:
-            load.check_rope(one, data.max_length)
+            check_rope(one, data.max_length)
             for rows in (data.train, data.evaluation):
                 check_embedding(rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
         self.method: Method = build_method(options.view, self.values, labels_of(data.train))

@@ -11,7 +11,10 @@ from tropism.errors import ModelError, UsageError
 from tropism.model import load
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
-from tropism.model.adapters import structure as adapters
+from tropism.model.adapters.create import initial_values, make_structure, set_initial_values
+from tropism.model.adapters.parameters import base_name, kept_parameters, learning_names
+from tropism.model.adapters.summary import AdapterSummary, rank_warning, summarize
+from tropism.model.adapters.switch import adapter_off
 from tropism.model.adapters.targets import linear_names, new_config
 from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.options import LoraOptions
@@ -34,8 +37,8 @@ def gpt2() -> Any:
 
 
 def adapt(model: Any, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    adapters.make_structure(model, new_config(model, LoraOptions(**{"rank": 3, **options}), "base"))
-    adapters.fill(model, seed, dtype)
+    make_structure(model, new_config(model, LoraOptions(**{"rank": 3, **options}), "base"))
+    set_initial_values(model, seed, dtype)
     return model
 
 
@@ -43,7 +46,7 @@ def learned(model: Any, size: float = 0.3) -> Any:
     """A model whose adapter has learned something."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for weight in adapters.kept_parameters(model):
+        for weight in kept_parameters(model):
             weight += size * torch.randn(weight.shape, generator=generator)
     return model
 
@@ -87,7 +90,7 @@ def test_a_fresh_adapter_changes_nothing(build: Any, options: dict[str, Any]) ->
     assert torch.allclose(logits(model), plain, atol=1e-6 if "dora" in options else 0.0, rtol=0.0)
     learned(model)
     assert not torch.allclose(logits(model), plain, atol=1e-3)
-    with adapters.switched_off(model):
+    with adapter_off(model):
         assert torch.equal(logits(model), plain)
     assert not torch.allclose(logits(model), plain, atol=1e-3)
 
@@ -97,7 +100,7 @@ def test_names_have_no_prefix_and_the_model_stays_itself() -> None:
     model = llama()
     before = set(model.state_dict())
     adapt(model, modules_to_save="lm_head")
-    names = [adapters.base_name(name) for name in model.state_dict() if "default" not in name]
+    names = [base_name(name) for name in model.state_dict() if "default" not in name]
     assert set(names) == before
     assert isinstance(model, LlamaForCausalLM)
     assert model.base_model is model.model
@@ -120,18 +123,18 @@ def test_all_linear_layers_but_the_head(build: Any) -> None:
 def test_values_are_a_function_of_seed_and_name() -> None:
     """Neither the order of calls, nor dtype, nor the generator of torch has a say."""
     name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
-    one = adapters.initial_values(3, name, (4, 16))
+    one = initial_values(3, name, (4, 16))
     torch.manual_seed(99)
-    adapters.initial_values(3, name.replace("q_proj", "k_proj"), (4, 16))
-    assert torch.equal(one, adapters.initial_values(3, name, (4, 16)))
-    assert not torch.equal(one, adapters.initial_values(4, name, (4, 16)))
-    assert not torch.equal(one, adapters.initial_values(3, name.replace("q_proj", "k_proj"), (4, 16)))
+    initial_values(3, name.replace("q_proj", "k_proj"), (4, 16))
+    assert torch.equal(one, initial_values(3, name, (4, 16)))
+    assert not torch.equal(one, initial_values(4, name, (4, 16)))
+    assert not torch.equal(one, initial_values(3, name.replace("q_proj", "k_proj"), (4, 16)))
     assert float(one.abs().max()) <= 1 / 16 ** 0.5
-    wide = adapters.initial_values(0, name, (64, 256))
+    wide = initial_values(0, name, (64, 256))
     assert float(wide.std()) == pytest.approx(1 / (3 * 256) ** 0.5, rel=0.02)  # peft's kaiming_uniform_(a=sqrt(5))
-    assert not adapters.initial_values(0, name.replace("lora_A", "lora_B"), (16, 4)).any()
+    assert not initial_values(0, name.replace("lora_A", "lora_B"), (16, 4)).any()
     with pytest.raises(ValueError, match="function of other weights"):
-        adapters.initial_values(0, name.replace("lora_A", "lora_magnitude_vector"), (16,))
+        initial_values(0, name.replace("lora_A", "lora_magnitude_vector"), (16,))
 
 
 def test_the_same_seed_gives_the_same_adapter() -> None:
@@ -150,12 +153,12 @@ def test_the_structure_needs_no_weights() -> None:
     """On the meta device first, filled later: the same names, shapes and values as at once."""
     whole = adapt(llama(), dora=True, modules_to_save="lm_head")
     empty = load.skeleton(llama().config)
-    adapters.make_structure(empty, new_config(empty, LoraOptions(rank=3, dora=True, modules_to_save="lm_head"), "base"))
+    make_structure(empty, new_config(empty, LoraOptions(rank=3, dora=True, modules_to_save="lm_head"), "base"))
     assert {weight.device.type for weight in empty.parameters()} == {"meta"}
     assert {name: weight.shape for name, weight in empty.named_parameters()} == {
         name: weight.shape for name, weight in whole.named_parameters()}
-    assert adapters.learning_names(empty) == adapters.learning_names(whole)
-    assert adapters.facts_of(empty) == adapters.facts_of(whole)
+    assert learning_names(empty) == learning_names(whole)
+    assert summarize(empty) == summarize(whole)
 
 
 def test_magnitudes_are_row_norms() -> None:
@@ -170,17 +173,17 @@ def test_figures() -> None:
     """rank 3 on q_proj (16 x 16) of two layers: 2 x 3 x 32 weights."""
     model = llama()
     total = sum(weight.numel() for weight in model.parameters())
-    facts = adapters.facts_of(adapt(model, targets="q_proj"))
-    assert facts == adapters.AdapterFacts(3, 2, 1, 0, 192, total + 192)
+    facts = summarize(adapt(model, targets="q_proj"))
+    assert facts == AdapterSummary(3, 2, 1, 0, 192, total + 192)
     assert str(facts).startswith("rank 3 on 2 modules (1 kinds): 192 of ")
-    big = adapters.AdapterFacts(16, 28, 7, 1, 1_234_567, 135_000_000)
+    big = AdapterSummary(16, 28, 7, 1, 1_234_567, 135_000_000)
     assert str(big) == "rank 16 on 28 modules (7 kinds) and 1 whole modules: 1.23M of 135M weights learn"
 
 
 def test_ranks_beyond_a_weight() -> None:
     """k_proj is 8 x 16: rank 8 is all that it can change, and 9 is said."""
-    assert adapters.too_large(adapt(llama(), rank=8)) is None
-    assert adapters.too_large(adapt(llama(), rank=9)) == (
+    assert rank_warning(adapt(llama(), rank=8)) is None
+    assert rank_warning(adapt(llama(), rank=9)) == (
         "rank 9 is above the smaller side of the weights of 4 modules (model.layers.0.self_attn.k_proj is 8 x 16); "
         "beyond that side a rank changes nothing but memory and time")
 
@@ -204,7 +207,7 @@ def test_names_that_cannot_be(options: dict[str, Any], message: str) -> None:
 def test_a_model_with_an_adapter_gets_no_second() -> None:
     model = adapt(llama())
     with pytest.raises(UsageError, match="has an adapter already"):
-        adapters.make_structure(model, new_config(llama(), LoraOptions(rank=2), "base"))
+        make_structure(model, new_config(llama(), LoraOptions(rank=2), "base"))
 
 
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"modules_to_save": "lm_head"},
@@ -244,8 +247,8 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 def test_sources_that_are_adapters(tmp_path: Path, tiny_model_dir: Path) -> None:
     """A directory with an adapter and no model stands for base and adapter; one whose base is gone says what to do."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
-    adapters.make_structure(model, new_config(model, LoraOptions(rank=2), str(tiny_model_dir)))
-    adapters.fill(model, 0, torch.float32)
+    make_structure(model, new_config(model, LoraOptions(rank=2), str(tiny_model_dir)))
+    set_initial_values(model, 0, torch.float32)
     learned(model)
     adapter_files.save(model, tmp_path, torch.float32)
     source = ModelSource.of(str(tmp_path))
@@ -274,7 +277,7 @@ def test_narrow_weights_give_the_same_products() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             out = model(IDS).logits
         out.float().square().sum().backward()
-        outputs.append([out.detach(), *(weight.grad for weight in adapters.kept_parameters(model))])
+        outputs.append([out.detach(), *(weight.grad for weight in kept_parameters(model))])
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tropism.distributed.shard import each_whole
-from tropism.model.adapters.structure import state_as_computed, switched_off
+from tropism.model.adapters.switch import active_state, adapter_off
 from tropism.model.fingerprint import tensor_hash
 
 
@@ -31,12 +31,12 @@ def base_hash(module: Any) -> str | None:
         value = weight.detach().float() if weight.is_floating_point() else weight
         return f"{name} {tuple(weight.shape)} {tensor_hash(value)}"
 
-    with switched_off(module):
-        lines = each_whole(state_as_computed(module), one)
+    with adapter_off(module):
+        lines = each_whole(active_state(module), one)
     return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
 
 
-def known_hash(directory: Path) -> str | None:
+def recorded_hash(directory: Path) -> str | None:
     """Hash of the weights that the adapter of a run was trained on, as the run's manifest has it.
 
     Args:
@@ -50,11 +50,11 @@ def known_hash(directory: Path) -> str | None:
     return None
 
 
-def differing(module: Any, directory: Path) -> str | None:
+def first_difference(module: Any, directory: Path) -> str | None:
     """The first weight without the adapter that is not what the safetensors files of a directory have by this name, as
     float32; None where all are, or the directory cannot tell."""
-    with switched_off(module):
-        own = state_as_computed(module)
+    with adapter_off(module):
+        own = active_state(module)
     try:
         for name, kept in _stored(directory):
             weight = own.get(name)

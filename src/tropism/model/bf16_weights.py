@@ -6,7 +6,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from tropism.distributed.shard import convert, each_whole, is_sharded
-from tropism.model.adapters.structure import base_name
+from tropism.model.adapters.parameters import base_name
 from tropism.model.fingerprint import tensor_hash
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tropism.distributed.shard import each_whole
-from tropism.model.adapters.structure import base_name, scales_as_computed, state_as_computed
+from tropism.model.adapters.parameters import base_name
+from tropism.model.adapters.switch import active_scales, active_state
 from tropism.model.language_model import LanguageModel
 
 VERSION = 1
@@ -23,7 +24,7 @@ def fingerprint(model: LanguageModel) -> str:
                               "architectures") and not name.startswith("_")}
     numerics = [VERSION, model.precision, model.layout, model.device.type]
     digest = hashlib.blake2b(json.dumps([config, numerics], sort_keys=True, default=str).encode(), digest_size=16)
-    for line in (*weight_hashes(model.module), *scales_as_computed(model.module)):
+    for line in (*weight_hashes(model.module), *active_scales(model.module)):
         digest.update(line.encode())
     return digest.hexdigest()
 
@@ -36,7 +37,7 @@ def weight_hashes(module: Any) -> list[str]:
     def one(name: str, weight: Tensor) -> str:
         return f"{name} {tuple(weight.shape)} {known.get(base_name(name)) or tensor_hash(weight)}"
 
-    return each_whole(state_as_computed(module), one)
+    return each_whole(active_state(module), one)
 
 
 def tensor_hash(tensor: Tensor) -> str:

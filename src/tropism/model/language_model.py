@@ -12,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 from tropism.data.batching.collate import Batch, Layout
 from tropism.distributed.shard import part_of, prepare_backward, travels_in, within
 from tropism.errors import ModelError
-from tropism.model.adapters.structure import uncast
+from tropism.model.adapters.switch import without_input_cast
 from tropism.model.attention import NAME, TreePass, plain_implementation
 from tropism.model.head.divergence import Comparison, Targets
 from tropism.model.head.logprob import head_of
-from tropism.model.moe_router import Routed, compute_experts
+from tropism.model.moe_router import RouterLogits, compute_experts
 from tropism.shapes import PerCompletion, PerToken
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def computing(module: Any, precision: Precision, device: torch.device) -> Iterat
         with torch.autocast(device.type, torch.bfloat16):
             yield
     elif travels_in(module) is not None:
-        with _Widened(), uncast(module):
+        with _Widened(), without_input_cast(module):
             yield
     else:
         yield
@@ -50,7 +50,7 @@ class _Widened(TorchFunctionMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CompletionScores:
     """What a pass says about each completion.
 
     Args:
@@ -111,11 +111,11 @@ class LanguageModel:
         self._attend()
         return within(self.module, action, self.stays or (tree is not None and tree.earlier is not None))
 
-    def hidden(self, batch: Batch, tree: TreePass | None, routed: Routed | None = None) -> Tensor:
+    def hidden(self, batch: Batch, tree: TreePass | None, routed: RouterLogits | None = None) -> Tensor:
         """`[S, D]` the hidden state that predicts each supervised token; `routed` takes what the routers say."""
         return self._within(lambda: (self._hidden(batch, tree, routed),), tree)[0]
 
-    def _hidden(self, batch: Batch, tree: TreePass | None, routed: Routed | None) -> Tensor:
+    def _hidden(self, batch: Batch, tree: TreePass | None, routed: RouterLogits | None) -> Tensor:
         kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
         if routed is not None:
             kwargs["output_router_logits"] = True
@@ -123,7 +123,7 @@ class LanguageModel:
             output = self.module.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
                                             use_cache=False, **kwargs)
         if routed is not None:
-            routed.take(output)
+            routed.keep(output)
         states = output.last_hidden_state.flatten(0, 1)
         if tree is not None:
             if tree.record:
@@ -132,7 +132,8 @@ class LanguageModel:
                 states = torch.cat((tree.earlier.states, states))
         return states.index_select(0, batch.predict_index)
 
-    def per_token_logps(self, batch: Batch, tree: TreePass | None = None, routed: Routed | None = None) -> PerToken:
+    def per_token_logps(self, batch: Batch, tree: TreePass | None = None,
+                        routed: RouterLogits | None = None) -> PerToken:
         """`[S]` log-prob of each supervised token, in at least float32."""
         tree = tree or self.tree_pass(batch)
 
@@ -142,12 +143,13 @@ class LanguageModel:
 
         return self._within(action, tree)[0]
 
-    def logps(self, batch: Batch, tree: TreePass | None = None, routed: Routed | None = None) -> PerCompletion:
+    def logps(self, batch: Batch, tree: TreePass | None = None, routed: RouterLogits | None = None) -> PerCompletion:
         """`[C]` summed log-prob of each completion, in nats. The sum is taken in float64."""
         return summed(self.per_token_logps(batch, tree, routed), batch)
 
-    def outcome(self, batch: Batch, tree: TreePass | None = None, *, comparison: Comparison | None = None,
-                targets: Targets | None = None, confidence: bool = False, routed: Routed | None = None) -> Outcome:
+    def score_completions(self, batch: Batch, tree: TreePass | None = None, *, comparison: Comparison | None = None,
+                          targets: Targets | None = None, confidence: bool = False,
+                          routed: RouterLogits | None = None) -> CompletionScores:
         """What losses need of a batch, from one pass.
 
         Args:
@@ -171,7 +173,7 @@ class LanguageModel:
 
         per_token, away, peaks = self._within(action, tree)
         sure = None if peaks is None else summed(per_token.detach() - peaks, batch) / batch.lengths
-        return Outcome(summed(per_token, batch), None if away is None else summed(away, batch), sure)
+        return CompletionScores(summed(per_token, batch), None if away is None else summed(away, batch), sure)
 
     def backward(self, share: Tensor, last: bool) -> None:
         """Add the gradient of a pack's share of the loss.

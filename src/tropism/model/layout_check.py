@@ -20,7 +20,7 @@ _TOLERANCE: dict[Precision, float] = {"fp64": 1e-5, "fp32": 1e-4, "bf16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class LayoutCheck:
     """What the start-up comparison found.
 
     Args:
@@ -75,7 +75,7 @@ def _differences(model: LanguageModel, trees: Sequence[PromptTree]) -> tuple[flo
 
 
 def choose_layout(module: object, precision: Precision, device: torch.device, trees: Sequence[PromptTree],
-                  wanted: Layout | Literal["auto"]) -> tuple[LanguageModel, Probe]:
+                  wanted: Layout | Literal["auto"]) -> tuple[LanguageModel, LayoutCheck]:
     """The model in the wanted layout, or for `auto` in the tree layout if that is exact, else padded.
 
     A bfloat16 run is compared in float32 first: its own rounding could hide that completions see each other.
@@ -104,5 +104,5 @@ def choose_layout(module: object, precision: Precision, device: torch.device, tr
                 raise
             reason = f"{type(refusal).__name__}: {first_line(refusal)}" if unforeseen else str(refusal)
         else:
-            return model, Probe(layout, per_token, per_root_token, reason)
+            return model, LayoutCheck(layout, per_token, per_root_token, reason)
     raise ModelError(f"this model cannot be served exactly: {reason}")

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
 from tropism.errors import ModelError, first_line
 from tropism.model import quantization as quantized
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
+from tropism.model.config import check_architecture
 from tropism.model.language_model import Precision
 from tropism.model.source import ModelSource
 
@@ -54,7 +54,7 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_model(source: ModelSource, precision: Precision, device: torch.device, *,
-               trust_remote_code: bool = False, quantize: quantized.Kind | None = None,
+               trust_remote_code: bool = False, quantize: quantized.Quantization | None = None,
                plain: Iterable[str] = ()) -> Any:
     """A causal model in evaluation mode, float32 weights (float64 under `fp64`), on a device; an adapter that was named
     is merged into them.
@@ -74,7 +74,7 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
 
         extra["quantization_config"] = GgufConfig(dequantize=True)
     if quantize is not None:
-        extra |= quantized.loading(quantize, device, plain)
+        extra |= quantized.loader_arguments(quantize, device, plain)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source.name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **extra)
@@ -89,7 +89,7 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     if quantize is not None:
-        return quantized.made_exact(model).eval()
+        return quantized.make_exact(model).eval()
     if source.adapter is not None:
         if source.look is not None:
             source.look(model)
@@ -129,49 +129,3 @@ def _need_gguf(source: ModelSource) -> None:
             import gguf  # noqa: F401
         except ImportError:
             raise ModelError("reading a GGUF file needs the package gguf: pip install 'tropism[gguf]'") from None
-
-
-def check_architecture(config: Any) -> None:
-    """Refuse what is not a decoder-only text model.
-
-    Raises:
-        ModelError: naming the architecture.
-    """
-    name = (getattr(config, "architectures", None) or [config.model_type])[0]
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is an encoder-decoder model; Tropism trains decoder-only text models")
-    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
-        raise ModelError(f"{name} is a vision or audio model; Tropism trains decoder-only text models")
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
-        raise ModelError(f"{name} (model_type {config.model_type}) is not a causal language model of transformers")
-
-
-def check_rope(config: Any, max_length: int) -> None:
-    """Refuse lengths at which rotary frequencies would depend on what else is in a pack.
-
-    Raises:
-        ModelError: naming the longest length that is safe.
-    """
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = rope.values() if rope and all(isinstance(entry, dict) for entry in rope.values()) else [rope]
-    for kind in kinds:
-        if kind.get("rope_type") in ("dynamic", "longrope"):
-            safe = kind.get("original_max_position_embeddings") or text.max_position_embeddings
-            if max_length > safe:
-                raise ModelError(f"rope type '{kind['rope_type']}' changes its frequencies beyond {safe} tokens, so "
-                                 f"results would depend on packing; set --max-length {safe} or less")
-
-
-def dropout_of(config: Any) -> dict[str, float]:
-    """Dropout rates that the config asks for; all are off in training, and the report says so."""
-    values = config.get_text_config().to_dict()
-    return {name: value for name, value in values.items()
-            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0}
-
-
-def max_positions(config: Any) -> int | None:
-    """The longest sequence that the model was made for, in tokens."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-

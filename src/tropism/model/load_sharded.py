@@ -16,7 +16,7 @@ from tropism.distributed.shard import Sharding, fill, region_of, shard
 from tropism.distributed.tensor import divide
 from tropism.distributed.world import World
 from tropism.errors import ModelError, first_line
-from tropism.model.adapters.structure import base_name
+from tropism.model.adapters.parameters import base_name
 from tropism.model.head.vocab_parallel import Divided
 from tropism.model.language_model import Precision
 from tropism.model.load import load_config, load_model, skeleton, weights_dtype

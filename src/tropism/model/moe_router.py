@@ -21,7 +21,7 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 @dataclass(slots=True)
-class Routed:
+class RouterLogits:
     """What the routers say in one forward pass; the pass fills it.
 
     Args:
@@ -30,7 +30,7 @@ class Routed:
 
     logits: tuple[Tensor, ...] = ()
 
-    def take(self, output: Any) -> None:
+    def keep(self, output: Any) -> None:
         """Keep the router logits of a backbone's output.
 
         Raises:
@@ -96,7 +96,7 @@ def coefficient_of(config: Any) -> float | None:
     return float(asked) if asked and Experts.of(config) is not None else None
 
 
-def load(logits: Sequence[Tensor], weights: Tensor, top_k: int) -> Tensor:
+def expert_counts(logits: Sequence[Tensor], weights: Tensor, top_k: int) -> Tensor:
     """`[E + 1]` float64, no gradient: how often each expert is chosen, and at the end how many tokens choose.
 
     Args:

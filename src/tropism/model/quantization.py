@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from tropism.errors import ModelError
 
-Kind = Literal["nf4", "int8"]
+Quantization = Literal["nf4", "int8"]
 
 
 def check_installed() -> None:
@@ -28,7 +28,7 @@ def check_installed() -> None:
         raise ModelError("lora.quantize needs the package bitsandbytes: pip install 'tropism[quant]'")
 
 
-def loading(kind: Kind, device: torch.device, plain: Iterable[str]) -> dict[str, Any]:
+def loader_arguments(kind: Quantization, device: torch.device, plain: Iterable[str]) -> dict[str, Any]:
     """Arguments for transformers' loader.
 
     Args:
@@ -44,7 +44,7 @@ def loading(kind: Kind, device: torch.device, plain: Iterable[str]) -> dict[str,
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def made_exact(model: Any) -> Any:
+def make_exact(model: Any) -> Any:
     """The model with products that depend on nothing but their own rows, in place.
 
     Raises:
@@ -79,15 +79,15 @@ class _Product(torch.autograd.Function):
         kind = hidden.device.type
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         ctx.layer, ctx.compute, ctx.dtype = layer, compute, hidden.dtype
-        return functional.linear(hidden.to(compute), spelled_out(layer).to(compute))
+        return functional.linear(hidden.to(compute), dequantized(layer).to(compute))
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None]:
-        return (upstream.to(ctx.compute) @ spelled_out(ctx.layer).to(ctx.compute)).to(ctx.dtype), None
+        return (upstream.to(ctx.compute) @ dequantized(ctx.layer).to(ctx.compute)).to(ctx.dtype), None
 
 
 @torch.no_grad()
-def spelled_out(layer: Any) -> Tensor:
+def dequantized(layer: Any) -> Tensor:
     """`[out, in]` the weight that a quantized layer stands for."""
     from bitsandbytes import functional as few_bits  # an optional package
 

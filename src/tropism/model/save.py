@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from tropism.distributed.shard import part_of
 from tropism.errors import OutputError
 from tropism.model.adapters import files as adapter_files
-from tropism.model.adapters.structure import adapter_name, kept_parameters
+from tropism.model.adapters.parameters import adapter_name, kept_parameters
 
 SHARD_SIZE = "50GB"
 """Largest file of weights, as transformers has it."""
@@ -75,7 +75,7 @@ def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop
         adapter_files.save(model, path, dtype, weights)
         model.generation_config.save_pretrained(path)
         tokenizer.save_pretrained(path)
-        as_readable_as(path / adapter_files.CONFIG)
+        match_permissions(path / adapter_files.CONFIG)
         return
     converted: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, and are written once
     state = {}
@@ -91,10 +91,10 @@ def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    as_readable_as(config_file)
+    match_permissions(config_file)
 
 
-def as_readable_as(file: Path) -> None:
+def match_permissions(file: Path) -> None:
     """Let whoever may read a file read the weights beside it: safetensors writes them for their owner alone."""
     for weights in file.parent.glob("*.safetensors"):
         weights.chmod(file.stat().st_mode & 0o777)
@@ -109,7 +109,7 @@ def add_stop_ids(generation: Any, stop_ids: Iterable[int]) -> None:
         generation.eos_token_id = stops[0] if len(stops) == 1 else stops
 
 
-def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[int, int]:
+def count_changed_weights(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[int, int]:
     """How many of the weights that this process holds were changed by training, and the change of how many is still
     there in `dtype`.
 

@@ -9,7 +9,7 @@ from tropism.losses.scored import Scored
 from tropism.methods import StepInputs
 from tropism.methods.method import to_device
 from tropism.model.attention import TreePass
-from tropism.model.moe_router import Routed
+from tropism.model.moe_router import RouterLogits
 from tropism.train.engine import Engine
 from tropism.train.router_loss import StepRouterLoss
 from tropism.train.step_packs import MismatchedPack, Pack
@@ -30,7 +30,7 @@ def look_ahead(engine: Engine, packs: Sequence[Pack], balance: StepRouterLoss | 
     found = []
     for pack in packs:
         batch = pack.batch.to(device)
-        routed = Routed() if balance else None
+        routed = RouterLogits() if balance else None
         logps = engine.model.logps(batch, routed=routed)  # of an empty pack too: ranks may share the model
         scored = None
         if pack.rows:

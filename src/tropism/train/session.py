@@ -12,8 +12,9 @@ import torch
 
 from tropism.distributed.shard import gathered
 from tropism.errors import OutputError, UsageError
-from tropism.model import load, save
-from tropism.model.adapters.structure import learning_names
+from tropism.model import save
+from tropism.model.adapters.parameters import learning_names
+from tropism.model.config import max_positions
 from tropism.observe.checksums import checksums
 from tropism.observe.console import Voice
 from tropism.observe.manifest import Manifest
@@ -108,7 +109,7 @@ class Session:
         begins = self.origin is None or self.origin.trainer is None
         sampler = Sampler(self.data.evaluation or self.data.train, held_out=bool(self.data.evaluation),
                           count=options.samples, tokenizer=self.tokenizer, stop_ids=self._stop_ids,
-                          max_positions=load.max_positions(engine.model.module.config))
+                          max_positions=max_positions(engine.model.module.config))
         saver = self._saver()
         world.on_main(lambda: self._check_space(saver))
         if begins:
@@ -287,7 +288,7 @@ class Session:
                                 if learning is None or name in learning}, dtype, world.is_main)
         world.on_main(lambda: save.export(module, self.tokenizer, self.directory.model, dtype, self._stop_ids, weights))
         if self.initial is not None:
-            own = save.survived_rounding(module, self.initial, dtype)
+            own = save.count_changed_weights(module, self.initial, dtype)
             changed, kept = map(sum, zip(*(world.gather(own) if world.mesh else [own]), strict=True))
             share = kept / changed if changed else 1.0
             self.voice.say(f"export in {self.options.export_dtype}: {share:.1%} of the changed weights survive it")

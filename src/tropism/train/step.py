@@ -8,7 +8,7 @@ from torch import Tensor
 from tropism.distributed.shard import Owned
 from tropism.distributed.world import World
 from tropism.methods.method import to_device
-from tropism.model.moe_router import Routed
+from tropism.model.moe_router import RouterLogits
 from tropism.observe.metrics import Tally
 from tropism.train.engine import Engine
 from tropism.train.look_ahead import look_ahead, pooled_reference_point
@@ -47,7 +47,7 @@ def train_step(engine: Engine, work: StepPacks) -> StepOutcome:
         batch = pack.batch.to(device)
         units = to_device(pack.units, device)
         main = engine.model.tree_pass(batch, record=work.leaves is not None)
-        routed = Routed() if balance else None
+        routed = RouterLogits() if balance else None
         scored = engine.score(pack.trees, batch, main, routed)
         if work.leaves is not None:
             point = pooled_reference_point(engine, [work.leaves], main)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tropism.distributed.shard import give
 from tropism.errors import ModelError, first_line
+from tropism.model.adapters.create import allocate, make_structure
+from tropism.model.adapters.parameters import NAME, adapter_name, learning_names
 from tropism.model.adapters.peft_settings import check_known, check_served, check_values
-from tropism.model.adapters.structure import NAME, adapter_name, learning_names, make_structure, materialize
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -79,7 +80,7 @@ def load_adapter(module: Any, config: Any, path: Path, dtype: torch.dtype) -> No
         ModelError: if it does not fit, naming a weight.
     """
     make_structure(module, config)
-    materialize(module, dtype)
+    allocate(module, dtype)
     load_values(module, path)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tropism.errors import ModelError, first_line
 from tropism.model.adapters.files import CONFIG, read_values, weights_file
+from tropism.model.adapters.parameters import adapter_name
 from tropism.model.adapters.peft_module import check_trainable, inner
 from tropism.model.adapters.peft_settings import check_known, check_served
-from tropism.model.adapters.structure import adapter_name
 
 _TOLERANCE = 1e-3
 """Of logits, as a share of the largest one: merging in float32 costs 1e-6; a wrong merge is far above."""

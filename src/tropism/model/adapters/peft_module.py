@@ -3,7 +3,7 @@
 from typing import Any
 
 from tropism.errors import ModelError
-from tropism.model.adapters.structure import adapter_name
+from tropism.model.adapters.parameters import adapter_name
 from tropism.model.adapters.targets import ON_EMBEDDING
 
 

@@ -41,7 +41,7 @@ class Targets(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class FullTargets:
     """A teacher in memory: the whole distribution, formed chunk by chunk.
 
     Args:
@@ -55,7 +55,7 @@ class Exact:
     def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence,
                 columns: Columns) -> tuple[Tensor, Tensor]:
         """As `Targets` says."""
-        head = self.head.beside(columns)
+        head = self.head.divided_as(columns)
         weight = head.weight.to(head.compute or head.weight.dtype)
         teacher, _ = head.logits(self.hidden[rows].to(weight.dtype), weight)
         log_p, log_q = columns.log_softmax(teacher[:, : logits.shape[1]].to(logits.dtype) / temperature, logits)
@@ -130,7 +130,7 @@ class Comparison:
 
     def of(self, rows: slice, logits: Tensor, targets: Targets, columns: Columns) -> tuple[Tensor, Tensor]:
         """`[n]` value and `[n, V]` derivative by the student's logits, `V` being the shared vocabulary."""
-        shared, narrow = columns.below(logits, self.vocabulary)
+        shared, narrow = columns.restrict_to(logits, self.vocabulary)
         value, change = targets.compare(rows, narrow / self.temperature, self.temperature, self.divergence, shared)
         return self.scale * value, change.mul_(self.scale / self.temperature)
 
@@ -167,7 +167,7 @@ class _LinearDivergence(torch.autograd.Function):
 
 def _chunk(head: Head) -> int:
     """Positions of a chunk."""
-    return max(1, (_GPU_CHUNK if head.weight.is_cuda else _CPU_CHUNK) // head.columns.widest(head.weight))
+    return max(1, (_GPU_CHUNK if head.weight.is_cuda else _CPU_CHUNK) // head.columns.max_width(head.weight))
 
 
 @torch.no_grad()
@@ -193,7 +193,7 @@ def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: in
     tail = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
-        columns, logits = head.columns.below(head.logits(hidden[rows].to(weight.dtype), weight)[0], vocabulary)
+        columns, logits = head.columns.restrict_to(head.logits(hidden[rows].to(weight.dtype), weight)[0], vocabulary)
         logits = logits / temperature
         ids[rows] = columns.top_k(logits, k)
         logps[rows], tail[rows], _ = columns.kept_logps(logits, ids[rows])

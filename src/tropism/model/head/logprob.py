@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tropism.errors import ModelError
-from tropism.model.head.vocab_parallel import WHOLE, Columns, Divided, Whole
+from tropism.model.head.vocab_parallel import UNDIVIDED, Columns, Divided, Undivided
 from tropism.shapes import HeadWeight, Hidden, PerToken, TokenIndex
 
 _CHUNK_ELEMENTS = 2**25  # logits at once: 128 MiB in float32
@@ -40,7 +40,7 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     compute: torch.dtype | None = None
-    columns: Columns = WHOLE
+    columns: Columns = UNDIVIDED
 
     def per_token_logps(self, hidden: Hidden, targets: TokenIndex, chunk: int | None = None) -> PerToken:
         """`[S]` log-prob of each target, in float32 or more.
@@ -50,7 +50,7 @@ class Head:
             targets: `[S]` token ids.
             chunk: positions per chunk; by default as many as keep the logits at 128 MiB.
         """
-        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.widest(self.weight))
+        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.max_width(self.weight))
         result: PerToken = _LinearLogProb.apply(hidden, self.weight, self.bias, targets, self, chunk)
         return result
 
@@ -79,7 +79,7 @@ class Head:
         """`[S]` log sum over the vocabulary of p^2, in float32 or more: how peaked each prediction is."""
         compute = self.compute or self.weight.dtype
         weight = self.weight.to(compute)
-        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.widest(weight))
+        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.max_width(weight))
         out = hidden.new_empty(len(hidden), dtype=torch.promote_types(compute, torch.float32))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
@@ -88,7 +88,7 @@ class Head:
             out[rows] = self.columns.log_z(logits.mul_(2)) - 2 * log_z
         return out
 
-    def beside(self, columns: Columns) -> "Head":
+    def divided_as(self, columns: Columns) -> "Head":
         """This head with those of its columns here, the first at least, that another head has here.
 
         Args:
@@ -97,9 +97,9 @@ class Head:
         Raises:
             ModelError: on every process, if this head is divided otherwise.
         """
-        if columns.alike(self.columns):
+        if columns.divided_like(self.columns):
             return self
-        if isinstance(self.columns, Whole) and isinstance(columns, Divided):
+        if isinstance(self.columns, Undivided) and isinstance(columns, Divided):
             rows = slice(columns.start, columns.start + columns.width)
             return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows],
                            columns=columns)
@@ -209,7 +209,7 @@ def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns | N
     Raises:
         ModelError: if other rows are here than `columns` says.
     """
-    columns = getattr(model, "tropism_columns", WHOLE) if columns is None else columns
+    columns = getattr(model, "tropism_columns", UNDIVIDED) if columns is None else columns
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)
@@ -217,7 +217,7 @@ def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns | N
         scale /= float(config.logits_scaling)
     softcap = getattr(config, "final_logit_softcapping", None)
     weight, bias = linear.weight, getattr(linear, "bias", None)
-    if columns != WHOLE:
+    if columns != UNDIVIDED:
         weight, bias = _local(weight), _local(bias)
         if isinstance(columns, Divided) and len(weight) != columns.width:
             raise ModelError(f"the head has {len(weight)} rows on process {columns.group.rank}, where {columns.width} "

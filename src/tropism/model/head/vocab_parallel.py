@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tropism.losses.divergence import tail_logp
 
-Columns = Union["Whole", "Divided"]
+Columns = Union["Undivided", "Divided"]
 
 
 class Group(Protocol):
@@ -42,18 +42,18 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Undivided:
     """All columns are here."""
 
-    def widest(self, weight: Tensor) -> int:
+    def max_width(self, weight: Tensor) -> int:
         """How many columns a process has at most; equal on all of them, as the size of chunks has to be."""
         return len(weight)
 
-    def below(self, logits: Tensor, vocabulary: int) -> tuple[Columns, Tensor]:
+    def restrict_to(self, logits: Tensor, vocabulary: int) -> tuple[Columns, Tensor]:
         """The columns of ids below `vocabulary`, and their logits: a view."""
         return self, logits[:, :vocabulary]
 
-    def alike(self, other: Columns) -> bool:
+    def divided_like(self, other: Columns) -> bool:
         """Whether others, up to the last of these, are divided as these are; every process answers the same."""
         return self == other
 
@@ -100,7 +100,7 @@ class Whole:
 class Divided:
     """Some columns are here: as torch.chunk divides them, so the last ranks may have fewer, or none.
 
-    Ids are those of the whole vocabulary throughout; `[n, v]` are the columns here. The methods are those of `Whole`.
+    Ids are those of the whole vocabulary throughout; `[n, v]` are the columns here. The methods are those of `Undivided`.
 
     Args:
         vocabulary: V, columns of all processes together.
@@ -132,51 +132,51 @@ class Divided:
         """How many columns are here."""
         return self.widths[self.group.rank]
 
-    def widest(self, weight: Tensor) -> int:
-        """As `Whole` says."""
+    def max_width(self, weight: Tensor) -> int:
+        """As `Undivided` says."""
         return self.share
 
-    def below(self, logits: Tensor, vocabulary: int) -> tuple[Columns, Tensor]:
-        """As `Whole` says; there may be none of them here."""
+    def restrict_to(self, logits: Tensor, vocabulary: int) -> tuple[Columns, Tensor]:
+        """As `Undivided` says; there may be none of them here."""
         fewer = replace(self, vocabulary=min(vocabulary, self.vocabulary))
         return fewer, logits[:, : fewer.width]
 
-    def alike(self, other: Columns) -> bool:
-        """As `Whole` says."""
+    def divided_like(self, other: Columns) -> bool:
+        """As `Undivided` says."""
         return (isinstance(other, Divided) and other.group == self.group
                 and replace(other, vocabulary=self.vocabulary).widths == self.widths)
 
     def log_z(self, logits: Tensor) -> Tensor:
-        """As `Whole` says."""
+        """As `Undivided` says."""
         return torch.logsumexp(self.group.gather(torch.logsumexp(logits, dim=-1)), dim=0)
 
     def target_logps(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Whole` says."""
-        here = self._at(logits, targets[:, None]).squeeze(1)
+        """As `Undivided` says."""
+        here = self._logits_at(logits, targets[:, None]).squeeze(1)
         found = self.group.gather(torch.stack((torch.logsumexp(logits, dim=-1), here)))
         log_z = torch.logsumexp(found[:, 0], dim=0)
-        return _added(found[:, 1]) - log_z, log_z
+        return _sum_in_order(found[:, 1]) - log_z, log_z
 
     def kept_logps(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Whole` says."""
+        """As `Undivided` says."""
         here = torch.logsumexp(logits, dim=-1)
-        others = self._spare(logits, kept, -torch.inf).logsumexp(dim=-1)
-        found = self.group.gather(torch.cat((here[:, None], others[:, None], self._at(logits, kept)), dim=-1))
+        others = self._with_spare_column(logits, kept, -torch.inf).logsumexp(dim=-1)
+        found = self.group.gather(torch.cat((here[:, None], others[:, None], self._logits_at(logits, kept)), dim=-1))
         log_z, rest = torch.logsumexp(found[..., 0], dim=0), torch.logsumexp(found[..., 1], dim=0)
-        return _added(found[..., 2:]) - log_z[:, None], rest - log_z, log_z
+        return _sum_in_order(found[..., 2:]) - log_z[:, None], rest - log_z, log_z
 
     def log_softmax(self, *logits: Tensor) -> tuple[Tensor, ...]:
-        """As `Whole` says, of the columns here."""
+        """As `Undivided` says, of the columns here."""
         found = self.group.gather(torch.stack([torch.logsumexp(one, dim=-1) for one in logits]))
         return tuple(one - torch.logsumexp(found[:, number], dim=0)[:, None] for number, one in enumerate(logits))
 
     def totals(self, value: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Whole` says."""
-        found = _added(self.group.gather(torch.stack((value, slope.sum(-1)))))
+        """As `Undivided` says."""
+        found = _sum_in_order(self.group.gather(torch.stack((value, slope.sum(-1)))))
         return found[0], found[1][:, None]
 
     def top_k(self, logits: Tensor, k: int) -> Tensor:
-        """As `Whole` says. Of equal ones on two processes the lower id is taken, and stands first."""
+        """As `Undivided` says. Of equal ones on two processes the lower id is taken, and stands first."""
         best, ids = torch.topk(logits, min(k, self.width), dim=-1)
         spare = (0, k - best.shape[1])  # where a process has fewer than k, so that all send as much
         found = self.group.gather(torch.nn.functional.pad(best, spare))
@@ -186,44 +186,44 @@ class Divided:
         return ids.gather(1, torch.sort(best, dim=-1, descending=True, stable=True).indices[:, :k])
 
     def add(self, change: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """As `Whole` says; of the columns here."""
+        """As `Undivided` says; of the columns here."""
         if not self.width:
             return change
-        column, here = self._place(ids)
+        column, here = self._locate(ids)
         return change.scatter_add_(1, column, values * here)
 
     def put(self, change: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """As `Whole` says; of the columns here."""
-        return self._spare(change, ids, values)[:, :-1]
+        """As `Undivided` says; of the columns here."""
+        return self._with_spare_column(change, ids, values)[:, :-1]
 
     def sum(self, parts: Tensor) -> Tensor:
-        """As `Whole` says."""
+        """As `Undivided` says."""
         return self.group.sum(parts)
 
-    def _place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Where ids are among the columns here, or some place, and which of them are here."""
         column = ids - self.start
         return column.clamp(0, max(self.width - 1, 0)), (column >= 0) & (column < self.width)
 
-    def _at(self, logits: Tensor, ids: Tensor) -> Tensor:
+    def _logits_at(self, logits: Tensor, ids: Tensor) -> Tensor:
         """`[n, k]` logits of ids, 0 where they are elsewhere."""
         if not self.width:
             return logits.new_zeros(ids.shape)
-        column, here = self._place(ids)
+        column, here = self._locate(ids)
         return logits.gather(1, column).where(here, 0)
 
-    def _spare(self, columns: Tensor, ids: Tensor, values: Tensor | float) -> Tensor:
+    def _with_spare_column(self, columns: Tensor, ids: Tensor, values: Tensor | float) -> Tensor:
         """`[n, v + 1]` a copy with the columns of ids set; what is elsewhere goes to the last one, else at -inf."""
-        column, here = self._place(ids)
+        column, here = self._locate(ids)
         copy = torch.nn.functional.pad(columns, (0, 1), value=-torch.inf)
         column = column.where(here, self.width)
         return copy.scatter_(1, column, values)
 
 
-WHOLE = Whole()
+UNDIVIDED = Undivided()
 
 
-def _added(parts: Sequence[Tensor] | Tensor) -> Tensor:
+def _sum_in_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
     """Sum over the first dimension, in its order at every place."""
     total = parts[0]
     for part in parts[1:]:

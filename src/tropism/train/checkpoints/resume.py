@@ -9,7 +9,7 @@ import torch
 
 from tropism.distributed.state import TrainingState, read_tensors
 from tropism.errors import CheckpointError, first_line
-from tropism.model.adapters.structure import learning_names
+from tropism.model.adapters.parameters import learning_names
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
