@@ -163,7 +163,7 @@ def test_load_gets_more_even(bench: Bench, tmp_path: Path) -> None:
 def test_without_experts_the_option_is_refused_before_anything_is_written(
         bench: Bench, tiny_model_dir: Path) -> None:
     """L3: naming it and the model."""
-    with pytest.raises(UsageError, match=r"^router_aux_weight 0\.3: LlamaForCausalLM"):
+    with pytest.raises(UsageError, match=r"^--router-aux-weight 0\.3: LlamaForCausalLM"):
         bench.run("refused", ("sft", "fp64"), model=str(tiny_model_dir))
     assert not (bench.folder / "sft-fp64-refused").exists()
 

@@ -71,8 +71,8 @@ def test_as_reference_and_teacher(wrapped: Callable[..., Any], tiny_model_dir: P
 
 
 @pytest.mark.parametrize(("config", "settings", "match"), [
-    ("LoHaConfig", {"r": 2}, "adapter of kind LOHA"),
-    ("PromptTuningConfig", {"num_virtual_tokens": 2, "target_modules": None}, "adapter of kind PROMPT_TUNING"),
+    ("LoHaConfig", {"r": 2}, "the .*LOHA"),
+    ("PromptTuningConfig", {"num_virtual_tokens": 2, "target_modules": None}, "the .*PROMPT_TUNING"),
     ("LoraConfig", learned(target_modules=["lm_head", "q_proj"]), "on the head")])
 def test_kinds_that_are_refused(wrapped: Callable[..., Any], tiny_model_dir: Path, answers: Path,  # noqa: F811
                                 tmp_path: Path, config: str, settings: dict[str, Any], match: str) -> None:

@@ -1,5 +1,6 @@
 """Adapters: hand values, laws, and the functions of seed and name that they begin as."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tropism.model import load
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
 from tropism.model.adapters.create import initial_values, make_structure, set_initial_values
-from tropism.model.adapters.parameters import base_name, kept_parameters, learning_names
+from tropism.model.adapters.parameters import adapter_weight_names, base_name, saved_parameters
 from tropism.model.adapters.summary import AdapterSummary, rank_warning, summarize
 from tropism.model.adapters.switch import adapter_off
 from tropism.model.adapters.targets import linear_names, new_config
@@ -46,7 +47,7 @@ def learned(model: Any, size: float = 0.3) -> Any:
     """A model whose adapter has learned something."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for weight in kept_parameters(model):
+        for weight in saved_parameters(model):
             weight += size * torch.randn(weight.shape, generator=generator)
     return model
 
@@ -133,7 +134,7 @@ def test_values_are_a_function_of_seed_and_name() -> None:
     wide = initial_values(0, name, (64, 256))
     assert float(wide.std()) == pytest.approx(1 / (3 * 256) ** 0.5, rel=0.02)  # peft's kaiming_uniform_(a=sqrt(5))
     assert not initial_values(0, name.replace("lora_A", "lora_B"), (16, 4)).any()
-    with pytest.raises(ValueError, match="function of other weights"):
+    with pytest.raises(ValueError, match="depend on other weights"):
         initial_values(0, name.replace("lora_A", "lora_magnitude_vector"), (16,))
 
 
@@ -157,7 +158,7 @@ def test_the_structure_needs_no_weights() -> None:
     assert {weight.device.type for weight in empty.parameters()} == {"meta"}
     assert {name: weight.shape for name, weight in empty.named_parameters()} == {
         name: weight.shape for name, weight in whole.named_parameters()}
-    assert learning_names(empty) == learning_names(whole)
+    assert adapter_weight_names(empty) == adapter_weight_names(whole)
     assert summarize(empty) == summarize(whole)
 
 
@@ -177,27 +178,26 @@ def test_figures() -> None:
     assert facts == AdapterSummary(3, 2, 1, 0, 192, total + 192)
     assert str(facts).startswith("rank 3 on 2 modules (1 kinds): 192 of ")
     big = AdapterSummary(16, 28, 7, 1, 1_234_567, 135_000_000)
-    assert str(big) == "rank 16 on 28 modules (7 kinds) and 1 whole modules: 1.23M of 135M weights learn"
+    assert re.fullmatch(r"rank 16 on 28 modules \(7 kinds\) and 1 [a-z ]*: 1\.23M of 135M weights .*", str(big))
 
 
 def test_ranks_beyond_a_weight() -> None:
     """k_proj is 8 x 16: rank 8 is all that it can change, and 9 is said."""
     assert rank_warning(adapt(llama(), rank=8)) is None
-    assert rank_warning(adapt(llama(), rank=9)) == (
-        "rank 9 is above the smaller side of the weights of 4 modules (model.layers.0.self_attn.k_proj is 8 x 16); "
-        "beyond that side a rank changes nothing but memory and time")
+    assert re.match(r"rank 9 .* 4 modules \(model\.layers\.0\.self_attn\.k_proj is 8 x 16\)",
+                    rank_warning(adapt(llama(), rank=9)) or "")
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"modules_to_save": "self_attn,mlp"}, r"lora.modules_to_save self_attn,mlp: names every linear layer"),
-    ({"targets": "qproj"}, r"lora.targets qproj: no module .* nearest are q_proj"),
-    ({"targets": "q_proj,xyzzy"}, r"lora.targets xyzzy: no module .* there are down_proj, gate_proj"),
-    ({"targets": "lm_head"}, r"lora.targets lm_head: is the head.*--lora.modules-to-save lm_head"),
-    ({"targets": "embed_tokens"}, r"model.embed_tokens is of kind Embedding"),
+    ({"modules_to_save": "self_attn,mlp"}, r"--lora.modules-to-save self_attn,mlp .*every linear layer"),
+    ({"targets": "qproj"}, r"--lora.targets qproj: .*\bq_proj\?"),
+    ({"targets": "q_proj,xyzzy"}, r"--lora.targets xyzzy: .*: down_proj, gate_proj"),
+    ({"targets": "lm_head"}, r"--lora.targets lm_head is the head.*--lora.modules-to-save lm_head"),
+    ({"targets": "embed_tokens"}, r"model.embed_tokens .*\bEmbedding\b"),
     ({"targets": "q_proj", "modules_to_save": "self_attn"}, r"both name model.layers.0.self_attn.q_proj"),
-    ({"targets": "q_proj", "modules_to_save": "q_proj"}, r"lora.targets q_proj and lora.modules_to_save both name"),
-    ({"modules_to_save": "lmhead"}, r"lora.modules_to_save lmhead: no module .* nearest are lm_head"),
-    ({"modules_to_save": "layers"}, r"lora.modules_to_save layers: no module"),
+    ({"targets": "q_proj", "modules_to_save": "q_proj"}, r"--lora.targets q_proj and --lora.modules-to-save both name"),
+    ({"modules_to_save": "lmhead"}, r"--lora.modules-to-save lmhead: .*\blm_head\?"),
+    ({"modules_to_save": "layers"}, r"--lora.modules-to-save layers: .*not found"),
 ])
 def test_names_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -206,7 +206,7 @@ def test_names_that_cannot_be(options: dict[str, Any], message: str) -> None:
 
 def test_a_model_with_an_adapter_gets_no_second() -> None:
     model = adapt(llama())
-    with pytest.raises(UsageError, match="has an adapter already"):
+    with pytest.raises(UsageError, match="already has an adapter"):
         make_structure(model, new_config(llama(), LoraOptions(rank=2), "base"))
 
 
@@ -234,13 +234,13 @@ def test_files_round_trip_and_peft_reads_them(tmp_path: Path, options: dict[str,
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
     adapter_files.save(adapt(llama(), targets="q_proj"), tmp_path, torch.bfloat16)
     config = adapter_files.read_config(tmp_path)
-    with pytest.raises(ModelError, match=r"does not fit the model: .* is \[3, 16\] there and \[3, 32\]"):
+    with pytest.raises(ModelError, match=r"does not fit the model: .* is \[3, 16\].*\[3, 32\]"):
         adapter_files.load_adapter(LlamaForCausalLM(LlamaConfig(
             vocab_size=40, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)), config,
             tmp_path, torch.float32)
     with pytest.raises(ModelError, match="does not fit the model"):
         adapter_files.load_adapter(gpt2(), config, tmp_path, torch.float32)
-    with pytest.raises(ModelError, match=r"could not be merged|does not fit"):
+    with pytest.raises(ModelError, match=r"cannot be merged|does not fit"):
         adapter_merge.merged(gpt2(), tmp_path)
 
 
@@ -259,7 +259,7 @@ def test_sources_that_are_adapters(tmp_path: Path, tiny_model_dir: Path) -> None
     assert torch.allclose(logits(merged), logits(model), atol=1e-5)
     file = tmp_path / "adapter_config.json"
     file.write_text(file.read_text().replace(str(tiny_model_dir), "/nowhere/at/all"))
-    with pytest.raises(ModelError, match=r"an adapter of /nowhere/at/all.*give --model BASE --lora\.adapter"):
+    with pytest.raises(ModelError, match=r"/nowhere/at/all.*--model BASE --lora\.adapter"):
         ModelSource.of(str(tmp_path))
 
 
@@ -277,7 +277,7 @@ def test_narrow_weights_give_the_same_products() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             out = model(IDS).logits
         out.float().square().sum().backward()
-        outputs.append([out.detach(), *(weight.grad for weight in kept_parameters(model))])
+        outputs.append([out.detach(), *(weight.grad for weight in saved_parameters(model))])
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 

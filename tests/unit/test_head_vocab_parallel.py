@@ -278,7 +278,7 @@ def test_a_model_whose_rows_are_not_those_is_refused() -> None:
     model = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=torch.zeros(9, 2)),
                             config=SimpleNamespace(get_text_config=SimpleNamespace))
     columns: Columns = Divided.of(9, Seat(Meeting(2), 1))
-    with pytest.raises(ModelError, match="9 rows on process 1, where 4 of 9 belong"):
+    with pytest.raises(ModelError, match=r"9 rows on process 1\b.*\b4 of 9\b"):
         head_of(model, columns=columns)
     assert len(head_of(model).weight) == 9
 

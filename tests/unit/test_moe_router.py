@@ -267,11 +267,11 @@ def test_refusals_name_the_option() -> None:
     """L3: of a config without experts, and of a model that does not tell what its routers say."""
     dense = LlamaConfig(**COMMON, architectures=["LlamaForCausalLM"])
     check_option(0.0, dense)
-    with pytest.raises(UsageError, match=r"^router_aux_weight 0.01: LlamaForCausalLM is not a mixture of experts"):
+    with pytest.raises(UsageError, match=r"^--router-aux-weight 0.01: LlamaForCausalLM is not a mixture of experts"):
         check_option(0.01, dense)
-    with pytest.raises(UsageError, match=r"^router_aux_weight 0.01: deepseek_v3 .* no router_aux_loss_coef"):
+    with pytest.raises(UsageError, match=r"^--router-aux-weight 0.01: deepseek_v3 .* no router_aux_loss_coef"):
         check_option(0.01, DeepseekV3Config())
-    with pytest.raises(ModelError, match=r"^router_aux_weight: .* no router logits"):
+    with pytest.raises(ModelError, match=r"^--router-aux-weight: .* no router logits"):
         RouterLogits().keep(SimpleNamespace(last_hidden_state=torch.zeros(1)))
     module = module_of("mixtral")
     gate = type(module.model.layers[0].mlp.gate)
@@ -279,10 +279,10 @@ def test_refusals_name_the_option() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gate, "forward", lambda self, states: (told(self, states)[0].softmax(-1),
                                                                *told(self, states)[1:]))
-        with pytest.raises(ModelError, match=r"^router_aux_weight: .* probabilities already"):
+        with pytest.raises(ModelError, match=r"^--router-aux-weight: .* probabilities already"):
             build_router_loss(0.1, LanguageModel(module, "tree", "fp64", CPU), FOREST)
     module.config.num_local_experts = 3
-    with pytest.raises(ModelError, match=r"^router_aux_weight: .* \(13, 4\), not one for each token and expert"):
+    with pytest.raises(ModelError, match=r"^--router-aux-weight: .* \(13, 4\), not one for each token and expert"):
         build_router_loss(0.1, LanguageModel(module, "tree", "fp64", CPU), FOREST)
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: what a stored score or a checkpoint belongs to."""
+"""Fingerprints of weights. They identify the model that stored scores and checkpoints belong to."""
 
 import hashlib
 import json
@@ -13,12 +13,11 @@ from tropism.model.adapters.switch import active_scales, active_state
 from tropism.model.language_model import LanguageModel
 
 VERSION = 1
-"""Part of every fingerprint: raised when the way log-probs are computed, or filed, changes."""
+"""Part of every fingerprint. Increment it when the computation or storage of log-probs changes."""
 
 
 def fingerprint(model: LanguageModel) -> str:
-    """Hash of everything that decides a log-prob of given ids: weights, scales of adapters, config, and how they are
-    computed."""
+    """Hash of everything that decides log-probs of given ids: weights, scales of adapters, config and numerics."""
     config = {name: value for name, value in model.module.config.to_dict().items()
               if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
                               "architectures") and not name.startswith("_")}
@@ -30,9 +29,11 @@ def fingerprint(model: LanguageModel) -> str:
 
 
 def weight_hashes(module: Any) -> list[str]:
-    """`name hash` of each weight and stored buffer as the module computes now, which does not depend on how the model
-    is spread. Hashing releases the interpreter lock, so threads help."""
-    known: dict[str, str] = getattr(module, "hashes_before_narrowing", {})
+    """`name hash` of each weight and stored buffer that the module computes with now, independent of sharding.
+
+    Hashing releases the interpreter lock, so threads make it faster.
+    """
+    known: dict[str, str] = getattr(module, "hashes_before_rounding", {})
 
     def one(name: str, weight: Tensor) -> str:
         return f"{name} {tuple(weight.shape)} {known.get(base_name(name)) or tensor_hash(weight)}"

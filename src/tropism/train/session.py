@@ -13,7 +13,7 @@ import torch
 from tropism.distributed.shard import gathered
 from tropism.errors import OutputError, UsageError
 from tropism.model import save
-from tropism.model.adapters.parameters import learning_names
+from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.model.config import max_positions
 from tropism.observe.checksums import checksums
 from tropism.observe.console import Voice
@@ -283,7 +283,7 @@ class Session:
         module = self.engine.model.module
         weights = None
         if world.mesh is not None:
-            learning = learning_names(module)
+            learning = adapter_weight_names(module)
             weights = gathered({name: weight for name, weight in module.state_dict().items()
                                 if learning is None or name in learning}, dtype, world.is_main)
         world.on_main(lambda: save.export(module, self.tokenizer, self.directory.model, dtype, self._stop_ids, weights))

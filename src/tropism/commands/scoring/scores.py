@@ -323,4 +323,4 @@ def _source(name: str, voice: Voice) -> ModelSource:
             voice.warn(f"{path}: its adapter was trained on other weights than {source.name} has now; the figures are "
                        "not those of the model that was trained")
 
-    return replace(source, look=look)
+    return replace(source, inspect_base=look)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tropism.distributed.shard import give, is_sharded
 from tropism.errors import ModelError, UsageError
-from tropism.model.adapters.parameters import NAME, PARTS, adapter_name, learning_names
+from tropism.model.adapters.parameters import NAME, PARTS, adapter_name, adapter_weight_names
 
 # peft imports bitsandbytes if it is installed, which then warns about a missing kernel that nothing here uses.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -51,7 +51,7 @@ def make_structure(module: Any, config: Any) -> None:
         raise ModelError(f"the adapter does not fit the model: {' '.join(str(error).split())}") from error
     config.init_lora_weights = start
     config.modules_to_save = wanted or None  # without the tied ones, which peft adds again on loading
-    names = learning_names(module) or set()
+    names = adapter_weight_names(module) or set()
     for name, weight in module.named_parameters(remove_duplicate=False):
         weight.requires_grad_(name in names)
     module.eval()

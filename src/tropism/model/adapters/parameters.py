@@ -26,7 +26,7 @@ def adapter_name(module: Any) -> str | None:
     return str(names[0]) if names else None
 
 
-def learning_names(module: Any) -> set[str] | None:
+def adapter_weight_names(module: Any) -> set[str] | None:
     """Names of the weights of the adapter in a module, tied weights under each of their names; None for no adapter."""
     name = adapter_name(module)
     if name is None:
@@ -40,9 +40,9 @@ def is_part(key: str, name: str) -> bool:
     return any(part in PARTS and parts[place + 1 : place + 2] == [name] for place, part in enumerate(parts))
 
 
-def kept_parameters(module: Any) -> list[torch.nn.Parameter]:
+def saved_parameters(module: Any) -> list[torch.nn.Parameter]:
     """The parameters that a run saves: the adapter's, or all if there is no adapter."""
-    names = learning_names(module)
+    names = adapter_weight_names(module)
     return [weight for name, weight in module.named_parameters() if names is None or name in names]
 
 

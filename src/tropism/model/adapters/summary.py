@@ -1,4 +1,4 @@
-"""An adapter in figures: its rank, its modules, and how many weights learn."""
+"""An adapter in figures: its rank, its modules, and how many weights are trainable."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tropism.model.adapters.parameters import adapter_name, kept_parameters, learning_names
+from tropism.model.adapters.parameters import adapter_name, adapter_weight_names, saved_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ def summarize(module: Any) -> AdapterSummary:
     kinds = {".".join(part for part in key.split(".") if not part.isdigit()) for key in layers}
     full = len({id(next(layer.modules_to_save[name].parameters())) for layer in module.modules()
                 if hasattr(layer, "modules_to_save")})  # tied modules count once
-    learning = sum(weight.numel() for weight in kept_parameters(module))
+    learning = sum(weight.numel() for weight in saved_parameters(module))
     frozen = {id(weight): weight for key, weight in module.named_parameters()
-              if key not in (learning_names(module) or ()) and ".original_module." not in key}
+              if key not in (adapter_weight_names(module) or ()) and ".original_module." not in key}
     total = learning + sum(map(_size, frozen.values()))
     return AdapterSummary(max((layer.r[name] for layer in layers.values()), default=0), len(layers), len(kinds), full,
                  learning, total)

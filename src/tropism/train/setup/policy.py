@@ -21,7 +21,7 @@ from tropism.model.adapters import peft_module as given
 from tropism.model.adapters import peft_settings as adapter_settings
 from tropism.model.adapters import targets as adapter_targets
 from tropism.model.adapters.create import make_structure, set_initial_values
-from tropism.model.adapters.parameters import adapter_name, kept_parameters, learning_names
+from tropism.model.adapters.parameters import adapter_name, adapter_weight_names, saved_parameters
 from tropism.model.adapters.summary import rank_warning, summarize
 from tropism.model.adapters.switch import adapter_off
 from tropism.model.bf16_weights import round_to_bf16
@@ -217,7 +217,7 @@ class PolicyBuilder:
             world.together(lambda: adapter_files.load_values(module, directory))  # each its part
             return
         world.on_main(lambda: adapter_files.load_values(module, directory))
-        world.broadcast_into([weight.detach() for weight in kept_parameters(module)])
+        world.broadcast_into([weight.detach() for weight in saved_parameters(module)])
 
     def begin(self, numerics: Numerics, seed: int, voice: Voice, is_reference: bool) -> tuple[Any, dict[str, Any]]:
         """The policy's module; what of it learns is said, and given as facts for the manifest.
@@ -337,14 +337,14 @@ def _check_learning(module: Any) -> None:
     Raises:
         ModelError: if other weights would learn, which no adapter's directory can hold.
     """
-    names = learning_names(module) or set()
+    names = adapter_weight_names(module) or set()
     outside = [name for name, weight in module.named_parameters(remove_duplicate=False)
                if weight.requires_grad and name not in names]
     if outside:
         raise ModelError(f"{len(outside)} weights outside the adapter would learn ({outside[0]}, ...), and the result, "
                          "an adapter, cannot hold them; freeze them, or name their modules in peft's modules_to_save")
-    if not any(weight.requires_grad for weight in kept_parameters(module)):
-        for weight in kept_parameters(module):  # loaded for inference, as peft does by default
+    if not any(weight.requires_grad for weight in saved_parameters(module)):
+        for weight in saved_parameters(module):  # loaded for inference, as peft does by default
             weight.requires_grad_(True)
     for layer in module.modules():
         if isinstance(layer, torch.nn.Dropout):
