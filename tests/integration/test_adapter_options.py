@@ -104,7 +104,7 @@ def test_exports_of_an_adapter(run: Path, tiny_model_dir: Path, tmp_path: Path) 
         file.write_text(file.read_text().replace(str(tiny_model_dir), "/nowhere/at/all"))
     checkpoint = str(tmp_path / "run" / "checkpoints" / "step-00000002")
     shutil.rmtree(tmp_path / "run" / "model")
-    with pytest.raises(ModelError, match="no such directory"):
+    with pytest.raises(ModelError, match=r"nowhere.*not found"):
         export(tmp_path / "run", tmp_path / "out", checkpoint=checkpoint)
     out = export(tmp_path / "run", tmp_path / "out", checkpoint=checkpoint, base=moved).path
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(moved)

@@ -106,7 +106,7 @@ def test_a_file_with_an_adapter_on_the_head(wrapped: Callable[..., Any], tiny_mo
     options = {"data": str(answers), "output": str(tmp_path / "run")}
     for named in ({"model": str(tmp_path / "adapter")},
                   {"model": str(tiny_model_dir), "lora": {"adapter": str(tmp_path / "adapter")}}):
-        with pytest.raises(ModelError, match=r"adapter: an adapter on the head \(lm_head\)"):
+        with pytest.raises(ModelError, match=r"adapter: .*on the head \(lm_head\)"):
             Run(SFTOptions(**options, **named), World(0, 1, torch.device("cpu")))
     with pytest.raises(ModelError, match="on the head"):
         SFTTrainer(AutoModelForCausalLM.from_pretrained(tiny_model_dir), train_dataset=str(answers), quiet=True,

@@ -256,7 +256,7 @@ def test_whole_or_not_at_all(run: Path, tmp_path: Path, monkeypatch: pytest.Monk
         if what == "interrupted":
             patch.setattr(AutoTokenizer.from_pretrained(run / "model").__class__, "save_pretrained", _interrupt)
         else:
-            patch.setattr(load, "write_model", _lose(save.write_model))
+            patch.setattr(save, "write_model", _lose(save.write_model))
         with pytest.raises(error, match=text):
             export(run, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

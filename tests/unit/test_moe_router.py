@@ -293,7 +293,7 @@ def test_a_coefficient_of_the_config_is_named_where_it_has_no_effect(family: str
     config.router_aux_loss_coef = 0.02
     note, = turned_off(config, 0.0)
     assert "router_aux_loss_coef 0.02" in note
-    assert "router_aux_weight" in note
+    assert "--router-aux-weight" in note
     assert turned_off(config, 0.1) == []
     config.router_aux_loss_coef = 0.0
     assert turned_off(config, 0.0) == []
