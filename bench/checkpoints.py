@@ -1,25 +1,26 @@
-"""What saving costs: a run that keeps checkpoints, and how much longer its steps take while one is being written.
+"""Measure what checkpoints cost: the share of a run's wall time that saving takes.
 
     tropism kto --model DIR --data FILE --output RUN --batch-size 4 --max-steps 110 --save-every 50 --keep 0
     python bench/checkpoints.py RUN
 
-Within one run: the time of a step is fitted to its computed tokens over the steps with no save going on. The cost of a
-save is the time for which training stood still, and what the steps beside its writing took more than the fit.
+Step time is fitted to computed tokens over the steps that run while nothing is written. The cost of a save is the time
+for which training paused, plus what the steps during its writing took beyond the fit.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-import numpy as np
-
 
 def main() -> None:
     """Print the share of the wall time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--writing", type=float, default=15.0, help="seconds that a save is written beside the steps")
+    parser.add_argument("run", type=Path, help="run directory with checkpoints")
+    parser.add_argument("--writing", type=float, default=15.0,
+                        help="seconds for which a save is written in the background (default: 15)")
     given = parser.parse_args()
+    import numpy as np  # not for --help
+
     lines = [json.loads(line) for line in (given.run / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in lines if record["split"] == "train"]
     steps = np.array([record["step"] for record in records])
@@ -27,7 +28,7 @@ def main() -> None:
     tokens = np.diff([0, *(record["tokens/computed"] for record in records)])
     stalls = {json.loads(path.read_text())["step"]: json.loads(path.read_text())["stall_s"]
               for path in sorted((given.run / "checkpoints").glob("*/trainer.json"))}
-    saved = [step for step in stalls if step < steps[-1]]  # the one at the end is written beside nothing
+    saved = [step for step in stalls if step < steps[-1]]  # no step runs while the last one is written
     beside = np.zeros(len(steps), dtype=bool)
     for step in saved:
         after = steps > step
@@ -37,11 +38,10 @@ def main() -> None:
     excess = float((times[beside] - (base + slope * tokens[beside])).sum())
     stall = sum(stalls[step] for step in saved)
     spread = float(np.std(times[quiet] - (base + slope * tokens[quiet])))
-    print(f"{len(steps)} steps, {times.sum():.0f} s, {len(saved)} saves beside them; fit: {base:.2f} s + "
-          f"{1000 * slope:.2f} ms a token, spread {spread:.2f} s")
-    print(f"stood still {stall:.2f} s; {int(beside.sum())} steps beside the writing took {excess:+.2f} s more than "
-          "the fit")
-    print(f"saving cost {100 * (stall + excess) / times.sum():.2f} % of the wall time")
+    print(f"{len(steps)} steps in {times.sum():.0f} s with {len(saved)} saves; fit: {base:.2f} s + "
+          f"{1000 * slope:.2f} ms per token, spread {spread:.2f} s")
+    print(f"paused for {stall:.2f} s; {int(beside.sum())} steps during writing took {excess:+.2f} s beyond the fit")
+    print(f"saving took {100 * (stall + excess) / times.sum():.2f}% of the wall time")
 
 
 if __name__ == "__main__":

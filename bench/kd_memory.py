@@ -1,12 +1,12 @@
-"""Memory of distillation's head: forward and backward of the divergence, in chunks and with the logits of all tokens.
+"""Measure the memory of distillation's head: the divergence, forward and backward, in chunks and with all logits.
 
     python bench/kd_memory.py [--tokens 512 2048 8192] [--vocabulary 50000 150000] [--plain-gib 6]
 
-Each configuration is a process of its own. Measured is the largest resident memory during one forward and backward
-pass, above what stood before it (weights and hidden states of student and teacher), less what any way must add: the
-gradients of the student's weights and hidden states. The C allocator gives large arrays back at once, so that what is
-measured is what is in use. The exit code is 1 if the chunked path's grows with the number
-of tokens or with the vocabulary; the smallest configuration should be several chunks (of 4 million logits). Linux only.
+Each configuration runs in its own process. The figure is the peak of resident memory during one forward and backward
+pass, minus what was resident before it (weights and hidden states of student and teacher) and minus what every
+implementation must add (gradients of the student's weights and hidden states). The C allocator returns large arrays at
+once, so the figure is memory in use. The exit code is 1 if the chunked implementation's figure grows with the number of
+tokens or the vocabulary. The smallest configuration should span several chunks of 4 million logits. Linux only.
 """
 
 import argparse
@@ -26,11 +26,14 @@ PLAIN_ARRAYS = 6  # of [tokens, vocabulary], that the plain way holds at once: d
 
 
 def main() -> int:
-    """Run every configuration, print the table, and say whether the chunked path keeps its promise."""
+    """Measure every configuration and print the table; 1 if the chunked implementation's memory grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192], help="supervised tokens of a pack")
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[50_000, 150_000])
-    parser.add_argument("--plain-gib", type=float, default=6.0, help="leave out plain runs that would take more")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192],
+                        help="numbers of supervised tokens (default: 512 2048 8192)")
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[50_000, 150_000],
+                        help="vocabulary sizes (default: 50000 150000)")
+    parser.add_argument("--plain-gib", type=float, default=6.0,
+                        help="skip plain runs that need more memory, in GiB (default: 6)")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
@@ -59,7 +62,7 @@ def main() -> int:
 
 
 def in_a_process(**what: Any) -> dict[str, float]:
-    """`measure` in a process that has done nothing else."""
+    """`measure` in a fresh process."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
     done = subprocess.run([sys.executable, __file__, "--only", json.dumps(what)], capture_output=True, text=True,
                           check=False, env=environment)
@@ -69,7 +72,7 @@ def in_a_process(**what: Any) -> dict[str, float]:
 
 
 def measure(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
-    """Peak above what is unavoidable, and seconds, of one forward and backward pass."""
+    """Peak memory beyond what is unavoidable, and seconds, of one forward and backward pass."""
     import torch
 
     from tropism.model.head.logprob import Head
@@ -97,13 +100,13 @@ def measure(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
 def chunked(stored: bool, teacher: Any, vocabulary: int) -> Any:
     """Ours, with a live or a stored teacher."""
     from tropism.losses.divergence import forward_kl
-    from tropism.model.head.divergence import Comparison, Exact, TopK, top_k
+    from tropism.model.head.divergence import Comparison, FullTargets, TopK, top_k
 
     compare = Comparison(partial(forward_kl, mix=0.5), TEMPERATURE, TEMPERATURE**2, vocabulary)
     best = top_k(*teacher, K, TEMPERATURE, vocabulary) if stored else None
 
     def step(hidden: Any, head: Any, ids: Any, rows: slice) -> Any:
-        targets: Any = Exact(teacher[0][rows], teacher[1])
+        targets: Any = FullTargets(teacher[0][rows], teacher[1])
         if best is not None:
             targets = TopK(best.ids[rows], best.logps[rows], best.tail[rows])
         logps, away = compare.per_token(hidden, head, ids, targets)
@@ -113,7 +116,7 @@ def chunked(stored: bool, teacher: Any, vocabulary: int) -> Any:
 
 
 def plain(teacher: Any, vocabulary: int) -> Any:
-    """As it is usually written: the logits of all tokens, and autograd."""
+    """The usual implementation: the logits of all tokens, and autograd."""
     import torch
     from torch.nn import functional
 
@@ -132,15 +135,15 @@ WAYS = {"chunked live": partial(chunked, False), "chunked top-k": partial(chunke
 
 
 def status(name: str) -> int:
-    """A figure of this process, in bytes."""
+    """A field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
-    raise SystemExit(f"this system does not tell {name}")
+    raise SystemExit(f"this system does not report {name}")
 
 
 def reset_peak() -> int:
-    """Forget the peak so far; what is resident now, in bytes."""
+    """Reset the peak; resident memory now, in bytes."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return status("VmRSS")
 

@@ -1,14 +1,15 @@
-"""From a file of messages to token ids: Tropism's reading and rendering against TRL's preparation of the same file.
+"""Compare how fast Tropism and TRL turn a file of conversations into token ids.
 
-    pip install trl -c constraints/tested.txt        # beside Tropism
+    pip install trl -c constraints/tested.txt
     python bench/rendering.py --tokenizer DIR --data FILE --rows 20000 --workers 2
 
-FILE is JSONL of conversational rows (prompt, completion, label). Both sides start from the file, with empty caches,
-with the same number of processes, and take turns. TRL's side is what constructing its KTOTrainer does with the data:
-`datasets.load_dataset` and the trainer's own preparation; the model that the trainer wants is a tiny random one.
+FILE is JSONL of conversational rows (prompt, completion, label). Both sides start from the file with empty caches and
+the same number of processes, and take turns. TRL's side is `datasets.load_dataset` and the preparation in the
+constructor of KTOTrainer, whose model is a tiny random one.
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import statistics
@@ -17,19 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import datasets
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from trl import KTOConfig, KTOTrainer
-
-from tropism.data.read_rows import read_rows
-from tropism.data.tokenization.render import Renderer
-from tropism.data.tokenization.truncate import Limits
-
 MAX_LENGTH = 2048
 
 
 def ours(data: Path, tokenizer: Any, workers: int, scratch: Path) -> tuple[float, int, list[list[int]]]:
-    """Seconds, tokens, and the ids of the first rows."""
+    """Tropism: seconds, tokens, and the ids of the first 100 rows."""
+    from tropism.data.read_rows import read_rows
+    from tropism.data.tokenization.render import Renderer
+    from tropism.data.tokenization.truncate import Limits
+
     began = time.monotonic()
     rows = read_rows(data, Renderer(tokenizer, Limits(MAX_LENGTH)), "unpaired", workers=workers, cache=scratch).rows
     seconds = time.monotonic() - began
@@ -39,7 +36,11 @@ def ours(data: Path, tokenizer: Any, workers: int, scratch: Path) -> tuple[float
 
 
 def theirs(data: Path, tokenizer: Any, workers: int, scratch: Path) -> tuple[float, int, list[list[int]]]:
-    """The same of TRL."""
+    """TRL: the same."""
+    import datasets
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import KTOConfig, KTOTrainer
+
     tiny = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8,
                                         num_hidden_layers=1, num_attention_heads=1))
     tiny.save_pretrained(scratch / "model")  # the trainer takes its reference from there
@@ -54,14 +55,19 @@ def theirs(data: Path, tokenizer: Any, workers: int, scratch: Path) -> tuple[flo
 
 
 def main() -> None:
-    """Take turns, and print the ratio."""
+    """Let the sides take turns, and print the ratio of their times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokenizer", required=True, help="directory or hub id of a tokenizer with a chat template")
+    parser.add_argument("--data", type=Path, required=True, help="JSONL file of conversational rows")
+    parser.add_argument("--rows", type=int, default=20_000, help="rows to read (default: 20000)")
+    parser.add_argument("--workers", type=int, default=2, help="processes of each side (default: 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="times that each side runs (default: 3)")
     given = parser.parse_args()
+    if importlib.util.find_spec("trl") is None:
+        parser.exit(2, "TRL is not installed: run `pip install trl -c constraints/tested.txt`\n")
+    import datasets
+    from transformers import AutoTokenizer
+
     datasets.disable_caching()
     tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
     ratios = []

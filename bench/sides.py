@@ -1,5 +1,6 @@
-"""The two sides of the comparison, each in a process of its own: what is set up, and what one step is."""
+"""The two sides of `against_trl.py`: how each is set up in its process, and how it takes one step."""
 
+import argparse
 import ctypes
 import tempfile
 import time
@@ -11,22 +12,16 @@ from typing import Any
 
 import torch
 
-from tropism.config import MethodOptions
+from tropism.config import METHODS, MethodOptions
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import Schedule
+from tropism.data.tree import score_key
 from tropism.distributed import connect
-from tropism.methods import LOSSES
 from tropism.model import load
-from tropism.model.layout_check import choose_layout
 from tropism.model.source import ModelSource
-from tropism.train.engine import Engine
-from tropism.train.frozen import reference as references
+from tropism.observe.console import Voice
+from tropism.runner import Run
 from tropism.train.memory import keep_freed_memory
-from tropism.train.optimizer import build_optimizer, trainable
-from tropism.train.setup.checks import probe_trees
-from tropism.train.setup.data import build_method
 from tropism.train.step import train_step
-from tropism.train.step_packs import StepPlanner
 
 LEARNING_RATE, MAX_GRAD_NORM = 1e-6, 1.0
 TrlBatch = dict[str, torch.Tensor]
@@ -34,28 +29,51 @@ TrlBatch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """What all sides work on."""
+    """The work that all sides do.
+
+    Args:
+        options: of the run.
+        steps: the rows of each step, in order.
+        known_loss: what the loss of step 1 must be.
+        micro_batch: rows of a micro-batch of tuned TRL; None to try several.
+        threads: of each side.
+    """
 
     options: MethodOptions
-    precision: str
-    rows: list[EncodedRow]
-    schedule: Schedule
+    steps: list[list[EncodedRow]]
+    known_loss: float
     micro_batch: int | None
     threads: int
 
     @property
     def numbers(self) -> range:
         """Step numbers, from 1."""
-        return range(1, self.schedule.total_steps + 1)
+        return range(1, len(self.steps) + 1)
 
     def step(self, number: int) -> list[EncodedRow]:
         """Rows of a step, from 1, in order."""
-        return [self.rows[index] for index in self.schedule.step(number)]
+        return self.steps[number - 1]
+
+
+def make_job(args: argparse.Namespace) -> Job:
+    """Read the data and plan the steps."""
+    with connect() as world, tempfile.TemporaryDirectory() as store:
+        options = METHODS[args.method](
+            model=args.model, data=args.data, output=str(Path(store) / "unused"), store=store,
+            batch_size=args.batch_size, max_steps=args.steps, max_length=args.max_length,
+            group_prompts=args.group_prompts, microbatch_tokens=args.microbatch_tokens, precision=args.precision,
+            learning_rate=LEARNING_RATE, schedule="constant", warmup_ratio=0.0, max_grad_norm=MAX_GRAD_NORM)
+        run = Run(options, world, Voice(loud=False))
+        steps = [[run.data.train[index] for index in run.schedule.step(number)]
+                 for number in range(1, run.schedule.total_steps + 1)]
+        known = run.method.at_start([row.desirable for row in steps[0]])
+    assert known is not None, "the first loss of KTO and DPO is known"
+    return Job(options, steps, known, args.micro_batch, args.threads or torch.get_num_threads())
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One optimizer step as it went."""
+    """What one optimizer step took, and its results."""
 
     wall_s: float
     cpu_s: float
@@ -65,7 +83,7 @@ class Taken:
 
 def serve(pipe: Connection, note: str, logps: Sequence[float], weights: Sequence[torch.Tensor],
           step: Callable[[int], tuple[float, float]]) -> None:
-    """The loop of a side's process: a step number comes in, what it took goes out; None ends it."""
+    """Take the steps whose numbers come through the pipe and send back what each took; None ends the loop."""
     watched = weights[len(weights) // 2]
     before = watched.detach().clone()
     restart_peak()
@@ -78,7 +96,7 @@ def serve(pipe: Connection, note: str, logps: Sequence[float], weights: Sequence
 
 
 def restart_peak() -> None:
-    """Give unused memory back and begin a new peak, so that setting up does not count (Linux)."""
+    """Return unused memory to the system and reset the peak, so that setup does not count (Linux)."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -92,36 +110,27 @@ def peak_gib() -> float:
 
 
 def ours(pipe: Connection, job: Job) -> None:
-    """Tropism as `tropism.runner` sets it up: stored reference, tree layout, fused AdamW."""
-    keep_freed_memory()
+    """Tropism as `tropism` runs it, except that the steps are driven from outside."""
     torch.set_num_threads(job.threads)
-    options, precision = job.options, job.precision
-    budget = options.microbatch_tokens or 2048
     with connect() as world, tempfile.TemporaryDirectory() as store:
-        module = load.load_model(ModelSource.of(options.model), precision, world.device)  # type: ignore[arg-type]
-        model, probe = choose_layout(module, precision, world.device, probe_trees(job.rows, budget),  # type: ignore
-                                     options.layout)
-        method = build_method(LOSSES[options.loss], options.model_dump(), job.rows)  # type: ignore[attr-defined]
-        planner = StepPlanner(job.rows, job.schedule, method, model.layout, budget, options.max_length or 2048, world)
-        reference = references.build(model, planner.trees(), budget, Path(store), world)
-        optimizer = build_optimizer("adamw", trainable(module), 0.0)
-        engine = Engine(model, reference, method, optimizer, world, MAX_GRAD_NORM,
-                        probe.error)
-        works = {number: planner.packs_of(number) for number in job.numbers}
+        run = Run(job.options.model_copy(update={"store": store}), world, Voice(loud=False))
+        engine = run.build()
+        planned = {number: run.planner.packs_of(number) for number in job.numbers}
         # At step 0 the reference is the policy: its stored scores are the policy's log-probs.
-        scores = {(tree.prompt_ids.tobytes(), completion.key): reference.scores[tree.score_key(completion)]
-                  for pack in works[1].packs for tree in pack.trees for completion in tree.completions}
-        logps = [scores[row.prompt_key, completion.key] for row in job.step(1) for completion in row.completions]
+        assert engine.reference is not None
+        logps = [engine.reference.scores[score_key(row.prompt_ids, completion)]  # type: ignore[attr-defined]
+                 for row in job.step(1) for completion in row.completions]
 
         def step(number: int) -> tuple[float, float]:
-            outcome = train_step(engine, works[number], LEARNING_RATE)
+            outcome = train_step(engine, planned[number])
             total, count = outcome.tally.stacked(["loss"], world.device)[0].tolist()
             return total / count, float(outcome.grad_norm)
 
-        tokens = [sum(getattr(work, name) for work in works.values()) for name in ("flat_tokens", "computed_tokens")]
-        note = (f"{model.layout} layout, packs of {budget} tokens, {len(works[1].packs)} in step 1; "
-                f"{tokens[1]} tokens computed for {tokens[0]} flat ones")
-        serve(pipe, note, logps, list(module.parameters()), step)
+        flat, computed = (sum(getattr(packs, name) for packs in planned.values())
+                          for name in ("flat_tokens", "computed_tokens"))
+        note = (f"{engine.model.layout} layout, packs of {run.planner.microbatch_tokens} tokens, "
+                f"{len(planned[1].packs)} in step 1; {computed} tokens computed for {flat} flat ones")
+        serve(pipe, note, logps, list(engine.model.module.parameters()), step)
 
 
 def trl(pipe: Connection, job: Job, tuned: bool, malloc: str) -> None:
@@ -175,7 +184,7 @@ class Rival:
         settings: dict[str, Any] = {
             "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": len(rows), "report_to": "none",
             "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM,
-            "max_length": job.options.max_length, "bf16": job.precision == "bf16", "use_cpu": True, "beta": 0.1,
+            "max_length": job.options.max_length, "bf16": job.options.precision == "bf16", "use_cpu": True, "beta": 0.1,
             "model_init_kwargs": {"dtype": "float32"}}
         if tuned:
             settings |= {"precompute_ref_log_probs": True, "gradient_checkpointing": False}

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--output", help="run directory, by default tropism-run")
     parser.add_argument("--steps", type=int, help="optimizer steps, by default one pass over the pairs")
-    parser.add_argument("--loss", default="sigmoid,sft")
+    parser.add_argument("--loss", default="sigmoid,sft", help="losses, comma-separated")
     parser.add_argument("--weights", default="1,0.2", help="one per loss")
     arguments = parser.parse_args()
 

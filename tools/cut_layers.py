@@ -1,32 +1,32 @@
-"""Make a smaller model out of some layers of a larger one, as a student for distillation.
+"""Make a smaller model from some layers of a larger one, as a student for distillation.
 
     python tools/cut_layers.py MODEL OUTPUT --keep 10
 
-Keeps that many decoder layers, evenly spaced, with embeddings, norms, head and tokenizer as they are. The result is
-far worse than the model it came from until it is trained; that is what distillation is for.
+Keeps 10 decoder layers, evenly spaced. Embeddings, norms, head and tokenizer stay the same. The result is far worse
+than the original until it is distilled.
 """
 
 import argparse
 from pathlib import Path
 
-import torch
-
-from tropism.model import load, save
-from tropism.model.source import ModelSource
-
 
 def main() -> None:
-    """Cut and write."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("model")
-    arguments.add_argument("output", type=Path)
-    arguments.add_argument("--keep", type=int, required=True)
-    options = arguments.parse_args()
+    """Cut the layers and write the model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="model directory or hub id")
+    parser.add_argument("output", type=Path, help="directory to write")
+    parser.add_argument("--keep", type=int, required=True, help="number of decoder layers to keep")
+    options = parser.parse_args()
+    import torch  # not for --help
+
+    from tropism.model import load, save
+    from tropism.model.source import ModelSource
+
     source = ModelSource.of(options.model)
     model = load.load_model(source, "fp32", torch.device("cpu"))
     layers = model.get_decoder().layers
     if not 0 < options.keep <= len(layers):
-        arguments.error(f"--keep must be between 1 and {len(layers)}, the layers of this model")
+        parser.error(f"--keep must be between 1 and {len(layers)}, the number of layers of this model")
     kept = [round(position * len(layers) / options.keep) for position in range(options.keep)]
     model.get_decoder().layers = torch.nn.ModuleList(layers[index] for index in kept)
     for position, layer in enumerate(model.get_decoder().layers):

@@ -1,11 +1,11 @@
 """Train a set of small runs and print the SHA-256 of each result's weights.
 
-A change that moves code must not move a weight. Run this before and after the change, on the same machine:
+A change that only moves code must not change a weight. Run this before and after the change, on the same machine:
 
     python tools/golden_runs.py --output before.json
     python tools/golden_runs.py --compare before.json
 
-Hashes depend on the machine and on the versions of PyTorch, so they are compared and never kept.
+Hashes depend on the machine and the version of PyTorch, so they are not kept in the repository.
 """
 
 import argparse
@@ -17,10 +17,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 WORDS = ["oak", "elm", "ash", "fir", "yew", "bay", "box", "fig", "may", "sea", "sky", "sun"]
 SHARED = ["--batch-size", "8", "--epochs", "2", "--learning-rate", "1e-3", "--seed", "7", "--eval-fraction", "0.2",
@@ -53,7 +49,11 @@ RUNS: dict[str, list[str]] = {
 
 
 def make_inputs(folder: Path) -> dict[str, str]:
-    """Three small random models with one tokenizer, and rows for each method."""
+    """Write three small random models with one tokenizer, and rows for each method; their paths by name."""
+    import torch  # not for --help
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+
     names = ["<unk>", "<s>", "</s>", "?", ".", *WORDS]
     backend = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -93,7 +93,7 @@ def weights_hash(model: Path) -> str:
 
 
 def train(name: str, inputs: dict[str, str], folder: Path) -> str:
-    """Train one run in processes of its own and hash what it leaves."""
+    """Train one run in its own processes and hash its weights."""
     first, *rest = (argument.format(**inputs) for argument in RUNS[name])
     arguments, output = [first, *rest], folder / name
     launcher = [sys.executable, "-m", "tropism"]
@@ -120,13 +120,15 @@ def _run(command: list[str], settings: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Train what was asked for, then write or compare."""
+    """Train the runs, then write or compare the hashes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="comma-separated names of runs (default: all)")
+    parser.add_argument("--only", help="names of runs, comma-separated (default: all)")
     parser.add_argument("--output", type=Path, help="JSON file to write the hashes to")
-    parser.add_argument("--compare", type=Path, help="JSON file of an earlier call")
+    parser.add_argument("--compare", type=Path, help="JSON file of an earlier call to compare with")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(RUNS)
+    if unknown := [name for name in names if name not in RUNS]:
+        parser.error(f"unknown run {unknown[0]}. Known: {', '.join(RUNS)}")
     before = json.loads(options.compare.read_text(encoding="utf-8")) if options.compare else {}
     found, changed = {}, []
     with tempfile.TemporaryDirectory() as made:

@@ -1,15 +1,13 @@
-"""Write what TRL's own loss code gives for 200 random pairs: the oracle of `tests/unit/test_losses_oracle.py`.
-
-Run it in an environment that has TRL and need not have Tropism:
+"""Write the results of TRL's own loss code for 200 random pairs: the oracle of `tests/unit/test_losses_oracle.py`.
 
     python tools/make_oracle.py tests/cases/oracle
 
-It writes `trl-<version>.npz`: arrays `input/<name>`, and for every case `<case>/loss`, `<case>/chosen` and
-`<case>/rejected`: the mean loss of one step of all pairs and its gradients with respect to the policy's log-probs.
-`about` is JSON: the versions, and each case's settings.
+Needs TRL, and does not need Tropism. Writes `trl-<version>.npz` with arrays `input/<name>`, and for every case
+`<case>/loss`, `<case>/chosen` and `<case>/rejected`: the mean loss of one step of all pairs and its gradients with
+respect to the policy's log-probs. `about` is JSON with the versions and each case's settings.
 
-The trainers are not built. Their loss methods are called with a stand-in for the trainer and for its models, whose
-"forward" returns the log-probs made here; the arithmetic that runs is TRL's, line by line.
+TRL's loss methods are called with a stand-in for the trainer and its models, whose forward pass returns the log-probs
+made here. All arithmetic is TRL's.
 """
 
 import argparse
@@ -24,12 +22,18 @@ from unittest import mock
 
 import numpy as np
 import torch
-import trl
 from torch import Tensor
-from trl.experimental.cpo.cpo_trainer import CPOTrainer
-from trl.experimental.gkd.gkd_trainer import GKDTrainer
-from trl.experimental.orpo import orpo_trainer
-from trl.trainer import dpo_trainer, kto_trainer
+
+try:
+    import trl
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+    from trl.experimental.orpo import orpo_trainer
+    from trl.trainer import dpo_trainer, kto_trainer
+except ImportError as error:
+    MISSING = str(error)
+else:
+    MISSING = ""
 
 SEED, PAIRS, LONGEST = 23, 200, 60
 GRID = 8192  # log-probs are multiples of 1/8192 nat: exact in float32, sums included
@@ -141,7 +145,7 @@ def dpo(of: Completions, **settings: Any) -> tuple[Tensor, tuple[Tensor, Tensor]
     shared, tail = of.shared.clone().requires_grad_(), of.tail.clone()
     log_probs = per_token(of.lengths, shared, tail)
     mask = batch_of(of.lengths)["completion_mask"][:, 1:]
-    # The mean over tokens of (log-prob - log sum p^2) shall be `confidence`.
+    # The mean over tokens of (log-prob - log sum p^2) is then `confidence`.
     level = (shared.detach() + tail - of.confidence * of.lengths) / of.lengths
     reference = model_of(per_token(of.lengths, of.reference_shared, of.reference_tail))
     with in_float64(dpo_trainer):
@@ -239,9 +243,12 @@ def divergences() -> tuple[dict[str, np.ndarray], dict[str, dict[str, float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where to write trl-<version>.npz")
+    """Compute every case and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="directory for trl-<version>.npz")
     folder = parser.parse_args().folder
+    if MISSING:
+        parser.exit(2, f"TRL cannot be imported ({MISSING}): run `pip install trl -c constraints/tested.txt`\n")
     torch.set_default_dtype(torch.float64)
     of = completions()
     arrays, settings = divergences()

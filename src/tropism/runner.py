@@ -16,6 +16,7 @@ from tropism.errors import ReferenceMismatchError, UsageError
 from tropism.methods.build import build_method, effective
 from tropism.model import load
 from tropism.model import moe_router as router
+from tropism.model.config import check_rope, max_positions
 from tropism.model.source import ModelSource
 from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
@@ -160,7 +161,7 @@ class Run:
 
             data = self.world.together(read)
         for config in configs:
-            load.check_rope(config, data.max_length)
+            check_rope(config, data.max_length)
             for rows in (data.train, data.evaluation):
                 check_embedding(rows, config.get_text_config().vocab_size, tokenizer.convert_ids_to_tokens)
         return data
@@ -253,7 +254,7 @@ class Run:
         trainer = origin.trainer if origin else None
         sampler = Sampler(inputs.data.evaluation or inputs.data.train, held_out=bool(inputs.data.evaluation),
                           count=options.samples, tokenizer=inputs.tokenizer, stop_ids=self._stop_ids,
-                          max_positions=load.max_positions(engine.model.module.config))
+                          max_positions=max_positions(engine.model.module.config))
         observers = Observers.of(options, inputs.method, bool(inputs.data.evaluation), world, directory, self.voice)
         saver = make_saver(engine, directory, options, self._checkpoint_facts(), self.preemption, self.voice,
                            observers.state, inputs.tokenizer)

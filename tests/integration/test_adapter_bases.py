@@ -152,7 +152,7 @@ def test_checkpoints_of_a_run_that_was_stopped(tiny_model_dir: Path, feedback: P
         assert config["base_model_name_or_path"] == str(base)
     shutil.move(base, tmp_path / "moved")
     for merge in (True, False):
-        with pytest.raises(ModelError, match=r"/base: no such directory.*said by --base DIR"):
+        with pytest.raises(ModelError, match=r"/base: .*not found.*--base DIR"):
             export(runs[0], tmp_path / "out", merge=merge, checkpoint="last")
         out = export(runs[0], tmp_path / f"moved-{merge}", merge=merge, checkpoint="last", base=tmp_path / "moved").path
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "moved")

@@ -1,6 +1,7 @@
 """Options of adapters: given twice, of another kind, or without effect; and what stands for an adapter."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def test_a_base_that_is_gone_under_evaluate(run: Path, answers: Path, tmp_path: 
     config = json.loads((place / "adapter_config.json").read_text())
     (place / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/nowhere/at/all"}))
     assert main(["evaluate", str(place), "--data", str(answers)]) == 2
-    assert f"write where it is as base_model_name_or_path into {place}/adapter_config.json" in capsys.readouterr().err
+    assert f"base_model_name_or_path in {place}/adapter_config.json" in capsys.readouterr().err
     shutil.copytree(run, tmp_path / "other")
     shutil.copy(place / "adapter_config.json", tmp_path / "other" / "model")
     assert main(["evaluate", str(tmp_path / "other"), "--data", str(answers)]) == 2  # a run's files stay as they are
@@ -85,7 +86,7 @@ def test_a_base_that_is_gone_under_evaluate(run: Path, answers: Path, tmp_path: 
     (place / "adapter_config.json").write_text(json.dumps(config))
     (place / "adapter_model.safetensors").unlink()
     assert main(["evaluate", str(place), "--data", str(answers)]) == 2
-    assert "adapter's config without its weights" in capsys.readouterr().err
+    assert f"{place}/adapter_model.safetensors: " in capsys.readouterr().err
 
 
 def test_exports_of_an_adapter(run: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_exports_of_an_adapter(run: Path, tiny_model_dir: Path, tmp_path: Path) 
         file.write_text(file.read_text().replace(str(tiny_model_dir), "/nowhere/at/all"))
     checkpoint = str(tmp_path / "run" / "checkpoints" / "step-00000002")
     shutil.rmtree(tmp_path / "run" / "model")
-    with pytest.raises(ModelError, match="no such directory"):
+    with pytest.raises(ModelError, match=r"nowhere.*not found"):
         export(tmp_path / "run", tmp_path / "out", checkpoint=checkpoint)
     out = export(tmp_path / "run", tmp_path / "out", checkpoint=checkpoint, base=moved).path
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(moved)
@@ -148,4 +149,4 @@ def test_a_rank_beyond_the_weights_is_said(tiny_model_dir: Path, answers: Path, 
         SFTTrainer(str(tiny_model_dir), train_dataset=str(answers), max_steps=1, samples=0,
                    lora={"rank": rank, "targets": "q_proj"}, output=str(tmp_path / f"run{rank}")).fit()
         said = " ".join(capsys.readouterr().out.split())
-        assert ("rank 33 is above the smaller side of the weights of 2 modules" in said) is (rank == 33)
+        assert (re.search(r"rank 33 .* smaller side .* 2 modules", said) is not None) is (rank == 33)

@@ -255,7 +255,7 @@ def test_data_errors(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, t
     (["--max-length", "4096"], "made for at most 512 tokens"),
     (["--max-length", "64", "--max-prompt-length", "64"], "leaves nothing"),
     (["--eval-fraction", "0.1", "--eval-data", "x.jsonl"], "exclude each other"),
-    (["--model", "/nowhere/model"], "no such directory"),
+    (["--model", "/nowhere/model"], "/nowhere/model: directory not found"),
     (["--data", "/nowhere/data.jsonl"], "data.jsonl: file not found"),
 ])
 def test_option_errors(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, feedback: Path, tmp_path: Path,
@@ -378,7 +378,7 @@ def test_a_wrong_reference_path_costs_nothing(capsys: pytest.CaptureFixture[str]
     """Everything that can be checked before the first step is: the output is free for the corrected command."""
     code, _, err = run(capsys, "kto", *small(tiny_model_dir, feedback, tmp_path), "--reference", "/nowhere")
     assert code == 2
-    assert "/nowhere: no such directory" in err
+    assert "/nowhere: directory not found" in err
     assert not (tmp_path / "run").exists()
 
 

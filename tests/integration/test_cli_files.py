@@ -30,4 +30,4 @@ def test_a_teacher_is_never_live_by_name(capsys: pytest.CaptureFixture[str], tin
     """`live` is a word for references; as a teacher it is a model that is not there."""
     code, _, err = run(capsys, "kto", *small(tiny_model_dir, feedback, tmp_path), "--teacher", "live")
     assert code == 2
-    assert "live: no such directory" in err
+    assert "live: directory not found" in err

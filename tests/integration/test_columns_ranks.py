@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from integration.test_invariance import run_ranks
 from tropism.losses.divergence import DIVERGENCES
 from tropism.model.head import divergence
-from tropism.model.head.divergence import Comparison, Exact, top_k
+from tropism.model.head.divergence import Comparison, FullTargets, top_k
 from tropism.model.head.logprob import Head, head_of
-from tropism.model.head.vocab_parallel import WHOLE, Columns, Divided
+from tropism.model.head.vocab_parallel import UNDIVIDED, Columns, Divided
 
 S, D, V, VOCABULARY, CHUNK = 48, 6, 127, 61, 4  # the second process has 63 columns, and none below the vocabulary
 
@@ -46,7 +46,7 @@ def results(kind: str, name: str, vocabulary: int, head: Head, teacher: Head) ->
         found: Sequence[Tensor] = (head.per_token_logps(hidden, ids, CHUNK),)
     else:
         compare = Comparison(partial(DIVERGENCES[name], mix=0.3), 2.0, 4.0, vocabulary)
-        targets: Any = Exact(others, teacher) if kind == "exact" else top_k(others, teacher, 5, 2.0, vocabulary)
+        targets: Any = FullTargets(others, teacher) if kind == "exact" else top_k(others, teacher, 5, 2.0, vocabulary)
         if kind == "top-k":
             yield from (targets.ids, targets.logps, targets.tail)
         found = compare.per_token(hidden, head, ids, targets, CHUNK)
@@ -129,7 +129,7 @@ def test_two_processes_equal_one(ranks: list[dict[str, Any]], number: int) -> No
 
 def test_a_weight_that_torch_has_sharded(ranks: list[dict[str, Any]]) -> None:
     """X1: a DTensor parameter, divided as torch divides it, gets the gradient of its own rows."""
-    for number, wanted in enumerate(of_a_model(WHOLE)):
+    for number, wanted in enumerate(of_a_model(UNDIVIDED)):
         assert torch.equal(*(rank["of a model"][number] for rank in ranks))
         torch.testing.assert_close(ranks[0]["of a model"][number], wanted, rtol=1e-12, atol=1e-12)
 

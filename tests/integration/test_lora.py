@@ -216,7 +216,7 @@ def test_from_the_command_line(tiny_model_dir: Path, feedback: Path, trained: Pa
     assert main(["verify", str(trained)]) == 0
     assert main(["kto", "--model", str(tiny_model_dir), "--output", str(tmp_path / "no"), "--lora.rank", "2",
                  "--lora.targets", "qproj", *common]) == 2
-    assert "the nearest are q_proj" in capsys.readouterr().err
+    assert "q_proj?" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 
@@ -308,16 +308,16 @@ def test_what_is_refused(tiny_model_dir: Path, answers: Path, trained: Path, tmp
         assert not (tmp_path / "run").exists()
 
     refused(UsageError, "no adapter_config.json in this directory", adapter=str(tmp_path))
-    refused(UsageError, "lora.rank has no effect with lora.adapter", adapter=str(trained / "model"), rank=2)
+    refused(UsageError, "--lora.rank .*--lora.adapter", adapter=str(trained / "model"), rank=2)
     refused(UsageError, "is an adapter, which is trained on", model=trained / "model", rank=2)
-    refused(UsageError, "lora.alpha has no effect without lora.rank", alpha=2.0)
-    refused(UsageError, "nearest are q_proj", rank=2, targets="q_prj")
+    refused(UsageError, "--lora.alpha .*--lora.rank", alpha=2.0)
+    refused(UsageError, r"\bq_proj\?", rank=2, targets="q_prj")
     module = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with pytest.raises(UsageError, match="an optimizer that was given cannot hold weights of an adapter"):
         SFTTrainer(module, train_dataset=str(answers), output=str(tmp_path / "run"), lora_rank=2, quiet=True,
                    optimizer=torch.optim.SGD(module.parameters(), lr=0.1)).fit()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(ModelError, r"bitsandbytes: pip install 'tropism\[quant\]'", rank=2, quantize="nf4")
+    refused(ModelError, r"bitsandbytes.*pip install 'tropism\[quant\]'", rank=2, quantize="nf4")
     monkeypatch.undo()
     from tropism.distributed import World
     from tropism.model.options import LoraOptions

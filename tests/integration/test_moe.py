@@ -17,7 +17,7 @@ from tropism.data.batching.collate import collate
 from tropism.data.tree import Completion, PromptTree
 from tropism.errors import UsageError
 from tropism.model.language_model import LanguageModel
-from tropism.model.moe_router import Routed, load
+from tropism.model.moe_router import RouterLogits, expert_counts
 
 # One big pack, so that the load comes from the pass that is differentiated; KTO's mismatched pass reuses its prompts.
 PLAIN = {"precision": "fp64", "router_aux_weight": 0.3, "microbatch_tokens": 8192, **SHORT}
@@ -130,10 +130,11 @@ def unevenness(directory: Path, texts: Sequence[str]) -> float:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     trees = [PromptTree(Completion.supervised(tokenizer(text).input_ids).ids, (Completion.supervised([1]),))
              for text in texts]
-    model, routed, batch = LanguageModel(module, "tree", "fp32", torch.device("cpu")), Routed(), collate(trees, "tree")
+    model, routed = LanguageModel(module, "tree", "fp32", torch.device("cpu")), RouterLogits()
+    batch = collate(trees, "tree")
     with torch.no_grad():
         model.hidden(batch, model.tree_pass(batch), routed)
-    counted = load(routed.logits, torch.ones(batch.input_ids.numel(), dtype=torch.float64), 2)
+    counted = expert_counts(routed.logits, torch.ones(batch.input_ids.numel(), dtype=torch.float64), 2)
     return float((counted[:-1] / counted[:-1].sum()).std())
 
 
@@ -162,7 +163,7 @@ def test_load_gets_more_even(bench: Bench, tmp_path: Path) -> None:
 def test_without_experts_the_option_is_refused_before_anything_is_written(
         bench: Bench, tiny_model_dir: Path) -> None:
     """L3: naming it and the model."""
-    with pytest.raises(UsageError, match=r"^router_aux_weight 0\.3: LlamaForCausalLM"):
+    with pytest.raises(UsageError, match=r"^--router-aux-weight 0\.3: LlamaForCausalLM"):
         bench.run("refused", ("sft", "fp64"), model=str(tiny_model_dir))
     assert not (bench.folder / "sft-fp64-refused").exists()
 

@@ -132,7 +132,7 @@ def test_what_differs_is_named(start: Start, stop_after: Callable[..., None], se
     moved = tmp_path / "moved"
     model.rename(moved)
     assert main(["resume", str(output)]) == 2
-    assert f"{model}: no such directory" in capsys.readouterr().err
+    assert f"{model}: directory not found" in capsys.readouterr().err
     start("dpo", output, model=moved, data=data, resume="auto", microbatch_tokens=256, log_every=1)
     assert manifest(output)["status"] == "done"
 

@@ -117,7 +117,7 @@ def test_parquet_with_the_columns_of_the_rows(tiny_model_dir: Path, feedback: Pa
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--output", "scores.csv"], "scores are written as .jsonl or .parquet"),
     (["--output", "there.jsonl"], "exists already"),
-    (["--output", "new.jsonl", "--reference", "/nowhere/model"], "no such directory"),
+    (["--output", "new.jsonl", "--reference", "/nowhere/model"], "directory not found"),
     (["--output", "new.jsonl", "--beta", "0"], "--beta"),
 ])
 def test_refusals_cost_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, feedback: Path,

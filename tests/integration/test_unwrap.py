@@ -91,7 +91,7 @@ def test_what_cannot_be_unwrapped(tiny_model_dir: Path, monkeypatch: pytest.Monk
     with pytest.raises(ModelError, match="merged into its weights"):
         tropism.unwrap(module)
     module = adapted(target_modules=["q_proj"], trainable_token_indices=[3])
-    with pytest.raises(ModelError, match="its trainable_token_indices is not served"):
+    with pytest.raises(ModelError, match="trainable_token_indices"):
         tropism.unwrap(module)
     module = adapted(target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]).train()
     names = {name for name, weight in module.named_parameters() if weight.requires_grad}
@@ -100,7 +100,7 @@ def test_what_cannot_be_unwrapped(tiny_model_dir: Path, monkeypatch: pytest.Monk
     module.train()
     monkeypatch.setattr(adapter_merge, "_TOLERANCE", 0.0)
     monkeypatch.setattr(adapter_merge.torch, "finfo", lambda dtype: SimpleNamespace(eps=0.0))
-    with pytest.raises(ModelError, match="cannot be merged; save it alone"):
+    with pytest.raises(ModelError, match="cannot be merged"):
         tropism.unwrap(module)
     monkeypatch.undo()
     assert {name for name, weight in module.named_parameters() if weight.requires_grad} == names

@@ -23,7 +23,7 @@ Spoil = Callable[[set[int]], None]
 
 def spoil(patch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Give one completion of these steps the log-prob NaN, after the model's own forward."""
-    real_step, real = loop.train_step, LanguageModel.outcome
+    real_step, real = loop.train_step, LanguageModel.score_completions
     spoilt: list[bool] = [False]
 
     def step(engine: Any, work: Any) -> StepOutcome:
@@ -40,7 +40,7 @@ def spoil(patch: pytest.MonkeyPatch, steps: set[int]) -> None:
         return found
 
     patch.setattr(loop, "train_step", step)
-    patch.setattr(LanguageModel, "outcome", outcome)
+    patch.setattr(LanguageModel, "score_completions", outcome)
 
 
 @pytest.fixture

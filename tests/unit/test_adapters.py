@@ -1,5 +1,6 @@
 """Adapters: hand values, laws, and the functions of seed and name that they begin as."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from tropism.errors import ModelError, UsageError
 from tropism.model import load
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
-from tropism.model.adapters import structure as adapters
+from tropism.model.adapters.create import initial_values, make_structure, set_initial_values
+from tropism.model.adapters.parameters import adapter_weight_names, base_name, saved_parameters
+from tropism.model.adapters.summary import AdapterSummary, rank_warning, summarize
+from tropism.model.adapters.switch import adapter_off
 from tropism.model.adapters.targets import linear_names, new_config
 from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.options import LoraOptions
@@ -34,8 +38,8 @@ def gpt2() -> Any:
 
 
 def adapt(model: Any, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    adapters.make_structure(model, new_config(model, LoraOptions(**{"rank": 3, **options}), "base"))
-    adapters.fill(model, seed, dtype)
+    make_structure(model, new_config(model, LoraOptions(**{"rank": 3, **options}), "base"))
+    set_initial_values(model, seed, dtype)
     return model
 
 
@@ -43,7 +47,7 @@ def learned(model: Any, size: float = 0.3) -> Any:
     """A model whose adapter has learned something."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for weight in adapters.kept_parameters(model):
+        for weight in saved_parameters(model):
             weight += size * torch.randn(weight.shape, generator=generator)
     return model
 
@@ -87,7 +91,7 @@ def test_a_fresh_adapter_changes_nothing(build: Any, options: dict[str, Any]) ->
     assert torch.allclose(logits(model), plain, atol=1e-6 if "dora" in options else 0.0, rtol=0.0)
     learned(model)
     assert not torch.allclose(logits(model), plain, atol=1e-3)
-    with adapters.switched_off(model):
+    with adapter_off(model):
         assert torch.equal(logits(model), plain)
     assert not torch.allclose(logits(model), plain, atol=1e-3)
 
@@ -97,7 +101,7 @@ def test_names_have_no_prefix_and_the_model_stays_itself() -> None:
     model = llama()
     before = set(model.state_dict())
     adapt(model, modules_to_save="lm_head")
-    names = [adapters.base_name(name) for name in model.state_dict() if "default" not in name]
+    names = [base_name(name) for name in model.state_dict() if "default" not in name]
     assert set(names) == before
     assert isinstance(model, LlamaForCausalLM)
     assert model.base_model is model.model
@@ -120,18 +124,18 @@ def test_all_linear_layers_but_the_head(build: Any) -> None:
 def test_values_are_a_function_of_seed_and_name() -> None:
     """Neither the order of calls, nor dtype, nor the generator of torch has a say."""
     name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
-    one = adapters.initial_values(3, name, (4, 16))
+    one = initial_values(3, name, (4, 16))
     torch.manual_seed(99)
-    adapters.initial_values(3, name.replace("q_proj", "k_proj"), (4, 16))
-    assert torch.equal(one, adapters.initial_values(3, name, (4, 16)))
-    assert not torch.equal(one, adapters.initial_values(4, name, (4, 16)))
-    assert not torch.equal(one, adapters.initial_values(3, name.replace("q_proj", "k_proj"), (4, 16)))
+    initial_values(3, name.replace("q_proj", "k_proj"), (4, 16))
+    assert torch.equal(one, initial_values(3, name, (4, 16)))
+    assert not torch.equal(one, initial_values(4, name, (4, 16)))
+    assert not torch.equal(one, initial_values(3, name.replace("q_proj", "k_proj"), (4, 16)))
     assert float(one.abs().max()) <= 1 / 16 ** 0.5
-    wide = adapters.initial_values(0, name, (64, 256))
+    wide = initial_values(0, name, (64, 256))
     assert float(wide.std()) == pytest.approx(1 / (3 * 256) ** 0.5, rel=0.02)  # peft's kaiming_uniform_(a=sqrt(5))
-    assert not adapters.initial_values(0, name.replace("lora_A", "lora_B"), (16, 4)).any()
-    with pytest.raises(ValueError, match="function of other weights"):
-        adapters.initial_values(0, name.replace("lora_A", "lora_magnitude_vector"), (16,))
+    assert not initial_values(0, name.replace("lora_A", "lora_B"), (16, 4)).any()
+    with pytest.raises(ValueError, match="depend on other weights"):
+        initial_values(0, name.replace("lora_A", "lora_magnitude_vector"), (16,))
 
 
 def test_the_same_seed_gives_the_same_adapter() -> None:
@@ -150,12 +154,12 @@ def test_the_structure_needs_no_weights() -> None:
     """On the meta device first, filled later: the same names, shapes and values as at once."""
     whole = adapt(llama(), dora=True, modules_to_save="lm_head")
     empty = load.skeleton(llama().config)
-    adapters.make_structure(empty, new_config(empty, LoraOptions(rank=3, dora=True, modules_to_save="lm_head"), "base"))
+    make_structure(empty, new_config(empty, LoraOptions(rank=3, dora=True, modules_to_save="lm_head"), "base"))
     assert {weight.device.type for weight in empty.parameters()} == {"meta"}
     assert {name: weight.shape for name, weight in empty.named_parameters()} == {
         name: weight.shape for name, weight in whole.named_parameters()}
-    assert adapters.learning_names(empty) == adapters.learning_names(whole)
-    assert adapters.facts_of(empty) == adapters.facts_of(whole)
+    assert adapter_weight_names(empty) == adapter_weight_names(whole)
+    assert summarize(empty) == summarize(whole)
 
 
 def test_magnitudes_are_row_norms() -> None:
@@ -170,31 +174,30 @@ def test_figures() -> None:
     """rank 3 on q_proj (16 x 16) of two layers: 2 x 3 x 32 weights."""
     model = llama()
     total = sum(weight.numel() for weight in model.parameters())
-    facts = adapters.facts_of(adapt(model, targets="q_proj"))
-    assert facts == adapters.AdapterFacts(3, 2, 1, 0, 192, total + 192)
+    facts = summarize(adapt(model, targets="q_proj"))
+    assert facts == AdapterSummary(3, 2, 1, 0, 192, total + 192)
     assert str(facts).startswith("rank 3 on 2 modules (1 kinds): 192 of ")
-    big = adapters.AdapterFacts(16, 28, 7, 1, 1_234_567, 135_000_000)
-    assert str(big) == "rank 16 on 28 modules (7 kinds) and 1 whole modules: 1.23M of 135M weights learn"
+    big = AdapterSummary(16, 28, 7, 1, 1_234_567, 135_000_000)
+    assert re.fullmatch(r"rank 16 on 28 modules \(7 kinds\) and 1 [a-z ]*: 1\.23M of 135M weights .*", str(big))
 
 
 def test_ranks_beyond_a_weight() -> None:
     """k_proj is 8 x 16: rank 8 is all that it can change, and 9 is said."""
-    assert adapters.too_large(adapt(llama(), rank=8)) is None
-    assert adapters.too_large(adapt(llama(), rank=9)) == (
-        "rank 9 is above the smaller side of the weights of 4 modules (model.layers.0.self_attn.k_proj is 8 x 16); "
-        "beyond that side a rank changes nothing but memory and time")
+    assert rank_warning(adapt(llama(), rank=8)) is None
+    assert re.match(r"rank 9 .* 4 modules \(model\.layers\.0\.self_attn\.k_proj is 8 x 16\)",
+                    rank_warning(adapt(llama(), rank=9)) or "")
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"modules_to_save": "self_attn,mlp"}, r"lora.modules_to_save self_attn,mlp: names every linear layer"),
-    ({"targets": "qproj"}, r"lora.targets qproj: no module .* nearest are q_proj"),
-    ({"targets": "q_proj,xyzzy"}, r"lora.targets xyzzy: no module .* there are down_proj, gate_proj"),
-    ({"targets": "lm_head"}, r"lora.targets lm_head: is the head.*--lora.modules-to-save lm_head"),
-    ({"targets": "embed_tokens"}, r"model.embed_tokens is of kind Embedding"),
+    ({"modules_to_save": "self_attn,mlp"}, r"--lora.modules-to-save self_attn,mlp .*every linear layer"),
+    ({"targets": "qproj"}, r"--lora.targets qproj: .*\bq_proj\?"),
+    ({"targets": "q_proj,xyzzy"}, r"--lora.targets xyzzy: .*: down_proj, gate_proj"),
+    ({"targets": "lm_head"}, r"--lora.targets lm_head is the head.*--lora.modules-to-save lm_head"),
+    ({"targets": "embed_tokens"}, r"model.embed_tokens .*\bEmbedding\b"),
     ({"targets": "q_proj", "modules_to_save": "self_attn"}, r"both name model.layers.0.self_attn.q_proj"),
-    ({"targets": "q_proj", "modules_to_save": "q_proj"}, r"lora.targets q_proj and lora.modules_to_save both name"),
-    ({"modules_to_save": "lmhead"}, r"lora.modules_to_save lmhead: no module .* nearest are lm_head"),
-    ({"modules_to_save": "layers"}, r"lora.modules_to_save layers: no module"),
+    ({"targets": "q_proj", "modules_to_save": "q_proj"}, r"--lora.targets q_proj and --lora.modules-to-save both name"),
+    ({"modules_to_save": "lmhead"}, r"--lora.modules-to-save lmhead: .*\blm_head\?"),
+    ({"modules_to_save": "layers"}, r"--lora.modules-to-save layers: .*not found"),
 ])
 def test_names_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -203,8 +206,8 @@ def test_names_that_cannot_be(options: dict[str, Any], message: str) -> None:
 
 def test_a_model_with_an_adapter_gets_no_second() -> None:
     model = adapt(llama())
-    with pytest.raises(UsageError, match="has an adapter already"):
-        adapters.make_structure(model, new_config(llama(), LoraOptions(rank=2), "base"))
+    with pytest.raises(UsageError, match="already has an adapter"):
+        make_structure(model, new_config(llama(), LoraOptions(rank=2), "base"))
 
 
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"modules_to_save": "lm_head"},
@@ -231,21 +234,21 @@ def test_files_round_trip_and_peft_reads_them(tmp_path: Path, options: dict[str,
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
     adapter_files.save(adapt(llama(), targets="q_proj"), tmp_path, torch.bfloat16)
     config = adapter_files.read_config(tmp_path)
-    with pytest.raises(ModelError, match=r"does not fit the model: .* is \[3, 16\] there and \[3, 32\]"):
+    with pytest.raises(ModelError, match=r"does not fit the model: .* is \[3, 16\].*\[3, 32\]"):
         adapter_files.load_adapter(LlamaForCausalLM(LlamaConfig(
             vocab_size=40, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)), config,
             tmp_path, torch.float32)
     with pytest.raises(ModelError, match="does not fit the model"):
         adapter_files.load_adapter(gpt2(), config, tmp_path, torch.float32)
-    with pytest.raises(ModelError, match=r"could not be merged|does not fit"):
+    with pytest.raises(ModelError, match=r"cannot be merged|does not fit"):
         adapter_merge.merged(gpt2(), tmp_path)
 
 
 def test_sources_that_are_adapters(tmp_path: Path, tiny_model_dir: Path) -> None:
     """A directory with an adapter and no model stands for base and adapter; one whose base is gone says what to do."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
-    adapters.make_structure(model, new_config(model, LoraOptions(rank=2), str(tiny_model_dir)))
-    adapters.fill(model, 0, torch.float32)
+    make_structure(model, new_config(model, LoraOptions(rank=2), str(tiny_model_dir)))
+    set_initial_values(model, 0, torch.float32)
     learned(model)
     adapter_files.save(model, tmp_path, torch.float32)
     source = ModelSource.of(str(tmp_path))
@@ -256,7 +259,7 @@ def test_sources_that_are_adapters(tmp_path: Path, tiny_model_dir: Path) -> None
     assert torch.allclose(logits(merged), logits(model), atol=1e-5)
     file = tmp_path / "adapter_config.json"
     file.write_text(file.read_text().replace(str(tiny_model_dir), "/nowhere/at/all"))
-    with pytest.raises(ModelError, match=r"an adapter of /nowhere/at/all.*give --model BASE --lora\.adapter"):
+    with pytest.raises(ModelError, match=r"/nowhere/at/all.*--model BASE --lora\.adapter"):
         ModelSource.of(str(tmp_path))
 
 
@@ -274,7 +277,7 @@ def test_narrow_weights_give_the_same_products() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             out = model(IDS).logits
         out.float().square().sum().backward()
-        outputs.append([out.detach(), *(weight.grad for weight in adapters.kept_parameters(model))])
+        outputs.append([out.detach(), *(weight.grad for weight in saved_parameters(model))])
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 

@@ -26,9 +26,10 @@ def changed(path: Path, change: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"bias": "all"}, "bias 'all'"), ({"init_lora_weights": "pissa_niter_4"}, "began as 'pissa_niter_4'"),
-    ({"init_lora_weights": "foo"}, "init_lora_weights is 'foo', a start that is not served"),
-    ({"trainable_token_indices": [1]}, "trainable_token_indices is not served"), ({"peft_type": "IA3"}, "kind IA3")])
+    ({"bias": "all"}, "bias 'all'"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4'.*base weights"),
+    ({"init_lora_weights": "foo"}, "init_lora_weights 'foo' is unsupported"),
+    ({"trainable_token_indices": [1]}, "trainable_token_indices is unsupported"), ({"peft_type": "IA3"}, "IA3")])
 def test_adapters_that_are_not_served(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     """One that would be trained otherwise than it says is refused by the name of the setting."""
     with pytest.raises(ModelError, match=message):
@@ -36,12 +37,12 @@ def test_adapters_that_are_not_served(tmp_path: Path, change: dict[str, Any], me
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"target_modules": None}, r"target_modules is None, and has to be names of modules"),
+    ({"target_modules": None}, r"target_modules is None, .*module names"),
     ({"target_modules": []}, r"target_modules is \[\]"), ({"rank_pattern": [1]}, r"rank_pattern is \[1\]"),
     ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern is"),
-    ({"r": "four"}, "r is 'four', and has to be a whole number"),
-    ({"r": 0}, "r is 0"), ({"lora_alpha": None}, "lora_alpha is None, and has to be a number"),
-    ({"bias": "junk"}, "bias is 'junk', and has to be one of none, all, lora_only"),
+    ({"r": "four"}, "r is 'four', .*integer"),
+    ({"r": 0}, "r is 0"), ({"lora_alpha": None}, "lora_alpha is None, .*number"),
+    ({"bias": "junk"}, "bias is 'junk', .*none, all, lora_only"),
     ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'"), ({"use_dora": "no"}, "use_dora is 'no'")])
 def test_values_that_mean_nothing(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     """X1: by file and setting, wherever the adapter is used."""
@@ -57,9 +58,9 @@ def test_settings_that_peft_does_not_know(tmp_path: Path) -> None:
     place = changed(tmp_path, {"use_hydra": True, "use_other": False, "more": None})
     for use in (adapter_files.read_config, lambda path: ModelSource.of(str(path)),
                 lambda path: adapter_merge.merged(llama(), path)):
-        with pytest.raises(ModelError, match=r"use_hydra is a setting that peft .* does not know"):
+        with pytest.raises(ModelError, match=r"use_hydra is unknown to peft"):
             use(place)
-    with pytest.raises(ModelError, match="peft_type is 'NOPE', a kind of adapter that peft"):
+    with pytest.raises(ModelError, match="peft_type 'NOPE' is unknown to peft"):
         ModelSource.of(str(changed(tmp_path, {"peft_type": "NOPE"})))
     changed(tmp_path, {"use_other": False, "more": None})
     assert adapter_files.read_config(place).r == 3
@@ -72,5 +73,5 @@ def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
     file = place / "adapter_model.safetensors"
     save_file({name: torch.ones(5, 16) if "lora_A" in name else weight for name, weight in load_file(file).items()},
               file)
-    with pytest.raises(ModelError, match=r"could not be merged: .*size mismatch for .*lora_A"):
+    with pytest.raises(ModelError, match=r"cannot be merged: .*size mismatch for .*lora_A"):
         adapter_merge.merged(llama(), place)

@@ -14,7 +14,7 @@ from torch import Tensor
 from helpers import case_yaml, expected
 from tropism.losses.divergence import DIVERGENCES
 from tropism.model.head import divergence as of_models
-from tropism.model.head.divergence import Comparison, Exact, Targets, TopK, top_k
+from tropism.model.head.divergence import Comparison, FullTargets, Targets, TopK, top_k
 from tropism.model.head.logprob import Head
 
 S, D, VOCABULARY = 19, 8, 29
@@ -47,7 +47,7 @@ class Problem:
 
     def targets(self, kind: str, temperature: float, k: int = K) -> Targets:
         if kind == "exact":
-            return Exact(self.teacher_hidden, self.teacher_head)
+            return FullTargets(self.teacher_hidden, self.teacher_head)
         return top_k(self.teacher_hidden, self.teacher_head, k, temperature, VOCABULARY)
 
 
@@ -191,7 +191,7 @@ def test_top_k_lies_between_zero_and_the_whole(seed: int, k: int, temperature: f
     """L4: k tokens and a tail are never below 0 and never further apart than the whole distributions."""
     teacher, student = random(4, VOCABULARY, seed=seed), random(4, VOCABULARY, seed=seed + 10_000)
     how, eye, ids = comparison("forward_kl", temperature), Head(torch.eye(VOCABULARY).double()), torch.zeros(4).long()
-    _, whole = how.per_token(student, eye, ids, Exact(teacher, eye))
+    _, whole = how.per_token(student, eye, ids, FullTargets(teacher, eye))
     _, part = how.per_token(student, eye, ids, top_k(teacher, eye, k, temperature, VOCABULARY))
     assert (part >= 0).all()
     assert (part <= whole + 1e-12).all()
@@ -222,7 +222,7 @@ def test_never_negative_in_float32(name: str, kind: str, seed: int, k: int, size
     logits = size * random(3, VOCABULARY, seed=seed, dtype=torch.float32)
     student = (logits + apart * random(3, VOCABULARY, seed=seed + 1, dtype=torch.float32)).requires_grad_()
     eye = Head(torch.eye(VOCABULARY))
-    targets = Exact(logits, eye) if kind == "exact" else top_k(logits, eye, k, 1.0, VOCABULARY)
+    targets = FullTargets(logits, eye) if kind == "exact" else top_k(logits, eye, k, 1.0, VOCABULARY)
     _, away = comparison(name).per_token(student, eye, torch.zeros(3, dtype=torch.int64), targets)
     assert (away >= -1e-7).all()
     assert torch.autograd.grad(away.sum(), student)[0].isfinite().all()
@@ -247,7 +247,7 @@ def test_masked_tokens(name: str, kind: str, masked: float, tokens: int) -> None
     teacher.scatter_(1, order[:, : tokens // 2], masked)
     student.requires_grad_()
     head = AsGiven(torch.eye(VOCABULARY).double())
-    targets = Exact(teacher, head) if kind == "exact" else top_k(teacher, head, K, 1.0, VOCABULARY)
+    targets = FullTargets(teacher, head) if kind == "exact" else top_k(teacher, head, K, 1.0, VOCABULARY)
     _, away = comparison(name).per_token(student, head, torch.tensor([4, 5]), targets)
     gradient, = torch.autograd.grad(away.sum(), student)
     assert away.isfinite().all()
@@ -309,7 +309,7 @@ def test_padding_on_either_side_is_no_padding(student: int, teacher: int) -> Non
         heads = [with_columns(head, count) for head, count in zip((problem.head, problem.teacher_head), columns,
                                                                   strict=True)]
         _, away = comparison("reverse_kl").per_token(problem.hidden, heads[0], problem.ids,
-                                                     Exact(problem.teacher_hidden, heads[1]))
+                                                     FullTargets(problem.teacher_hidden, heads[1]))
         found.append((away, torch.autograd.grad(away.sum(), problem.hidden)[0]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
@@ -386,7 +386,7 @@ def test_logits_exist_for_one_chunk_only(monkeypatch: pytest.MonkeyPatch, kind: 
     monkeypatch.setattr(of_models, "_CPU_CHUNK", 64 * VOCABULARY)
     head = Head(torch.randn(VOCABULARY, D, requires_grad=True))
     hidden, teacher = torch.randn(positions, D, requires_grad=True), torch.randn(positions, D)
-    targets = Exact(teacher, head) if kind == "exact" else top_k(teacher, head, K, 1.0, VOCABULARY)
+    targets = FullTargets(teacher, head) if kind == "exact" else top_k(teacher, head, K, 1.0, VOCABULARY)
     found = comparison("js").per_token(hidden, head, torch.zeros(positions, dtype=torch.int64), targets)
     torch.stack(found).sum().backward()
     assert largest == 64 * VOCABULARY

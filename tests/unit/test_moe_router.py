@@ -28,7 +28,7 @@ from tropism.errors import ModelError, UsageError
 from tropism.methods import Units
 from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.layout_check import choose_layout
-from tropism.model.moe_router import Experts, Routed, balance_loss, check_option, load, probabilities
+from tropism.model.moe_router import Experts, RouterLogits, balance_loss, check_option, expert_counts, probabilities
 from tropism.observe.metrics import Tally
 from tropism.train.router_loss import RouterLoss, build_router_loss, token_weights
 from tropism.train.setup.models import turned_off
@@ -71,7 +71,7 @@ def test_hand_value() -> None:
     """Two tokens, two experts, k = 1, probabilities (3/4, 1/4) and (1/3, 2/3), the first token twice:
     f = (2/3, 1/3), P = (11/18, 7/18), so 2 (2/3 * 11/18 + 1/3 * 7/18) = 29/27."""
     logits, weights = [torch.tensor([[3.0, 1.0], [1.0, 2.0]]).log()], torch.tensor([2.0, 1.0]).double()
-    counted = load(logits, weights, 1)
+    counted = expert_counts(logits, weights, 1)
     assert counted.tolist() == [2.0, 1.0, 3.0]
     assert float(balance_loss(counted, probabilities(logits, weights))) == pytest.approx(29 / 27, rel=1e-6)
 
@@ -79,7 +79,8 @@ def test_hand_value() -> None:
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_even_routing_gives_k(top_k: int) -> None:
     logits, weights = [torch.zeros(6, 4, dtype=torch.float64)] * 3, torch.ones(6, dtype=torch.float64)
-    assert float(balance_loss(load(logits, weights, top_k), probabilities(logits, weights))) == pytest.approx(top_k)
+    loss = balance_loss(expert_counts(logits, weights, top_k), probabilities(logits, weights))
+    assert float(loss) == pytest.approx(top_k)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
@@ -90,7 +91,7 @@ def test_equals_that_of_transformers_on_a_flat_batch(top_k: int) -> None:
     theirs = [layer.detach().clone().requires_grad_() for layer in ours]
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
     weights = mask.flatten().double()
-    loss = balance_loss(load(ours, weights, top_k), probabilities(ours, weights))
+    loss = balance_loss(expert_counts(ours, weights, top_k), probabilities(ours, weights))
     expected = load_balancing_loss_func(tuple(theirs), 5, top_k, mask)
     assert isinstance(expected, Tensor)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
@@ -178,7 +179,7 @@ def step_gradient(model: LanguageModel, balance: RouterLoss, packs: Sequence[Pac
     with torch.no_grad():
         step.look_ahead()
     for pack in packs:
-        routed = Routed()
+        routed = RouterLogits()
         model.hidden(pack.batch, model.tree_pass(pack.batch), routed)
         step.share(routed, pack, tally).backward()
     total, count = tally.stacked(["router_aux"], CPU)[0].tolist()
@@ -224,7 +225,7 @@ def test_order_and_parts_change_neither_value_nor_gradient(number: int, top_k: i
 
     def of(index: Tensor, counts: Tensor, cuts: Sequence[int]) -> tuple[float, Tensor]:
         leaf = logits.clone().requires_grad_()
-        whole = load([leaf[index]], counts, top_k)
+        whole = expert_counts([leaf[index]], counts, top_k)
         parts = [balance_loss(whole, probabilities([leaf[rows]], own)) for rows, own in zip(
             index.tensor_split(cuts), counts.tensor_split(cuts), strict=True)]
         total = torch.stack(parts).sum()
@@ -251,7 +252,7 @@ def test_start_up_comparison_serves_the_families_in_trees(family: str, tied: boo
     module = module_of(family, torch.float64 if precision == "fp64" else torch.float32, tied)
     model, probe = choose_layout(module, precision, CPU, FOREST, "auto")
     assert (probe.layout, probe.reason) == ("tree", "")
-    routed = Routed()
+    routed = RouterLogits()
     batch = collate(FOREST, "tree")
     with torch.no_grad():
         with_logits = model.logps(batch, routed=routed)
@@ -266,22 +267,22 @@ def test_refusals_name_the_option() -> None:
     """L3: of a config without experts, and of a model that does not tell what its routers say."""
     dense = LlamaConfig(**COMMON, architectures=["LlamaForCausalLM"])
     check_option(0.0, dense)
-    with pytest.raises(UsageError, match=r"^router_aux_weight 0.01: LlamaForCausalLM is not a mixture of experts"):
+    with pytest.raises(UsageError, match=r"^--router-aux-weight 0.01: LlamaForCausalLM is not a mixture of experts"):
         check_option(0.01, dense)
-    with pytest.raises(UsageError, match=r"^router_aux_weight 0.01: deepseek_v3 .* no router_aux_loss_coef"):
+    with pytest.raises(UsageError, match=r"^--router-aux-weight 0.01: deepseek_v3 .* no router_aux_loss_coef"):
         check_option(0.01, DeepseekV3Config())
-    with pytest.raises(ModelError, match=r"^router_aux_weight: .* no router logits"):
-        Routed().take(SimpleNamespace(last_hidden_state=torch.zeros(1)))
+    with pytest.raises(ModelError, match=r"^--router-aux-weight: .* no router logits"):
+        RouterLogits().keep(SimpleNamespace(last_hidden_state=torch.zeros(1)))
     module = module_of("mixtral")
     gate = type(module.model.layers[0].mlp.gate)
     told = gate.forward
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gate, "forward", lambda self, states: (told(self, states)[0].softmax(-1),
                                                                *told(self, states)[1:]))
-        with pytest.raises(ModelError, match=r"^router_aux_weight: .* probabilities already"):
+        with pytest.raises(ModelError, match=r"^--router-aux-weight: .* probabilities already"):
             build_router_loss(0.1, LanguageModel(module, "tree", "fp64", CPU), FOREST)
     module.config.num_local_experts = 3
-    with pytest.raises(ModelError, match=r"^router_aux_weight: .* \(13, 4\), not one for each token and expert"):
+    with pytest.raises(ModelError, match=r"^--router-aux-weight: .* \(13, 4\), not one for each token and expert"):
         build_router_loss(0.1, LanguageModel(module, "tree", "fp64", CPU), FOREST)
 
 
@@ -292,7 +293,7 @@ def test_a_coefficient_of_the_config_is_named_where_it_has_no_effect(family: str
     config.router_aux_loss_coef = 0.02
     note, = turned_off(config, 0.0)
     assert "router_aux_loss_coef 0.02" in note
-    assert "router_aux_weight" in note
+    assert "--router-aux-weight" in note
     assert turned_off(config, 0.1) == []
     config.router_aux_loss_coef = 0.0
     assert turned_off(config, 0.0) == []

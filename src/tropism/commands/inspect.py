@@ -24,6 +24,7 @@ from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.tokenizer import Piece, visible
 from tropism.errors import DataError, ModelError, OutputError, TropismError
 from tropism.model import load
+from tropism.model.config import check_rope
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.observe.files import write_whole
@@ -164,7 +165,7 @@ def _refused_by_the_model(parts: Sequence[Sequence[EncodedRow]], config: Any, re
     except DataError as error:
         found.append(Finding("beyond_embedding", "warning", str(error)))
     try:
-        load.check_rope(config, renderer.limits.max_length)
+        check_rope(config, renderer.limits.max_length)
     except ModelError as error:
         found.append(Finding("positions", "warning", str(error)))
     return found

@@ -1,9 +1,10 @@
 """Tree attention: one variable-length call over gathered keys and values.
 
-Queries of a segment (a prompt, or a completion) see the keys of their tree's prompt and their own, causally, with
-the last query aligned to the last key. Gathering those keys makes that one plain variable-length call: exact,
-without a mask, without recompilation, and right for sliding windows, since gathered keys are contiguous in
-position. On CUDA it is `varlen_attn`; elsewhere one scaled-dot-product call per segment.
+Queries of a segment (a prompt or a completion) see the keys of their tree's prompt and of their own segment, causally,
+with the last query aligned to the last key. With these keys gathered, one plain variable-length call suffices. It is
+exact, needs no mask and no recompilation, and handles sliding windows, since gathered keys are contiguous in position.
+On CUDA it is `varlen_attn`; elsewhere one scaled-dot-product call per segment. Soft-caps of attention scores and
+attention sinks are computed in plain operations.
 """
 
 import inspect
@@ -24,8 +25,8 @@ from tropism.errors import ModelError
 
 NAME = "tropism_tree"
 
-# Keyword arguments of the attention call that change nothing here: positions are in the rotary embedding
-# already, and there is never a cache.
+# Keyword arguments of the attention call without effect here: the rotary embedding has applied the positions, and
+# there is never a cache.
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions",
              "output_hidden_states", "output_router_logits", "past_key_values", "past_key_value",
              "position_embeddings", "return_dict"}
@@ -33,13 +34,12 @@ _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output
 
 @dataclass(slots=True)
 class TreePass:
-    """One forward pass over packed trees; reaches every attention layer as the keyword argument `tree`.
+    """One forward pass over packed trees. Every attention layer gets it as the keyword argument `tree`.
 
     Args:
-        segments: who sees which keys.
-        record: keep each layer's keys and values, and the last hidden states, for a later pass that reads them.
-        earlier: a recorded pass whose prompts this pass continues: its keys and states come first, and this pass's
-            own follow them.
+        segments: which queries see which keys.
+        record: keep each layer's keys and values, and the last hidden states, for a later pass.
+        earlier: a recorded pass whose prompts this pass continues. Its keys and states come before this pass's own.
     """
 
     segments: Segments
@@ -50,7 +50,7 @@ class TreePass:
     _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def with_earlier(self, module: torch.nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, behind those of the earlier pass if there is one; kept if recording."""
+        """Keys and values of a layer, preceded by those of the earlier pass if there is one; kept if recording."""
         if self.record:
             self._kept[id(module)] = (key.detach(), value.detach())
         if self.earlier is None:
@@ -59,7 +59,7 @@ class TreePass:
         return torch.cat((earlier_key, key), dim=2), torch.cat((earlier_value, value), dim=2)
 
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-        """Additive mask `[queries, keys]`: causal from the bottom right, and no further back than `window`."""
+        """Additive mask `[queries, keys]`: causal from the bottom right, at most `window` keys back."""
         key = (queries, keys, window, like.dtype)
         if key not in self._masks:
             distance = (torch.arange(queries, device=like.device)[:, None] + (keys - queries)
@@ -79,21 +79,21 @@ def tree_attention(
 
     Args:
         query: `[1, Hq, T, head]`; key, value: `[1, Hkv, T, head]`, Hkv a divisor of Hq.
-        tree: the pass; anything that generates or scores text without one must use another implementation.
+        tree: the pass. Callers without one, such as generation, must use another implementation.
 
     Returns:
         `[1, T, Hq, head]` and None.
 
     Raises:
-        ModelError: on an argument that would change the result and is not served here.
+        ModelError: for an unsupported argument that would change the result.
     """
     unknown = sorted(name for name, given in rest.items() if given is not None and name not in _HARMLESS)
     if unknown or dropout:
-        raise ModelError(f"tree attention does not serve {', '.join(unknown) or 'dropout'}; use --layout padded")
+        raise ModelError(f"tree attention does not support {', '.join(unknown) or 'dropout'}. Use --layout padded")
     if tree is None:
-        raise ModelError("tree attention was called without a tree; use `attention(...)` around what generates")
+        raise ModelError("tree attention was called without a tree. Wrap the call in `attention(...)`")
     segments = tree.segments
-    # Under autocast rotary embeddings and norms leave queries and keys in float32 beside bfloat16 values.
+    # Under autocast, rotary embeddings and norms make queries and keys float32, while values are bfloat16.
     query, key = query.to(value.dtype), key.to(value.dtype)
     key, value = tree.with_earlier(module, key, value)
     key, value = key.index_select(2, segments.key_index), value.index_select(2, segments.key_index)
@@ -114,13 +114,13 @@ def tree_attention(
 
 
 _VARLEN_TYPES = (torch.bfloat16, torch.float16)
-# From torch 2.12 on grouped heads must be announced; on 2.11 the kernel takes them without being told.
+# From torch 2.12 on, grouped heads need this flag; 2.11 has no such flag.
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None,
             window: int | None) -> Tensor:
-    """CUDA: the whole pack in one call. Returns `[T, Hq, head]`."""
+    """On CUDA: the full pack in one call. Returns `[T, Hq, head]`."""
     out = varlen_attn(
         query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
         segments.cu_queries, segments.cu_keys, max(segments.query_lengths), max(segments.key_lengths),
@@ -165,9 +165,9 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def plain_implementation(model: Any) -> str:
-    """The implementation for padded lines and for generation: the fastest that the model's family serves exactly.
+    """The fastest exact implementation for padded lines and generation in the model's family.
 
-    Some releases of transformers offer one that leaves out the soft cap of attention scores.
+    Some releases of transformers offer one that ignores the soft-cap of attention scores.
     """
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
@@ -175,7 +175,7 @@ def plain_implementation(model: Any) -> str:
 
 @contextmanager
 def attention(model: Any, implementation: str) -> Iterator[None]:
-    """Use another attention implementation for a while (to generate, or to score padded lines)."""
+    """Use another attention implementation temporarily, to generate or to score padded lines."""
     before = model.config._attn_implementation
     if before == implementation:
         yield

@@ -1,8 +1,7 @@
-"""Whether the weights that an adapter stands on are those that it was trained on."""
+"""Check whether an adapter's base still has the weights that the adapter was trained on."""
 
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tropism.distributed.shard import each_whole
-from tropism.model.adapters.structure import state_as_computed, switched_off
+from tropism.errors import ModelError
+from tropism.model.adapters.switch import active_state, adapter_off
 from tropism.model.fingerprint import tensor_hash
+from tropism.model.source import ModelSource
 
 
 def base_hash(module: Any) -> str | None:
-    """Hash of the weights and stored buffers without the adapter, by their names there. They count as float32, so that
-    the precision of a run, its device, and how the model is spread have no part in it. All processes that share the
-    model call this together.
+    """Hash of a model's weights and stored buffers without its adapter.
+
+    They are hashed as float32, so the hash does not depend on the precision of a run, its device, or sharding. All
+    processes that share the model must call this together.
 
     Returns:
-        None where the weights are held in fewer bits, and are no longer those of the base.
+        None if the weights are quantized, since they then differ from the base's.
     """
     if getattr(module, "is_quantized", False):
         return None
@@ -31,16 +33,16 @@ def base_hash(module: Any) -> str | None:
         value = weight.detach().float() if weight.is_floating_point() else weight
         return f"{name} {tuple(weight.shape)} {tensor_hash(value)}"
 
-    with switched_off(module):
-        lines = each_whole(state_as_computed(module), one)
+    with adapter_off(module):
+        lines = each_whole(active_state(module), one)
     return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
 
 
-def known_hash(directory: Path) -> str | None:
-    """Hash of the weights that the adapter of a run was trained on, as the run's manifest has it.
+def recorded_hash(directory: Path) -> str | None:
+    """Hash of the weights that a run's adapter was trained on, from the run's manifest; None if unknown.
 
     Args:
-        directory: of the adapter: RUN/model, or that of a checkpoint.
+        directory: of the adapter: RUN/model, or the model of a checkpoint.
     """
     above = directory.resolve().parents
     for run in (above[0], *(above[2:3] if len(above) > 1 and above[1].name == "checkpoints" else ())):
@@ -50,29 +52,19 @@ def known_hash(directory: Path) -> str | None:
     return None
 
 
-def differing(module: Any, directory: Path) -> str | None:
-    """The first weight without the adapter that is not what the safetensors files of a directory have by this name, as
-    float32; None where all are, or the directory cannot tell."""
-    with switched_off(module):
-        own = state_as_computed(module)
+def first_difference(module: Any, directory: Path) -> str | None:
+    """Name of the first weight, without the adapter, that differs from the safetensors files of a directory, compared
+    as float32; None if all are equal or the directory has no such files."""
+    with adapter_off(module):
+        own = active_state(module)
     try:
-        for name, kept in _stored(directory):
-            weight = own.get(name)
-            if weight is not None and (weight.shape != kept.shape
-                                       or not torch.equal(weight.detach().cpu().float(), kept.float())):
-                return name
-    except (OSError, ValueError, KeyError, SafetensorError):
-        return None  # no file of weights: whoever needs it says so
+        for file in sorted(set((ModelSource(str(directory)).weight_files() or {}).values())):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (it is not a dict)
+                    weight, stored = own.get(name), opened.get_tensor(name)
+                    if weight is not None and (weight.shape != stored.shape
+                                               or not torch.equal(weight.detach().cpu().float(), stored.float())):
+                        return name
+    except (OSError, ModelError, SafetensorError):
+        return None  # whoever needs these files reports the error
     return None
-
-
-def _stored(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model directory, one at a time."""
-    index = directory / "model.safetensors.index.json"
-    files = {"model.safetensors"}
-    if index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    for file in sorted(files):
-        with safe_open(directory / file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (it is no dict)
-                yield name, opened.get_tensor(name)

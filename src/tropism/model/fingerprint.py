@@ -1,4 +1,4 @@
-"""Fingerprints of weights: what a stored score or a checkpoint belongs to."""
+"""Fingerprints of weights. They identify the model that stored scores and checkpoints belong to."""
 
 import hashlib
 import json
@@ -8,35 +8,37 @@ import torch
 from torch import Tensor
 
 from tropism.distributed.shard import each_whole
-from tropism.model.adapters.structure import base_name, scales_as_computed, state_as_computed
+from tropism.model.adapters.parameters import base_name
+from tropism.model.adapters.switch import active_scales, active_state
 from tropism.model.language_model import LanguageModel
 
 VERSION = 1
-"""Part of every fingerprint: raised when the way log-probs are computed, or filed, changes."""
+"""Part of every fingerprint. Increment it when the computation or storage of log-probs changes."""
 
 
 def fingerprint(model: LanguageModel) -> str:
-    """Hash of everything that decides a log-prob of given ids: weights, scales of adapters, config, and how they are
-    computed."""
+    """Hash of everything that decides log-probs of given ids: weights, scales of adapters, config and numerics."""
     config = {name: value for name, value in model.module.config.to_dict().items()
               if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
                               "architectures") and not name.startswith("_")}
     numerics = [VERSION, model.precision, model.layout, model.device.type]
     digest = hashlib.blake2b(json.dumps([config, numerics], sort_keys=True, default=str).encode(), digest_size=16)
-    for line in (*weight_hashes(model.module), *scales_as_computed(model.module)):
+    for line in (*weight_hashes(model.module), *active_scales(model.module)):
         digest.update(line.encode())
     return digest.hexdigest()
 
 
 def weight_hashes(module: Any) -> list[str]:
-    """`name hash` of each weight and stored buffer as the module computes now, which does not depend on how the model
-    is spread. Hashing releases the interpreter lock, so threads help."""
-    known: dict[str, str] = getattr(module, "hashes_before_narrowing", {})
+    """`name hash` of each weight and stored buffer that the module computes with now, independent of sharding.
+
+    Hashing releases the interpreter lock, so threads make it faster.
+    """
+    known: dict[str, str] = getattr(module, "hashes_before_rounding", {})
 
     def one(name: str, weight: Tensor) -> str:
         return f"{name} {tuple(weight.shape)} {known.get(base_name(name)) or tensor_hash(weight)}"
 
-    return each_whole(state_as_computed(module), one)
+    return each_whole(active_state(module), one)
 
 
 def tensor_hash(tensor: Tensor) -> str:

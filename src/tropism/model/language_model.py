@@ -1,4 +1,4 @@
-"""A batch to log-probs: backbone, head, and the sum over each completion."""
+"""From a batch to log-probs: backbone, head, and the sum over each completion."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 from tropism.data.batching.collate import Batch, Layout
 from tropism.distributed.shard import part_of, prepare_backward, travels_in, within
 from tropism.errors import ModelError
-from tropism.model.adapters.structure import uncast
+from tropism.model.adapters.switch import without_input_cast
 from tropism.model.attention import NAME, TreePass, plain_implementation
 from tropism.model.head.divergence import Comparison, Targets
 from tropism.model.head.logprob import head_of
-from tropism.model.moe_router import Routed, compute_experts
+from tropism.model.moe_router import RouterLogits, compute_experts
 from tropism.shapes import PerCompletion, PerToken
 
 T = TypeVar("T")
@@ -25,21 +25,21 @@ Precision = Literal["fp32", "bf16", "fp64"]
 
 @contextmanager
 def computing(module: Any, precision: Precision, device: torch.device) -> Iterator[None]:
-    """Let a module compute in a precision: by autocast in bfloat16, and else as its weights are.
+    """Let a module compute in a precision: by autocast for bfloat16, else in the dtype of its weights.
 
-    Where a sharded module's matrices travel in bfloat16 and float32 is wanted, they are widened for each product.
+    If a sharded module communicates its matrices in bfloat16 but computes in float32, they are cast for each product.
     """
     if precision == "bf16":
         with torch.autocast(device.type, torch.bfloat16):
             yield
     elif travels_in(module) is not None:
-        with _Widened(), uncast(module):
+        with _Float32Products(), without_input_cast(module):
             yield
     else:
         yield
 
 
-class _Widened(TorchFunctionMode):
+class _Float32Products(TorchFunctionMode):
     _PRODUCTS = (torch.nn.functional.linear, torch.addmm, torch.matmul, torch.mm, torch.bmm, torch.baddbmm)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,13 +50,13 @@ class _Widened(TorchFunctionMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a pass says about each completion.
+class CompletionScores:
+    """What a forward pass yields for each completion.
 
     Args:
         logps: `[C]` summed log-prob, in nats.
-        divergence: `[C]` summed divergence from the teacher; None without one.
-        confidence: `[C]` mean of log p(token) - log sum p^2, no gradient; None unless asked for.
+        divergence: `[C]` summed divergence from the teacher; None without a teacher.
+        confidence: `[C]` mean of log p(token) - log sum p^2, no gradient; None unless requested.
     """
 
     logps: PerCompletion
@@ -70,11 +70,11 @@ class LanguageModel:
 
     Args:
         module: a transformers causal model, in evaluation mode: no dropout anywhere.
-        layout: how batches for it are laid out.
-        precision: `fp32`, `fp64`, or `bf16` (compute in bfloat16 on the weights' own dtype).
-        device: where it lives.
-        sum_once: of a sharded policy: sum gradients over processes after the last pack of a step only.
-        stays: of a sharded frozen model: what is outside of its layers stays gathered between passes.
+        layout: layout of its batches.
+        precision: `fp32`, `fp64`, or `bf16` (autocast, with weights in their own dtype).
+        device: device of its weights.
+        sum_once: for a sharded policy: sum gradients over processes only after the last pack of a step.
+        stays: for a sharded frozen model: keep weights outside of its layers gathered between passes.
     """
 
     module: Any
@@ -89,13 +89,13 @@ class LanguageModel:
         compute_experts(self.module, self.precision == "fp64")
 
     def _attend(self) -> None:
-        """Put the layout's attention in place; someone may have used the module otherwise in the meantime."""
+        """Set the attention of the layout, which other users of the module may have changed."""
         wanted = NAME if self.layout == "tree" else plain_implementation(self.module)
         if self.module.config._attn_implementation == wanted:
             return
         self.module.set_attn_implementation(wanted)
-        if self.module.config._attn_implementation != wanted:  # some families only log that they cannot
-            raise ModelError(f"{type(self.module).__name__} does not let its attention be replaced")
+        if self.module.config._attn_implementation != wanted:  # some families only log a failure
+            raise ModelError(f"{type(self.module).__name__} does not support replacing its attention")
 
     @property
     def compute(self) -> torch.dtype:
@@ -103,19 +103,19 @@ class LanguageModel:
         return {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}[self.precision]
 
     def tree_pass(self, batch: Batch, *, record: bool = False, earlier: TreePass | None = None) -> TreePass | None:
-        """What attention needs for a batch; None in the padded layout."""
+        """The argument that tree attention needs for a batch; None in the padded layout."""
         return TreePass(batch.segments, record, earlier) if batch.segments is not None else None
 
     def _within(self, action: Callable[[], T], tree: TreePass | None) -> T:
-        """An action on parts of the module, which are gathered for it where the module is sharded."""
+        """Run an action on the module. If the module is sharded, its weights outside of layers are gathered for it."""
         self._attend()
         return within(self.module, action, self.stays or (tree is not None and tree.earlier is not None))
 
-    def hidden(self, batch: Batch, tree: TreePass | None, routed: Routed | None = None) -> Tensor:
-        """`[S, D]` the hidden state that predicts each supervised token; `routed` takes what the routers say."""
+    def hidden(self, batch: Batch, tree: TreePass | None, routed: RouterLogits | None = None) -> Tensor:
+        """`[S, D]` hidden state that predicts each supervised token. `routed` receives the router logits."""
         return self._within(lambda: (self._hidden(batch, tree, routed),), tree)[0]
 
-    def _hidden(self, batch: Batch, tree: TreePass | None, routed: Routed | None) -> Tensor:
+    def _hidden(self, batch: Batch, tree: TreePass | None, routed: RouterLogits | None) -> Tensor:
         kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
         if routed is not None:
             kwargs["output_router_logits"] = True
@@ -123,7 +123,7 @@ class LanguageModel:
             output = self.module.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
                                             use_cache=False, **kwargs)
         if routed is not None:
-            routed.take(output)
+            routed.keep(output)
         states = output.last_hidden_state.flatten(0, 1)
         if tree is not None:
             if tree.record:
@@ -132,7 +132,8 @@ class LanguageModel:
                 states = torch.cat((tree.earlier.states, states))
         return states.index_select(0, batch.predict_index)
 
-    def per_token_logps(self, batch: Batch, tree: TreePass | None = None, routed: Routed | None = None) -> PerToken:
+    def per_token_logps(self, batch: Batch, tree: TreePass | None = None,
+                        routed: RouterLogits | None = None) -> PerToken:
         """`[S]` log-prob of each supervised token, in at least float32."""
         tree = tree or self.tree_pass(batch)
 
@@ -142,18 +143,19 @@ class LanguageModel:
 
         return self._within(action, tree)[0]
 
-    def logps(self, batch: Batch, tree: TreePass | None = None, routed: Routed | None = None) -> PerCompletion:
+    def logps(self, batch: Batch, tree: TreePass | None = None, routed: RouterLogits | None = None) -> PerCompletion:
         """`[C]` summed log-prob of each completion, in nats. The sum is taken in float64."""
         return summed(self.per_token_logps(batch, tree, routed), batch)
 
-    def outcome(self, batch: Batch, tree: TreePass | None = None, *, comparison: Comparison | None = None,
-                targets: Targets | None = None, confidence: bool = False, routed: Routed | None = None) -> Outcome:
-        """What losses need of a batch, from one pass.
+    def score_completions(self, batch: Batch, tree: TreePass | None = None, *, comparison: Comparison | None = None,
+                          targets: Targets | None = None, confidence: bool = False,
+                          routed: RouterLogits | None = None) -> CompletionScores:
+        """What losses need for each completion of a batch, from one forward pass.
 
         Args:
-            comparison, targets: compare with a teacher; both or none.
-            confidence: find how sure the policy is of each completion, for WPO.
-            routed: takes what the routers say.
+            comparison, targets: compare with a teacher; both or neither.
+            confidence: compute how confident the policy is of each completion, for WPO.
+            routed: receives the router logits.
         """
         tree = tree or self.tree_pass(batch)
 
@@ -171,19 +173,19 @@ class LanguageModel:
 
         per_token, away, peaks = self._within(action, tree)
         sure = None if peaks is None else summed(per_token.detach() - peaks, batch) / batch.lengths
-        return Outcome(summed(per_token, batch), None if away is None else summed(away, batch), sure)
+        return CompletionScores(summed(per_token, batch), None if away is None else summed(away, batch), sure)
 
     def backward(self, share: Tensor, last: bool) -> None:
         """Add the gradient of a pack's share of the loss.
 
         Args:
-            last: no other pack follows in this step.
+            last: whether this is the last pack of the step.
         """
         prepare_backward(self.module, last, self.sum_once)
         share.backward()
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the weights that learn on the host: of this process's parts."""
+        """A copy of the trainable weights in host memory, of this process's parts."""
         return {name: part_of(weight.detach()).to("cpu", copy=True) for name, weight in self.module.named_parameters()
                 if weight.requires_grad}
 

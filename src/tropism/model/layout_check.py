@@ -1,4 +1,4 @@
-"""Before anything is trained: is our layout, with our head, exact for this model?"""
+"""Choose the layout before training, after checking its log-probs against the model's own forward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from tropism.errors import ModelError, first_line
 from tropism.model.attention import attention, plain_implementation
 from tropism.model.language_model import LanguageModel, Precision, computing
 
-# Largest mean difference per token that a dtype explains, in nats. In float64, transformers' norms and rotary
+# Largest mean difference per token that rounding explains, in nats. In float64, transformers' norms and rotary
 # tables still round through float32.
 _TOLERANCE: dict[Precision, float] = {"fp64": 1e-5, "fp32": 1e-4, "bf16": 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """What the start-up comparison found.
+class LayoutCheck:
+    """Result of the comparison at startup.
 
     Args:
         layout: the layout to train in.
-        per_token: largest difference of a completion's log-prob from the plain forward, in nats per token.
-        per_root_token: the same divided by the root of its tokens: rounding adds up like a random walk.
-        reason: why the tree layout is not used, if it is not.
+        per_token: largest difference of a completion's log-prob from the plain forward pass, in nats per token.
+        per_root_token: the same per square root of tokens, since rounding adds up like a random walk.
+        reason: why the tree layout is not used; empty if it is.
     """
 
     layout: Layout
@@ -38,7 +38,7 @@ class Probe:
 
 @torch.no_grad()
 def plain_logps(model: LanguageModel, trees: Sequence[PromptTree]) -> Tensor:
-    """`[C]` log-probs by the model's own forward: full logits, padded lines, transformers' attention."""
+    """`[C]` log-probs by the model's own forward pass: full logits, padded lines, transformers' attention."""
     batch = collate(trees, "padded").to(model.device)
     with (attention(model.module, plain_implementation(model.module)),
           computing(model.module, model.precision, model.device)):
@@ -54,10 +54,10 @@ def plain_logps(model: LanguageModel, trees: Sequence[PromptTree]) -> Tensor:
 
 @torch.no_grad()
 def _differences(model: LanguageModel, trees: Sequence[PromptTree]) -> tuple[float, float]:
-    """Largest difference from the plain forward, per token and per root of tokens.
+    """Largest difference from the plain forward pass, per token and per square root of tokens.
 
-    The second is what rounding explains. In bfloat16 it depends on the shapes that are multiplied, so the same
-    completions are scored in others too: in the padded layout the plain forward has the very same ones.
+    The second measures rounding. In bfloat16 rounding depends on the shapes of products, so the completions are also
+    scored in other shapes: in the padded layout the plain forward pass would use the same ones.
     """
     plain = plain_logps(model, trees)
     batch = collate(trees, model.layout).to(model.device)
@@ -75,16 +75,16 @@ def _differences(model: LanguageModel, trees: Sequence[PromptTree]) -> tuple[flo
 
 
 def choose_layout(module: object, precision: Precision, device: torch.device, trees: Sequence[PromptTree],
-                  wanted: Layout | Literal["auto"]) -> tuple[LanguageModel, Probe]:
-    """The model in the wanted layout, or for `auto` in the tree layout if that is exact, else padded.
+                  wanted: Layout | Literal["auto"]) -> tuple[LanguageModel, LayoutCheck]:
+    """The model in the requested layout. `auto` is the tree layout if it is exact for this model, else padded.
 
-    A bfloat16 run is compared in float32 first: its own rounding could hide that completions see each other.
+    For bfloat16 the comparison runs in float32 first, since rounding could hide that completions see each other.
 
     Args:
-        trees: a small batch: at least two trees, or one with two completions, so that leaks show.
+        trees: a small batch with at least two trees, or one with two completions, so that leaks are visible.
 
     Raises:
-        ModelError: if the layout that was asked for, or both, differ from the model's own forward.
+        ModelError: if the requested layout, or both layouts, differ from the model's own forward pass.
     """
     reason = ""
     candidates: tuple[Layout, ...] = ("tree", "padded") if wanted == "auto" else (wanted,)
@@ -95,14 +95,14 @@ def choose_layout(module: object, precision: Precision, device: torch.device, tr
                 model = LanguageModel(module, layout, stage, device)
                 per_token, per_root_token = _differences(model, trees)
                 if not per_token <= _TOLERANCE[stage]:
-                    raise ModelError(f"log-probs in the {layout} layout differ from the model's own forward by "
-                                     f"{per_token:.2g} nats per token (at most {_TOLERANCE[stage]:g} in {stage})")
+                    raise ModelError(f"log-probs in the {layout} layout differ from the model's own forward pass by "
+                                     f"{per_token:.2g} nats per token (limit {_TOLERANCE[stage]:g} in {stage})")
         except (ModelError, RuntimeError, TypeError) as refusal:
-            # A layer that trees do not fit may stop anywhere; layers that are gathered are in no state to go on then.
+            # A layer without support for trees may fail anywhere. A sharded model cannot recover from that.
             unforeseen = not isinstance(refusal, ModelError)
             if unforeseen and (isinstance(refusal, torch.OutOfMemoryError) or is_sharded(module)):
                 raise
             reason = f"{type(refusal).__name__}: {first_line(refusal)}" if unforeseen else str(refusal)
         else:
-            return model, Probe(layout, per_token, per_root_token, reason)
-    raise ModelError(f"this model cannot be served exactly: {reason}")
+            return model, LayoutCheck(layout, per_token, per_root_token, reason)
+    raise ModelError(f"this model is unsupported: {reason}")

@@ -1,9 +1,8 @@
-"""Routers of mixture-of-experts models: what they said in a pass, and the loss that keeps their load even.
+"""Routers of mixture-of-experts models: their logits in a pass, and the load-balancing loss.
 
 The loss is E * sum over experts e of f_e * P_e (Switch Transformer, Fedus et al. 2021, arXiv:2101.03961, equations 4
-to 6), in the form that transformers gives it for Mixtral and Qwen-MoE: f_e counts all of a token's top-k choices, so
-that the f_e sum to k, P_e is the mean probability, and both are means over tokens and layers together. Even routing
-gives k.
+to 6), in the form that transformers uses for Mixtral and Qwen-MoE: f_e counts all top-k choices of a token, so the f_e
+sum to k; P_e is the mean probability; both are means over tokens and layers together. Even routing gives k.
 """
 
 from collections.abc import Sequence
@@ -15,41 +14,41 @@ from torch import Tensor
 
 from tropism.errors import ModelError, UsageError
 
-OPTION = "router_aux_weight"
+OPTION = "--router-aux-weight"
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Where configs of families name the weight for which transformers has this loss."""
+"""Config entries for the weight of this loss, in the model families for which transformers implements it."""
 
 
 @dataclass(slots=True)
-class Routed:
-    """What the routers say in one forward pass; the pass fills it.
+class RouterLogits:
+    """The router logits of one forward pass. The pass fills it.
 
     Args:
-        logits: `[T, E]` of each layer that has experts, padding included.
+        logits: `[T, E]` of each layer with experts, padding included.
     """
 
     logits: tuple[Tensor, ...] = ()
 
-    def take(self, output: Any) -> None:
+    def keep(self, output: Any) -> None:
         """Keep the router logits of a backbone's output.
 
         Raises:
-            ModelError: if it has none.
+            ModelError: if it has no router logits.
         """
         found = getattr(output, "router_logits", None)
         if not found:
-            raise ModelError(f"{OPTION}: the model has experts, but transformers gives no router logits for it; leave "
-                             f"{OPTION} out")
+            raise ModelError(f"{OPTION}: the model has experts, but transformers returns no router logits for it. "
+                             f"Remove {OPTION}")
         self.logits = tuple(layer.flatten(0, -2) for layer in found)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """How a model chooses among its experts.
+    """The number of experts, and how many of them a token uses.
 
     Args:
-        number: E, experts of a layer.
-        top_k: k, experts that a token goes to.
+        number: E, experts per layer.
+        top_k: k, experts per token.
     """
 
     number: int
@@ -57,7 +56,7 @@ class Experts:
 
     @classmethod
     def of(cls, config: Any) -> "Experts | None":
-        """What a config says; None for a model without experts."""
+        """From a model's config; None for a model without experts."""
         text = config.get_text_config()
         number = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
         top_k = getattr(text, "num_experts_per_tok", None)
@@ -65,16 +64,16 @@ class Experts:
 
 
 def compute_experts(module: Any, float64: bool) -> None:
-    """Choose how experts are multiplied: transformers' grouped product has no float64, its plain loop has."""
+    """Choose how experts are computed: transformers' grouped product does not support float64, its plain loop does."""
     if float64 and getattr(module.config, "_experts_implementation", None) == "grouped_mm":
         module.set_experts_implementation("eager")
 
 
 def check_option(weight: float, config: Any) -> None:
-    """Refuse the option for a model without routers, before it is loaded.
+    """Reject the option for a model without routers, before it is loaded.
 
     Raises:
-        UsageError: naming the option and the model.
+        UsageError: with the option and the model.
     """
     if not weight:
         return
@@ -85,19 +84,19 @@ def check_option(weight: float, config: Any) -> None:
         missing = " or ".join(_COEFFICIENTS)
     if missing:
         name = (getattr(config, "architectures", None) or [config.model_type])[0]
-        raise UsageError(f"{OPTION} {weight:g}: {name} is not a mixture of experts with such a loss (its config has no "
-                         f"{missing}); leave {OPTION} out")
+        raise UsageError(f"{OPTION} {weight:g}: {name} is not a mixture of experts with this loss: its config has no "
+                         f"{missing}. Remove {OPTION}")
 
 
 def coefficient_of(config: Any) -> float | None:
-    """The weight that a model's own config names; it has no effect here. None without one, or without experts."""
+    """The weight in a model's config, which Tropism does not use; None without one, or without experts."""
     text = config.get_text_config()
     asked = next((value for name in _COEFFICIENTS if (value := getattr(text, name, None))), None)
     return float(asked) if asked and Experts.of(config) is not None else None
 
 
-def load(logits: Sequence[Tensor], weights: Tensor, top_k: int) -> Tensor:
-    """`[E + 1]` float64, no gradient: how often each expert is chosen, and at the end how many tokens choose.
+def expert_counts(logits: Sequence[Tensor], weights: Tensor, top_k: int) -> Tensor:
+    """`[E + 1]` float64, no gradient: how often each expert is chosen, and last, the number of tokens.
 
     Args:
         logits: `[T, E]` of each layer.
@@ -105,7 +104,7 @@ def load(logits: Sequence[Tensor], weights: Tensor, top_k: int) -> Tensor:
     """
     counted = torch.zeros(logits[0].shape[-1] + 1, dtype=torch.float64, device=weights.device)
     for layer in logits:
-        # Chosen as the models choose: by float32 probabilities, whatever the precision is.
+        # As the models choose: by float32 probabilities in any precision.
         chosen = torch.softmax(layer.detach().float(), dim=-1).topk(top_k, dim=-1).indices
         counted.index_add_(0, chosen.flatten(), weights.repeat_interleave(top_k))
         counted[-1] += weights.sum()
@@ -113,7 +112,7 @@ def load(logits: Sequence[Tensor], weights: Tensor, top_k: int) -> Tensor:
 
 
 def probabilities(logits: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """`[E]` float64: each expert's probability, summed over layers and tokens, each `weights` times."""
+    """`[E]` float64: each expert's probability, summed over layers and tokens and weighted by `weights`."""
     sums = []
     for layer in logits:
         at_least_fp32 = torch.promote_types(layer.dtype, torch.float32)
@@ -122,10 +121,10 @@ def probabilities(logits: Sequence[Tensor], weights: Tensor) -> Tensor:
 
 
 def balance_loss(load: Tensor, probabilities: Tensor) -> Tensor:
-    """E * sum_e f_e P_e, or the part of it that some of the tokens contribute.
+    """E * sum_e f_e P_e, or the contribution of some of the tokens.
 
     Args:
-        load: `[E + 1]` of all tokens.
+        load: `[E + 1]` counts of all tokens, from `expert_counts`.
         probabilities: `[E]` of all tokens, or of some.
     """
     counts, tokens = load[:-1], load[-1]

@@ -1,4 +1,4 @@
-"""Options of adapters."""
+"""Options of adapters, and how to recognize an adapter directory."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from tropism.errors import UsageError
 from tropism.options import Options
 
 RATE_OF_ADAPTERS = 1e-4
-"""Learning rate of adapters where none was given."""
+"""Default learning rate of adapters."""
 
 
 _MODELS = ("model*.safetensors", "pytorch_model*.bin", "*.gguf")
@@ -17,12 +17,16 @@ _MODELS = ("model*.safetensors", "pytorch_model*.bin", "*.gguf")
 
 
 def is_adapter(name: Any) -> bool:
-    """Whether a name is that of a directory with an adapter and no model: a config alone is none."""
+    """Whether a name is a directory with an adapter and without a model. A config.json alone is not a model."""
     if not isinstance(name, str | Path):
         return False
     path = Path(name).expanduser()
     return (path / "adapter_config.json").is_file() and not (
         (path / "config.json").is_file() and any(True for pattern in _MODELS for _ in path.glob(pattern)))
+
+
+def _flag(name: str) -> str:
+    return f"--lora.{name.replace('_', '-')}"
 
 
 class LoraOptions(Options):
@@ -57,11 +61,11 @@ class LoraOptions(Options):
     @field_validator("targets", "modules_to_save", mode="before")
     @classmethod
     def _joined(cls, value: Any) -> Any:
-        """A list from Python or YAML is what the command line writes with commas; peft's word for all is no name."""
+        """Join a list from Python or YAML with commas. peft's `all-linear` is the default."""
         if isinstance(value, list | tuple):
             value = ",".join(str(entry).strip() for entry in value)
         if isinstance(value, str) and not value.replace(",", " ").strip():
-            raise ValueError("names no module; leave it out for the default")
+            raise ValueError("names no module. Remove the option to use the default")
         return None if value == "all-linear" else value
 
     @model_validator(mode="after")
@@ -69,9 +73,9 @@ class LoraOptions(Options):
         if self.adapter is not None:
             for name in ("rank", "alpha", "targets", "dora", "rslora", "modules_to_save"):
                 if getattr(self, name) not in (None, False):
-                    raise UsageError(f"lora.{name} has no effect with lora.adapter, which brings its own")
+                    raise UsageError(f"{_flag(name)} has no effect with --lora.adapter, which has its own. Remove it")
         if not self.wanted:
             for name in ("alpha", "targets", "dora", "rslora", "modules_to_save"):  # quantize: with an adapter as model
                 if getattr(self, name) not in (None, False):
-                    raise UsageError(f"lora.{name} has no effect without lora.rank")
+                    raise UsageError(f"{_flag(name)} has no effect without --lora.rank")
         return self

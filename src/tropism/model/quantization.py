@@ -1,7 +1,7 @@
 """Frozen weights in 4 or 8 bits (QLoRA, arXiv:2305.14314), by bitsandbytes.
 
-Only the weights are held in few bits. Each product is of the weight as it is spelled out again, in the precision of the
-run: bitsandbytes' own product of 8 bits rounds the inputs too, so that a result would depend on what else is in a pack.
+Only the weights are quantized. They are dequantized for each product, which is computed in the precision of the run:
+bitsandbytes' own 8-bit product also rounds the inputs, so results would depend on the other sequences of a pack.
 """
 
 import importlib.util
@@ -15,37 +15,38 @@ from torch.nn import functional
 
 from tropism.errors import ModelError
 
-Kind = Literal["nf4", "int8"]
+Quantization = Literal["nf4", "int8"]
 
 
 def check_installed() -> None:
-    """Find out before anything is loaded.
+    """Check before loading that bitsandbytes is installed.
 
     Raises:
-        ModelError: with the line that installs it.
+        ModelError: with the command that installs it.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError("lora.quantize needs the package bitsandbytes: pip install 'tropism[quant]'")
+        raise ModelError("--lora.quantize needs the package bitsandbytes. Install it with "
+                         "`pip install 'tropism[quant]'`")
 
 
-def loading(kind: Kind, device: torch.device, plain: Iterable[str]) -> dict[str, Any]:
+def loader_arguments(kind: Quantization, device: torch.device, plain: Iterable[str]) -> dict[str, Any]:
     """Arguments for transformers' loader.
 
     Args:
-        plain: full names of modules that stay as they are.
+        plain: full names of modules that are not quantized.
     """
     check_installed()
-    from transformers import BitsAndBytesConfig  # of an optional package
+    from transformers import BitsAndBytesConfig  # needs an optional package
 
-    skip = [re.escape(name) for name in plain]  # taken for expressions
+    skip = [re.escape(name) for name in plain]  # transformers treats them as regular expressions
     config = (BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                  bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=skip)
               if kind == "nf4" else BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip))
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def made_exact(model: Any) -> Any:
-    """The model with products that depend on nothing but their own rows, in place.
+def make_exact(model: Any) -> Any:
+    """Make each product depend on its own rows alone, in place; returns the model.
 
     Raises:
         ModelError: if nothing was quantized.
@@ -55,18 +56,18 @@ def made_exact(model: Any) -> Any:
     kinds = (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
     layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
     if not layers:
-        raise ModelError(f"{type(model).__name__} has no linear layers that bitsandbytes can hold in few bits; leave "
-                         "lora.quantize out")
+        raise ModelError(f"{type(model).__name__} has no linear layers that bitsandbytes can quantize. Remove "
+                         "--lora.quantize")
     made: dict[type, type] = {}
     for layer in layers:
         own = type(layer)
-        # Under its own name, by which peft knows it.
-        layer.__class__ = made.setdefault(own, type(own.__name__, (_Plain, own), {}))
+        # Keeps the class name, by which peft recognizes it.
+        layer.__class__ = made.setdefault(own, type(own.__name__, (_DequantizedLinear, own), {}))
     return model
 
 
-class _Plain:
-    """The forward of a linear layer whose weight is spelled out for each product, and forgotten."""
+class _DequantizedLinear:
+    """The forward pass of a linear layer whose weight is dequantized temporarily, for each product."""
 
     def forward(self: Any, hidden: Tensor) -> Tensor:
         result: Tensor = _Product.apply(hidden, self)
@@ -79,20 +80,20 @@ class _Product(torch.autograd.Function):
         kind = hidden.device.type
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         ctx.layer, ctx.compute, ctx.dtype = layer, compute, hidden.dtype
-        return functional.linear(hidden.to(compute), spelled_out(layer).to(compute))
+        return functional.linear(hidden.to(compute), dequantized(layer).to(compute))
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None]:
-        return (upstream.to(ctx.compute) @ spelled_out(ctx.layer).to(ctx.compute)).to(ctx.dtype), None
+        return (upstream.to(ctx.compute) @ dequantized(ctx.layer).to(ctx.compute)).to(ctx.dtype), None
 
 
 @torch.no_grad()
-def spelled_out(layer: Any) -> Tensor:
-    """`[out, in]` the weight that a quantized layer stands for."""
-    from bitsandbytes import functional as few_bits  # an optional package
+def dequantized(layer: Any) -> Tensor:
+    """`[out, in]` dequantized weight of a layer."""
+    from bitsandbytes import functional as kernels  # an optional package
 
     weight = layer.weight
     if hasattr(weight, "quant_state"):
-        return few_bits.dequantize_4bit(weight.data, weight.quant_state)
+        return kernels.dequantize_4bit(weight.data, weight.quant_state)
     scale = weight.SCB if weight.SCB is not None else layer.state.SCB
-    return few_bits.int8_vectorwise_dequant(weight.data, scale)
+    return kernels.int8_vectorwise_dequant(weight.data, scale)

@@ -1,4 +1,4 @@
-"""A model as a directory that Hugging Face loads."""
+"""Save a model or adapter as a directory that transformers or peft loads."""
 
 import json
 import shutil
@@ -12,72 +12,73 @@ from safetensors import SafetensorError
 from tropism.distributed.shard import part_of
 from tropism.errors import OutputError
 from tropism.model.adapters import files as adapter_files
-from tropism.model.adapters.structure import adapter_name, kept_parameters
+from tropism.model.adapters.parameters import adapter_name, saved_parameters
 
 SHARD_SIZE = "50GB"
-"""Largest file of weights, as transformers has it."""
+"""Largest file of weights: the default of transformers."""
 
 
 def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
            weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Write safetensors, config, tokenizer, chat template and generation config that load as they are; of a model with
-    an adapter, the adapter in place of weights and config.
+    """Write safetensors, config, tokenizer, chat template and generation config; of a model with an adapter, the
+    adapter instead of weights and config. The directory appears only when all files are written.
 
     Args:
-        stop_ids: the terminators that were trained; generation stops at them, and at those it had before.
-        weights: a state dict in place of the model's own.
+        stop_ids: terminators that were trained. Generation stops at them and at the stop tokens it already had.
+        weights: a state dict to write instead of the model's own.
 
     Raises:
-        OutputError: if the disk refuses; `path` is then as it was.
+        OutputError: if writing fails; `path` is then unchanged.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write_model(model, tokenizer, partial, dtype, stop_ids, weights)
-        shutil.rmtree(path, ignore_errors=True)  # of a run that was killed at its end, and went on
+        shutil.rmtree(path, ignore_errors=True)  # left by a run that was killed while finishing, and then resumed
         partial.replace(path)
     except (OSError, SafetensorError) as error:
-        needed = sum(weight.numel() for weight in kept_parameters(model)) * dtype.itemsize
+        needed = sum(weight.numel() for weight in saved_parameters(model)) * dtype.itemsize
         failure = OutputError.because(path, error, needed, "the model could not be written")
-        shutil.rmtree(partial, ignore_errors=True)  # half a model is of no use, and may be what fills the disk
+        shutil.rmtree(partial, ignore_errors=True)  # a partial model is useless, and may be what fills the disk
         raise failure from error
 
 
 def check_space(model: Any, path: Path, dtype: torch.dtype, copies: int = 1, beside: int = 0) -> None:
-    """Find out before training whether the result fits on the disk, with what is kept on the way.
+    """Check before training that the model, and the checkpoints before it, fit on the disk.
 
     Args:
-        copies: models that are written.
-        beside: bytes of whatever else is.
+        copies: number of models that are written.
+        beside: bytes of all other files.
 
     Raises:
-        OutputError: saying how much is needed and how much is free.
+        OutputError: with the space that is needed and the space that is free.
     """
-    needed = sum(weight.numel() for weight in kept_parameters(model)) * dtype.itemsize * copies + beside
+    needed = sum(weight.numel() for weight in saved_parameters(model)) * dtype.itemsize * copies + beside
     free = shutil.disk_usage(path).free
     if free < needed * 1.05:
         what = ("the model" if copies == 1 else f"{copies} models") + (" and the checkpoints" if beside else "")
-        raise OutputError(f"{path}: {what} will take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
+        raise OutputError(f"{path}: not enough disk space for {what}: {needed / 2**30:.2f} GiB needed, "
+                          f"{free / 2**30:.2f} GiB free")
 
 
 def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
                 weights: dict[str, torch.Tensor] | None = None,
                 shard_size: str | int = SHARD_SIZE) -> None:
-    """Write a model's files into a directory that is there. `export` does it whole or not at all.
+    """Write a model's files into an existing directory. Unlike `export`, may leave some of them after an error.
 
     Args:
-        stop_ids, weights: as `export` takes them.
-        shard_size: of a file at most; beyond it there are several, with an index.
+        stop_ids, weights: as for `export`.
+        shard_size: largest size of a file; a larger model is split into several files with an index.
     """
     add_stop_ids(model.generation_config, stop_ids)
     if adapter_name(model) is not None:
         adapter_files.save(model, path, dtype, weights)
         model.generation_config.save_pretrained(path)
         tokenizer.save_pretrained(path)
-        as_readable_as(path / adapter_files.CONFIG)
+        match_permissions(path / adapter_files.CONFIG)
         return
-    converted: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, and are written once
+    converted: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor and are written once
     state = {}
     for name, tensor in (model.state_dict() if weights is None else weights).items():
         here = (tensor.data_ptr(), tensor.shape)
@@ -91,17 +92,17 @@ def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    as_readable_as(config_file)
+    match_permissions(config_file)
 
 
-def as_readable_as(file: Path) -> None:
-    """Let whoever may read a file read the weights beside it: safetensors writes them for their owner alone."""
+def match_permissions(file: Path) -> None:
+    """Give the safetensors files next to a file its permissions: safetensors makes them readable for the owner only."""
     for weights in file.parent.glob("*.safetensors"):
         weights.chmod(file.stat().st_mode & 0o777)
 
 
 def add_stop_ids(generation: Any, stop_ids: Iterable[int]) -> None:
-    """Let generation stop at these too, and at those it had before."""
+    """Add stop tokens to a generation config."""
     before = generation.eos_token_id
     known = before if isinstance(before, list) else [] if before is None else [before]
     stops = [*known, *sorted(set(stop_ids) - set(known))]
@@ -109,12 +110,11 @@ def add_stop_ids(generation: Any, stop_ids: Iterable[int]) -> None:
         generation.eos_token_id = stops[0] if len(stops) == 1 else stops
 
 
-def survived_rounding(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[int, int]:
-    """How many of the weights that this process holds were changed by training, and the change of how many is still
-    there in `dtype`.
+def count_changed_weights(model: Any, initial: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[int, int]:
+    """Count the weights on this process that training changed, and those of them that still differ in `dtype`.
 
     Args:
-        initial: weights before; those that are not there did not learn.
+        initial: trainable weights before training.
     """
     changed = kept = 0
     for name, parameter in model.named_parameters():

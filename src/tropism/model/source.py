@@ -1,5 +1,6 @@
-"""Which model a name means: a directory, a hub id, a GGUF file, an adapter."""
+"""Resolve the name of a model: a directory, a hub id, a GGUF file or an adapter."""
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+from transformers.utils import cached_file
 
-from tropism.errors import ModelError
+from tropism.errors import ModelError, first_line
 from tropism.model.adapters import files as adapter_files
 from tropism.model.options import is_adapter
 from tropism.observe.console import Voice
@@ -18,42 +21,48 @@ from tropism.observe.console import Voice
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from: a directory or hub id, a GGUF file in it where that is what was named, and an adapter
-    where that is what was named: the others are then its base. `look` is called with the base when it is loaded, before
-    the adapter is merged into it."""
+    """Where a model comes from.
+
+    Args:
+        name: directory or hub id.
+        gguf_file: file in that directory, if a GGUF file was named.
+        adapter: directory of the adapter, if an adapter was named; `name` is then its base.
+        inspect_base: called with the loaded base, before the adapter is merged into it.
+    """
 
     name: str
     gguf_file: str | None = None
     adapter: str | None = None
-    look: Callable[[Any], None] | None = None
+    inspect_base: Callable[[Any], None] | None = None
 
     @classmethod
     def of(cls, name: str) -> "ModelSource":
-        """Understand what a user named.
+        """Resolve what a user named.
 
         Raises:
-            ModelError: if it looks like a local path and is not there.
+            ModelError: if it looks like a local path and does not exist.
         """
         path = Path(name).expanduser()
         if path.suffix.lower() == ".gguf":
             if not path.is_file():
-                raise ModelError(f"{name}: no such GGUF file")
+                raise ModelError(f"{name}: GGUF file not found")
             return cls(str(path.resolve().parent), path.name)
         if path.is_dir():
             if is_adapter(path):
                 return cls._of_adapter(path.resolve())
             if not (path / "config.json").is_file():
                 if (path / "manifest.json").is_file():
-                    raise ModelError(f"{name}: is a run; " + (f"name its result: {path / 'model'}" if (
-                        path / "model").is_dir() else "it has no result yet"))
+                    raise ModelError(f"{name} is a run directory, not a model" + (
+                        f". Use its model, {path / 'model'}" if (path / "model").is_dir() else
+                        ", and it has no trained model yet"))
                 ggufs = sorted(file.name for file in path.glob("*.gguf"))
-                hint = f"; name the file: {path / ggufs[0]}" if ggufs else ""
-                raise ModelError(f"{name}: no config.json in this directory{hint}")
+                hint = f". To use the GGUF file, name it: {path / ggufs[0]}" if ggufs else ""
+                raise ModelError(f"{name}: config.json not found in this directory{hint}")
             return cls(str(path.resolve()))
         if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name:
-            raise ModelError(f"{name}: no such directory, and not a hub id (owner/name)")
+            raise ModelError(f"{name}: directory not found, and not a valid hub id (owner/name)")
         if path.parent.is_dir():
-            _say_missing(name)
+            _warn_missing(name)
         return cls(name)
 
     @classmethod
@@ -62,12 +71,12 @@ class ModelSource:
         try:
             return replace(cls.of(base), adapter=str(path))
         except ModelError as error:
-            raise ModelError(f"{path}: an adapter of {base}, which is not to be found ({error}); "
-                             f"{adapter_files.advice(path)}") from None
+            raise ModelError(f"{path}: the adapter's base was not found: {error}. "
+                             f"{adapter_files.base_advice(path)}") from None
 
     @property
     def base(self) -> "ModelSource":
-        """The same without the adapter."""
+        """The same source without the adapter."""
         return replace(self, adapter=None)
 
     @property
@@ -77,15 +86,38 @@ class ModelSource:
 
     @property
     def absolute(self) -> str:
-        """The name under which another process finds it."""
+        """The name by which another process finds it."""
         return self.adapter or (str(Path(self.name) / self.gguf_file) if self.gguf_file else self.name)
 
 
+    def weight_files(self) -> dict[str, str] | None:
+        """The safetensors file of each weight; None for a GGUF file, an adapter, or a model without such files.
+
+        Raises:
+            ModelError: if the files cannot be read.
+        """
+        if self.gguf_file or self.adapter:
+            return None
+        try:
+            index = cached_file(self.name, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+            if index is not None:
+                places: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+                files = {file: str(cached_file(self.name, file)) for file in sorted(set(places.values()))}
+                return {weight: files[file] for weight, file in places.items()}
+            single = cached_file(self.name, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+            if single is None:
+                return None
+            with safe_open(single, framework="pt") as opened:
+                return dict.fromkeys(opened.keys(), str(single))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ModelError(f"{self.name}: the model could not be loaded: {first_line(error)}") from error
+
+
 @cache
-def _say_missing(name: str) -> None:
-    """Say of what may be a mistyped path, or a hub id, that it is no directory before the hub is asked for it."""
-    with suppress(ValueError):  # no hub id either, which loading says
+def _warn_missing(name: str) -> None:
+    """Warn that a name, which may be a mistyped path, is about to be looked up on the hub."""
+    with suppress(ValueError):  # not a valid hub id, which loading reports
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
     voice = Voice(loud=os.environ.get("RANK", "0") == "0")
-    voice.warn(f"{name}: no such directory, though {Path(name).parent} is one; looked for as a hub id (owner/name)")
+    voice.warn(f"{name}: directory not found in {Path(name).parent}; looking for it on the hub")

@@ -14,7 +14,7 @@ from tropism.losses.scored import Scored
 from tropism.methods import Method
 from tropism.model.attention import TreePass
 from tropism.model.language_model import LanguageModel
-from tropism.model.moe_router import Routed
+from tropism.model.moe_router import RouterLogits
 from tropism.train.frozen.reference import Reference
 from tropism.train.frozen.teacher import Teacher
 from tropism.train.optimizer import Updater
@@ -54,7 +54,7 @@ class Engine:
         return self.method.metric_keys + ((KEY,) if self.router_loss is not None else ())
 
     def score(self, trees: Sequence[PromptTree], batch: Batch, tree: TreePass | None = None,
-              routed: Routed | None = None, distill: bool = True) -> Scored:
+              routed: RouterLogits | None = None, distill: bool = True) -> Scored:
         """What the losses are a function of, for the completions of a batch on the model's device.
 
         Args:
@@ -66,8 +66,8 @@ class Engine:
         comparison = targets = None
         if self.teacher is not None and distill:
             comparison, targets = self.teacher.comparison, self.teacher.targets(trees, batch)
-        out = self.model.outcome(batch, tree, comparison=comparison, targets=targets, confidence=self.method.wpo,
-                                 routed=routed)
+        out = self.model.score_completions(batch, tree, comparison=comparison, targets=targets,
+                                           confidence=self.method.wpo, routed=routed)
         reference = (torch.zeros_like(out.logps.detach()) if self.reference is None
                      else self.reference.score(trees, batch))
         return Scored(out.logps, reference, batch.lengths, out.divergence, out.confidence)

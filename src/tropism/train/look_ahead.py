@@ -9,7 +9,7 @@ from torch import Tensor
 from tropism.data.batching.collate import Batch
 from tropism.methods import StepInputs
 from tropism.model.attention import TreePass
-from tropism.model.moe_router import Routed
+from tropism.model.moe_router import RouterLogits
 from tropism.observe.metrics import Tally
 from tropism.train.engine import Engine
 from tropism.train.step_packs import MismatchedPack, Pack, StepPacks
@@ -41,9 +41,9 @@ class LookAhead:
         """How a pack's trees are computed: prompts are kept if mismatched completions continue them."""
         return self.engine.model.tree_pass(batch, record=self.step.leaves is not None)
 
-    def routed(self) -> Routed | None:
+    def routed(self) -> RouterLogits | None:
         """A place for the router logits of a pack's forward pass, if the router loss is trained on."""
-        return Routed() if self._router else None
+        return RouterLogits() if self._router else None
 
     def inputs(self, number: int, prompts: TreePass | None) -> StepInputs:
         """What the losses of pack `number` take from the step.
@@ -55,7 +55,7 @@ class LookAhead:
             self.point = pooled_reference_point(self.engine, [self.step.leaves], prompts)
         return replace(self._inputs[number], reference_point=self.point.value if self.point else None)
 
-    def router_share(self, routed: Routed | None, pack: Pack, tally: Tally) -> Tensor | float:
+    def router_share(self, routed: RouterLogits | None, pack: Pack, tally: Tally) -> Tensor | float:
         """What the router loss adds to the scalar that is differentiated for a pack; 0 without one."""
         return self._router.share(routed, pack, tally) if self._router and routed else 0.0
 

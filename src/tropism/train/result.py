@@ -12,7 +12,7 @@ from tropism.distributed.shard import gathered
 from tropism.distributed.world import World
 from tropism.errors import OutputError
 from tropism.model import save
-from tropism.model.adapters.structure import learning_names
+from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.observe.checksums import checksums
 from tropism.observe.console import Voice
 from tropism.observe.manifest import Manifest
@@ -84,12 +84,12 @@ def export_result(engine: Engine, tokenizer: Any, path: Path, dtype_name: str, s
     dtype, world, module = getattr(torch, dtype_name), engine.world, engine.model.module
     weights = None
     if world.mesh is not None:
-        learning = learning_names(module)
+        learning = adapter_weight_names(module)
         weights = gathered({name: weight for name, weight in module.state_dict().items()
                             if learning is None or name in learning}, dtype, world.is_main)
     world.on_main(lambda: save.export(module, tokenizer, path, dtype, stop_ids, weights))
     if initial is not None:
-        own = save.survived_rounding(module, initial, dtype)
+        own = save.count_changed_weights(module, initial, dtype)
         changed, kept = map(sum, zip(*(world.gather(own) if world.mesh else [own]), strict=True))
         share = kept / changed if changed else 1.0
         voice.say(f"export in {dtype_name}: rounding keeps {share:.1%} of the changed weights")

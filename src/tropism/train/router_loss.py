@@ -11,7 +11,7 @@ from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import ModelError
 from tropism.model.language_model import LanguageModel
-from tropism.model.moe_router import OPTION, Experts, Routed, balance_loss, load, probabilities
+from tropism.model.moe_router import OPTION, Experts, RouterLogits, balance_loss, expert_counts, probabilities
 from tropism.observe.metrics import Tally
 from tropism.train.step_packs import Pack
 
@@ -63,19 +63,19 @@ class StepRouterLoss:
         """A pass over the packs for nothing but this loss, where there are several."""
         if len(self.packs) > 1:
             for pack in self.packs:
-                routed, batch = Routed(), pack.batch.to(self.model.device)
+                routed, batch = RouterLogits(), pack.batch.to(self.model.device)
                 self.model.hidden(batch, self.model.tree_pass(batch), routed)
                 self.see(routed, pack)
 
-    def see(self, routed: Routed, pack: Pack) -> None:
+    def see(self, routed: RouterLogits, pack: Pack) -> None:
         """Count the choices of a pack, in a pass over all of them."""
-        self._own += load(routed.logits, self._weights(pack), self.balance.experts.top_k)
+        self._own += expert_counts(routed.logits, self._weights(pack), self.balance.experts.top_k)
 
-    def share(self, routed: Routed, pack: Pack, tally: Tally) -> Tensor:
+    def share(self, routed: RouterLogits, pack: Pack, tally: Tally) -> Tensor:
         """What a pack adds to the scalar that is differentiated: its part of the step's loss, weighted."""
         weights, top_k = self._weights(pack), self.balance.experts.top_k
         if self._pooled is None:
-            own = self._own if len(self.packs) > 1 else load(routed.logits, weights, top_k)
+            own = self._own if len(self.packs) > 1 else expert_counts(routed.logits, weights, top_k)
             self._pooled = self.world.sum(own)
         part = balance_loss(self._pooled, probabilities(routed.logits, weights))
         tokens = weights.sum() * len(routed.logits)
@@ -110,7 +110,7 @@ def build_router_loss(weight: float, model: LanguageModel, trees: Sequence[Promp
         return None
     experts = Experts.of(model.module.config)
     assert experts is not None  # refused before the model was loaded
-    routed, batch = Routed(), collate(trees, model.layout).to(model.device)
+    routed, batch = RouterLogits(), collate(trees, model.layout).to(model.device)
     model.hidden(batch, model.tree_pass(batch), routed)
     expected = (batch.input_ids.numel(), experts.number)
     for layer in routed.logits:

@@ -25,7 +25,7 @@ from tropism.errors import CheckpointError, ModelError, OutputError, first_line
 from tropism.model import load, save
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
-from tropism.model.adapters.structure import NAME
+from tropism.model.adapters.parameters import NAME
 from tropism.model.base_weights import base_hash
 from tropism.model.language_model import Precision
 from tropism.model.source import ModelSource
@@ -232,7 +232,7 @@ def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) ->
     else:
         content = {**adapter.written, "base_model_name_or_path": adapter.base}
         (path / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save.as_readable_as(path / ADAPTER_CONFIG)
+    save.match_permissions(path / ADAPTER_CONFIG)
     check_tensors([path / WEIGHTS], dtype)
     there = load_file(path / WEIGHTS)
     wrong = [name for name in there.keys() | weights.keys()

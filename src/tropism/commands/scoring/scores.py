@@ -25,7 +25,8 @@ from tropism.distributed import World, connect
 from tropism.errors import OutputError, UsageError
 from tropism.losses.divergence import reverse_kl
 from tropism.model import load
-from tropism.model.base_weights import base_hash, known_hash
+from tropism.model.base_weights import base_hash, recorded_hash
+from tropism.model.config import check_rope
 from tropism.model.head.divergence import Comparison
 from tropism.model.language_model import LanguageModel, summed
 from tropism.model.source import ModelSource
@@ -106,7 +107,7 @@ class _Scoring:
                               options=options, cache=options.store_root / ROWS, report=report)
         check_effect(options, renderer)
         for one in configs:
-            load.check_rope(one, renderer.limits.max_length)
+            check_rope(one, renderer.limits.max_length)
             check_embedding(audit.rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
         self.rows = audit.rows
         voice.say(f"data: {audit.source}: {audit.summary()}")
@@ -151,7 +152,7 @@ class _Scoring:
             plain = model.logps(batch).tolist()
             return {key: CompletionScore(*entry) for key, *entry in zip(keys, plain, lengths, strict=True)}
         targets = reference.targets(pack, batch)
-        out = model.outcome(batch, comparison=reference.comparison, targets=targets)
+        out = model.score_completions(batch, comparison=reference.comparison, targets=targets)
         assert out.divergence is not None
         of_reference = summed(targets.head.per_token_logps(targets.hidden, batch.target_ids), batch)
         columns = (out.logps.tolist(), lengths, of_reference.tolist(), out.divergence.tolist())
@@ -315,11 +316,11 @@ def _source(name: str, voice: Voice) -> ModelSource:
     if not ((path / "manifest.json").is_file() and (path / "model").is_dir()):
         return ModelSource.of(name)
     source = ModelSource.of(str(path / "model"))
-    known = known_hash(path / "model")
+    known = recorded_hash(path / "model")
 
     def look(base: Any) -> None:
         if known is not None and base_hash(base) != known:
             voice.warn(f"{path}: its adapter was trained on other weights than {source.name} has now; the figures are "
                        "not those of the model that was trained")
 
-    return replace(source, look=look)
+    return replace(source, inspect_base=look)

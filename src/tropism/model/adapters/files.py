@@ -1,4 +1,4 @@
-"""Adapters on the disk, as peft writes and reads them."""
+"""Read and write adapter directories in peft's format."""
 
 import json
 import tempfile
@@ -14,46 +14,46 @@ from torch import Tensor
 
 from tropism.distributed.shard import give
 from tropism.errors import ModelError, first_line
+from tropism.model.adapters.create import allocate, make_structure
+from tropism.model.adapters.parameters import NAME, adapter_name, adapter_weight_names
 from tropism.model.adapters.peft_settings import check_known, check_served, check_values
-from tropism.model.adapters.structure import NAME, adapter_name, learning_names, make_structure, materialize
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
 def base_of(path: Path) -> str:
-    """What the adapter in a directory says that it belongs to.
+    """The base model that an adapter's config names.
 
     Raises:
-        ModelError: if it does not say, or is none that this peft knows in full.
+        ModelError: if it names none, or this version of peft does not know all of its settings.
     """
     values = read_values(path)
     check_known(values, path / CONFIG)
     base = values.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ModelError(f"{path}: an adapter that does not say of which model; {advice(path)}")
+        raise ModelError(f"{path}: the adapter does not name its base model. {base_advice(path)}")
     return base
 
 
-def advice(path: Path) -> str:
-    """What to do where the base of an adapter is not where its file says. What a run wrote stays as it is."""
+def base_advice(path: Path) -> str:
+    """What to do if the base of an adapter is not where its config says. The files of a run must not be edited."""
+    to_train = f"To train it further, use --model BASE --lora.adapter {path}"
     if path.name == "model" and (path.parent / "manifest.json").is_file():
-        return (f"tropism export {path.parent} --to DIR --base BASE writes an adapter that says where it is now, or to "
-                f"train on it give --model BASE --lora.adapter {path}")
-    return (f"write where it is as base_model_name_or_path into {path / CONFIG}, or to train on it give --model BASE "
-            f"--lora.adapter {path}")
+        return f"To name its base, use `tropism export {path.parent} --to DIR --base BASE`. {to_train}"
+    return f"To name its base, set base_model_name_or_path in {path / CONFIG}. {to_train}"
 
 
 def read_config(path: Path) -> Any:
-    """peft's configuration of an adapter that can be trained on.
+    """peft's configuration of an adapter that can be trained further.
 
     Raises:
-        ModelError: naming what it has that is not served.
+        ModelError: with the setting that is unsupported.
     """
     values = read_values(path)
     kind = str(values.get("peft_type"))
     if kind != "LORA":
-        raise ModelError(f"{path}: an adapter of kind {kind}; Tropism trains LORA")
+        raise ModelError(f"{path}: adapters of type {kind} are unsupported: Tropism trains LORA")
     from peft import LoraConfig  # slow to import, and most runs have no adapter
 
     try:
@@ -61,25 +61,25 @@ def read_config(path: Path) -> Any:
             warnings.simplefilter("ignore")
             config = LoraConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{path / CONFIG}: the config could not be read: {first_line(error)}") from error
     check_known(values, path / CONFIG)
     check_served(config, str(path))
-    config.lora_dropout = 0.0  # dropout is off in all that is trained here
+    config.lora_dropout = 0.0  # Tropism trains without dropout
     return config
 
 
 def load_adapter(module: Any, config: Any, path: Path, dtype: torch.dtype) -> None:
-    """Put the adapter of a directory into a model, in place.
+    """Load the adapter of a directory into a model, in place.
 
     Args:
-        config: of `read_config`.
+        config: from `read_config`.
         dtype: of its weights in memory.
 
     Raises:
-        ModelError: if it does not fit, naming a weight.
+        ModelError: if it does not fit the model, with the name of a weight.
     """
     make_structure(module, config)
-    materialize(module, dtype)
+    allocate(module, dtype)
     load_values(module, path)
 
 
@@ -87,24 +87,24 @@ def load_values(module: Any, path: Path) -> None:
     """Overwrite the weights of an adapter in a model with those of a directory.
 
     Raises:
-        ModelError: if one is missing, left over, or of another shape; nothing was changed then.
+        ModelError: if a weight is missing, superfluous, or of another shape; nothing is changed then.
     """
     found = read_weights(path)
     wanted = _by_file_names(module, dict(module.named_parameters(remove_duplicate=False)))
     for problem, names in (("is missing", wanted.keys() - found.keys()),
                            ("belongs to no module of the model", found.keys() - wanted.keys())):
         if names:
-            raise ModelError(f"{path}: does not fit the model: {min(names)} {problem}")
+            raise ModelError(f"{path}: the adapter does not fit the model: {min(names)} {problem}")
     for name, tensor in found.items():
         if tensor.shape != wanted[name].shape:
-            raise ModelError(f"{path}: does not fit the model: {name} is {list(tensor.shape)} there and "
+            raise ModelError(f"{path}: the adapter does not fit the model: {name} is {list(tensor.shape)}, but "
                              f"{list(wanted[name].shape)} in the model")
     for name, tensor in found.items():
         give(wanted[name], tensor)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of an adapter by their names in the file, without peft's prefix.
+    """The weights of an adapter, by their names in the file without peft's prefix.
 
     Raises:
         ModelError: if they cannot be read.
@@ -114,21 +114,21 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         state = (load_file(file) if file.name == WEIGHTS else
                  torch.load(file, map_location="cpu", weights_only=True))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{file}: cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{file}: the weights could not be read: {first_line(error)}") from error
     return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
 
 
 def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write the adapter of a model into a directory that is there, as peft loads it.
+    """Write the adapter of a model into an existing directory, in peft's format.
 
     Args:
         dtype: of the file.
-        weights: those of the adapter by their names in the model, in place of its own.
+        weights: weights of the adapter, by their names in the model, to write instead of the model's own.
     """
     name = adapter_name(module)
     assert name is not None
     own = dict(module.named_parameters(remove_duplicate=False)) if weights is None else weights
-    kept: dict[int, Tensor] = {}  # weights that share memory are written for each of their names
+    kept: dict[int, Tensor] = {}  # tied weights are written under each of their names
     state = {}
     for key, tensor in _by_file_names(module, own).items():
         copied = tensor.detach().to("cpu", dtype)
@@ -138,7 +138,7 @@ def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tens
         state[_PREFIX + key] = copied.contiguous()
     save_file(state, path / WEIGHTS, metadata={"format": "pt"})
     config = module.peft_config[name]
-    mode, config.inference_mode = config.inference_mode, True  # as peft's own files say
+    mode, config.inference_mode = config.inference_mode, True  # as in peft's own files
     try:
         write_config(config, path)
     finally:
@@ -146,12 +146,12 @@ def save(module: Any, path: Path, dtype: torch.dtype, weights: Mapping[str, Tens
 
 
 def write_config(config: Any, path: Path) -> None:
-    """Write peft's configuration of an adapter, as the same file whenever it is the same: peft's sets have no order."""
+    """Write peft's configuration of an adapter; equal ones as equal files, although peft's sets have no order."""
     (path / CONFIG).write_text(json.dumps(values_of(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """peft's configuration of an adapter as its file has it, with its sets in order."""
+    """The content of an adapter's config file, with sets as sorted lists."""
     with tempfile.TemporaryDirectory() as place:
         config.save_pretrained(place)
         written = read_values(Path(place))
@@ -162,10 +162,10 @@ def values_of(config: Any) -> dict[str, Any]:
 
 
 def _by_file_names(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of an adapter by the names that a file has for them, without the prefix."""
+    """Weights of an adapter, by their names in a file without the prefix."""
     name = adapter_name(module) or NAME
     found = {}
-    for key in learning_names(module) or ():
+    for key in adapter_weight_names(module) or ():
         short = key.replace(f".modules_to_save.{name}.", ".").replace(f".lora_magnitude_vector.{name}.weight",
                                                                       ".lora_magnitude_vector")
         found[".".join(part for part in short.split(".") if part != name)] = weights[key]
@@ -176,25 +176,25 @@ def weights_file(path: Path) -> Path:
     """The file of an adapter's weights.
 
     Raises:
-        ModelError: if there is none: peft would look for it on the hub.
+        ModelError: if it does not exist, since peft would look for it on the hub.
     """
     for name in (WEIGHTS, "adapter_model.bin"):
         if (path / name).is_file():
             return path / name
-    raise ModelError(f"{path / WEIGHTS}: is not there: the directory holds an adapter's config without its weights")
+    raise ModelError(f"{path / WEIGHTS}: file not found: the directory has an adapter's config but no weights")
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Content of an adapter's config, of any kind.
+    """Content of the config file of an adapter of any type.
 
     Raises:
-        ModelError: if it cannot be read, or a setting of it means nothing.
+        ModelError: if it cannot be read, or a setting has an invalid value.
     """
     try:
         values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{path / CONFIG}: the config could not be read: {first_line(error)}") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path / CONFIG}: cannot be read: it is no JSON object")
+        raise ModelError(f"{path / CONFIG}: not a JSON object")
     check_values(values, path / CONFIG)
     return values

@@ -1,6 +1,6 @@
-"""An adapter in the weights of its base: merged by peft, and held against what the two said before.
+"""Merge an adapter into the weights of its base, with peft, and check that the logits stay the same.
 
-peft is imported when it is needed: it takes seconds, and most runs have no adapter.
+peft is imported inside functions: it takes seconds, and most runs have no adapter.
 """
 
 import warnings
@@ -14,157 +14,157 @@ from torch import Tensor
 
 from tropism.errors import ModelError, first_line
 from tropism.model.adapters.files import CONFIG, read_values, weights_file
+from tropism.model.adapters.parameters import adapter_name
 from tropism.model.adapters.peft_module import check_trainable, inner
 from tropism.model.adapters.peft_settings import check_known, check_served
-from tropism.model.adapters.structure import adapter_name
+from tropism.model.tied_weights import adapts_tied, is_tied, tie, tie_if_equal, untie
 
 _TOLERANCE = 1e-3
-"""Of logits, as a share of the largest one: merging in float32 costs 1e-6; a wrong merge is far above."""
+"""Largest change of a logit, as a share of the largest one. Merging in float32 costs 1e-6; a wrong merge far more."""
 
 _FAILURES = (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError, SafetensorError)
 
 
 def merged(module: Any, path: Path) -> Any:
-    """A model with the adapter of a directory, of any kind that peft merges, in its weights.
+    """Merge the adapter of a directory, of any kind that peft can merge, into a model.
 
     Raises:
-        ModelError: if it does not fit, or says something else once it is merged.
+        ModelError: if it does not fit the model, or if merging changes the logits.
     """
     from peft import PeftModel
 
     check_known(read_values(path), path / CONFIG)
     weights_file(path)
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             wrapped = PeftModel.from_pretrained(module, str(path))
             if left := wrapped.load_adapter(str(path), wrapped.active_adapter).unexpected_keys:
-                raise ModelError(f"{path}: does not fit the model: {min(left)} belongs to no module of it")
+                raise ModelError(f"{path}: the adapter does not fit the model: {min(left)} belongs to no module of it")
     except _FAILURES as error:
-        raise ModelError(f"{path}: the adapter could not be merged: {first_line(error)}") from error
-    if missing := [str(entry.message) for entry in said if "missing adapter keys" in str(entry.message)]:
-        raise ModelError(f"{path}: does not fit the model: {first_line(Exception(missing[0]))}")
-    return folded(wrapped.eval(), str(path), "it cannot stand for a model by its name")
+        raise ModelError(f"{path}: the adapter cannot be merged: {first_line(error)}") from error
+    if missing := [str(entry.message) for entry in caught if "missing adapter keys" in str(entry.message)]:
+        raise ModelError(f"{path}: the adapter does not fit the model: {first_line(Exception(missing[0]))}")
+    return folded(wrapped.eval(), str(path), "name its base instead, or merge it with peft")
 
 
 def folded(model: Any, place: str, instead: str) -> Any:
-    """The plain model that a PeftModel becomes when its adapter is merged; the PeftModel is used up.
+    """Merge the adapter of a PeftModel and return the plain model. The PeftModel cannot be used afterwards.
 
-    Where the adapter changes one end of a model with a tied head, the head gets a weight of its own.
+    If the adapter changes the head or the embedding of a model where these are tied, the head gets its own weight.
 
     Args:
         model: in evaluation mode, with weights that are not quantized.
-        place: what it is called in an error.
-        instead: what to do where it cannot be merged.
+        place: its name in an error.
+        instead: what to do if it cannot be merged.
 
     Raises:
-        ModelError: if peft cannot merge it, or the result does not say the same.
+        ModelError: if peft cannot merge it, or if merging changes the logits.
     """
-    return _compared(model, place, instead, lambda: model.merge_and_unload(safe_merge=True))
+    return _merge_checked(model, place, instead, lambda: model.merge_and_unload(safe_merge=True))
 
 
 def unwrap(module: Any, merge: bool = True) -> Any:
-    """The plain causal model in a module that was trained with an adapter: it saves and loads as it did before.
+    """Return the plain causal model in a module that was trained with an adapter.
 
-    It is the same object, changed in place, with all its weights learning again; of a PeftModel the model in it. One
-    without an adapter is given back as it is.
+    It saves and loads as before training. The model is changed in place, and all its weights require gradients again.
+    Of a PeftModel, the model inside is returned. A model without an adapter is returned unchanged.
 
     Args:
         module: after training.
-        merge: the adapter into the weights; else it is taken away, and with it what modules learned whole.
+        merge: merge the adapter into the weights; else discard it, together with fully trained modules.
 
     Raises:
-        ModelError: for an adapter that is not served, is switched off or was merged already, or cannot be merged.
+        ModelError: for an adapter that is unsupported, switched off, already merged, or cannot be merged.
     """
     place = "the module"
     model = inner(module, place)
     if (name := adapter_name(model)) is None:
         return model
     if getattr(model, "is_quantized", False):
-        raise ModelError(f"{place} holds quantized weights, as no plain model does; load its base in full precision, "
-                         "and the adapter on it")
+        raise ModelError(f"{place} holds quantized weights, which cannot be merged. Load its base in full precision "
+                         "and put the adapter on that")
     check_served(model.peft_config[name], place)
     check_trainable(model, place)
     training = model.training
-    taken = _Taken(model, model.peft_config)
+    layers = _AdapterLayers(model, model.peft_config)
     try:
-        plain = _compared(model.eval(), place, "save it alone", taken.out) if merge else taken.out(merge=False)
+        plain = (_merge_checked(model.eval(), place, "save the adapter instead", layers.remove) if merge
+                 else layers.remove(merge=False))
     except ModelError:
-        taken.put_back()
+        layers.restore()
         raise
     finally:
         model.train(training)
     return plain.requires_grad_(True)
 
 
-class _Taken:
-    """The layers that an adapter put into a model, while they are taken out.
+class _AdapterLayers:
+    """The layers that an adapter put into a model, which can be removed and restored.
 
     Args:
-        model: in which they are.
-        config: what peft knows of its adapters.
+        model: the model that has them.
+        config: peft's configuration of its adapters.
     """
 
     def __init__(self, model: Any, config: Any) -> None:
-        self.model, self.config, self.tied = model, config, _tied(model)
+        self.model, self.config, self.tied = model, config, is_tied(model)
         self.layers: list[tuple[Any, str, Any]] = []
-        self.learn = {name for name, weight in model.named_parameters() if weight.requires_grad}
+        self.trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
 
-    def out(self, merge: bool = True) -> Any:
-        """The model with the modules of its base, with what the adapter says in their weights or without."""
+    def remove(self, merge: bool = True) -> Any:
+        """The model with plain modules, with the adapter merged into their weights or discarded."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         for key, layer in list(self.model.named_modules()):
-            whole = hasattr(layer, "modules_to_save")
-            if not isinstance(layer, BaseTunerLayer) and not whole:
+            trained_fully = hasattr(layer, "modules_to_save")
+            if not isinstance(layer, BaseTunerLayer) and not trained_fully:
                 continue
             place, _, name = key.rpartition(".")
-            if merge and not whole:
+            if merge and not trained_fully:
                 layer.merge(safe_merge=True)
-            plain = layer.get_base_layer() if not whole else (
+            plain = layer.get_base_layer() if not trained_fully else (
                 next(iter(layer.modules_to_save.values())) if merge else layer.original_module)
             self.layers.append((self.model.get_submodule(place), name, layer))
             setattr(*self.layers[-1][:2], plain)
         del self.model.peft_config
         return self.model
 
-    def put_back(self) -> None:
-        """The model as it was, up to rounding."""
+    def restore(self) -> None:
+        """Restore the model to what it was, up to rounding."""
         for parent, name, layer in self.layers:
             if getattr(layer, "merged", False):
                 layer.unmerge()
             setattr(parent, name, layer)
         self.model.peft_config = self.config
-        if self.tied and not _tied(self.model):
-            ends = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-            _innermost(ends[0]).weight = _innermost(ends[1]).weight
-            _say(self.model, True)
+        if self.tied and not is_tied(self.model):
+            tie(self.model)
         for name, weight in self.model.named_parameters():
-            weight.requires_grad_(name in self.learn)
+            weight.requires_grad_(name in self.trainable)
 
 
-def _compared(model: Any, place: str, instead: str, merge: Callable[[], Any]) -> Any:
-    """What a model with an adapter becomes by merging, if it says the same."""
+def _merge_checked(model: Any, place: str, instead: str, merge: Callable[[], Any]) -> Any:
+    """Merge, and return the plain model if its logits are the same as before."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    was_tied = _tied(base)
+    was_tied = is_tied(base)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of tied ends, which are looked after here
+            warnings.simplefilter("ignore")  # about tied weights, which are handled here
             before = _logits(model)
-            if was_tied and _touches_an_end(base):
-                _untie(base)
+            if was_tied and adapts_tied(base):
+                untie(base)
             plain = merge().eval()
             after = _logits(plain)
         apart = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
-        # In fewer bits the merged weights are rounded once more.
+        # Weights of lower precision are rounded once more by merging.
         tolerance = max(_TOLERANCE, 8 * torch.finfo(before.dtype).eps)
         if not apart <= tolerance:
-            raise ModelError(f"{place}: the merged model differs from the adapter's own by {apart:.1e} of its largest "
-                             f"logit: this adapter cannot be merged; {instead}")
+            raise ModelError(f"{place}: the adapter cannot be merged: the logits change by {apart:.1e} of the largest "
+                             f"one. Instead, {instead}")
         if was_tied:
-            _settle(plain)
+            tie_if_equal(plain)
     except _FAILURES as error:
-        raise ModelError(f"{place}: the adapter could not be merged: {first_line(error)}; {instead}") from error
+        raise ModelError(f"{place}: the adapter cannot be merged: {first_line(error)}. Instead, {instead}") from error
     return plain
 
 
@@ -173,39 +173,3 @@ def _logits(model: Any) -> Tensor:
     ids = torch.arange(16, device=model.device)[None] % model.config.get_text_config().vocab_size
     found: Tensor = model(input_ids=ids, use_cache=False).logits
     return found
-
-
-def _innermost(end: Any) -> Any:
-    """The module that holds the base's own weight, below what an adapter puts around it."""
-    while (below := end._modules.get("base_layer", end._modules.get("original_module"))) is not None:
-        end = below
-    return end
-
-
-def _tied(model: Any) -> bool:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return head is not None and _innermost(head).weight.data_ptr() == _innermost(embedding).weight.data_ptr()
-
-
-def _touches_an_end(model: Any) -> bool:
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return any(_innermost(end) is not end for end in ends)
-
-
-def _untie(model: Any) -> None:
-    """Give the head a weight of its own, so that what is merged into one end does not change the other."""
-    head = _innermost(model.get_output_embeddings())
-    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    _say(model, False)
-
-
-def _settle(plain: Any) -> None:
-    """Let a model that was tied be so again if its ends are still the same, and say so or not."""
-    head, embedding = plain.get_output_embeddings(), plain.get_input_embeddings()
-    if same := torch.equal(head.weight, embedding.weight):
-        head.weight = embedding.weight
-    _say(plain, same)
-
-
-def _say(model: Any, tied: bool) -> None:
-    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = tied

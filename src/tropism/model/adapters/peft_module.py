@@ -1,47 +1,47 @@
-"""Modules from Python that hold adapters: the causal model in them, and what of them is not served."""
+"""Modules that are passed from Python with an adapter: the causal model in them, and checks of the adapter."""
 
 from typing import Any
 
 from tropism.errors import ModelError
-from tropism.model.adapters.structure import adapter_name
+from tropism.model.adapters.parameters import adapter_name
 from tropism.model.adapters.targets import ON_EMBEDDING
 
 
 def inner(module: Any, place: str) -> Any:
-    """The causal model in a PeftModel, with the adapters in its layers; any other module itself.
+    """The causal model in a PeftModel, with the adapters in its layers; any other module unchanged.
 
     Args:
-        place: what it is called in an error.
+        place: its name in an error.
 
     Raises:
-        ModelError: for adapters of another kind than LoRA, which may stand outside the causal model, several, or one on
-            the head.
+        ModelError: for several adapters, one on the head, or one of another type than LoRA, which may be outside the
+            causal model.
     """
     for config in (getattr(module, "peft_config", None) or {}).values():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind != "LORA":
-            raise ModelError(f"{place} holds an adapter of kind {kind}; Tropism takes LORA: give the model that "
-                             "merge_and_unload() makes of it, if it can")
+            raise ModelError(f"{place} holds an adapter of type {kind}, which is unsupported: Tropism trains LORA. "
+                             "Merge it with merge_and_unload() if possible")
     found = module.get_base_model() if hasattr(module, "get_base_model") else module
     if adapter_name(found) is not None:
         head = found.get_output_embeddings()
         if hasattr(head, "lora_A"):
-            raise ModelError(f"{place} has its adapter on the head too, whose weight is used as it is: it would count "
-                             "for nothing; merge_and_unload() the model first")
+            raise ModelError(f"{place} has an adapter on the head, which is unsupported: the head's weight is used "
+                             "directly, so the adapter would have no effect. Call merge_and_unload() first")
     return found
 
 
 def check_trainable(module: Any, place: str) -> None:
-    """The adapter of a module is one that computes, is not in the weights already, and stands on no embedding.
+    """Check that the adapter of a module is switched on, is not merged, and is not on an embedding.
 
     Raises:
-        ModelError: saying how to make it so.
+        ModelError: with what to do about it.
     """
     for name, layer in module.named_modules():
         if len(getattr(layer, "lora_embedding_A", ())):
-            raise ModelError(f"{place} has its adapter on an embedding ({name}), {ON_EMBEDDING}")
+            raise ModelError(f"{place} has an adapter on an embedding ({name}), {ON_EMBEDDING}")
         if getattr(layer, "_disable_adapters", False):
-            raise ModelError(f"the adapter of {place} is switched off; enable_adapter_layers() first")
+            raise ModelError(f"the adapter of {place} is switched off. Call enable_adapter_layers() first")
         if getattr(layer, "merged_adapters", None):
-            raise ModelError(f"the adapter of {place} is merged into its weights; unmerge_adapter() first, or "
+            raise ModelError(f"the adapter of {place} is merged into its weights. Call unmerge_adapter() first, or "
                              "merge_and_unload() to train without it")

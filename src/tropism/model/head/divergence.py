@@ -1,7 +1,8 @@
-"""Chunked divergence from a teacher: hidden states of both to one value per token, without the logits of all positions.
+"""Chunked divergence from a teacher: from the hidden states of both to one value per token.
 
-The student's log-probs of the target tokens come from the same chunks, so distillation costs one pass over the head.
-Where the vocabulary is divided over processes, all of them call what is here together, as `model.head` says.
+The logits of all positions never exist at once. The student's log-probs of the target tokens come from the same chunks,
+so distillation needs one pass over the head. If the vocabulary is divided over processes, all of them make the same
+calls (see `vocab_parallel`).
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from tropism.model.head.logprob import Head, backpropagate, score
 from tropism.model.head.vocab_parallel import Columns
 from tropism.shapes import Hidden, PerToken, TokenIndex
 
-# Logits of one model at once, in elements: 16 MiB in float32 on a CPU; on a GPU more, since each chunk adds to the
-# gradient of the whole head. Up to 14 arrays of that size live together.
+# Logits of one model at once, in elements: 16 MiB in float32 on a CPU; more on a GPU, since each chunk adds to the
+# gradient of the full head. Up to 14 arrays of this size exist at once.
 _CPU_CHUNK, _GPU_CHUNK = 2**22, 2**25
 
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -25,7 +26,7 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Targets(Protocol):
-    """What a teacher says about each supervised token of a batch."""
+    """A teacher's distribution for each supervised token of a batch."""
 
     def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence,
                 columns: Columns) -> tuple[Tensor, Tensor]:
@@ -33,20 +34,20 @@ class Targets(Protocol):
 
         Args:
             rows: which tokens.
-            logits: `[n, V]` the student's, of the vocabulary that both share, divided by `temperature` already; of
-                a divided vocabulary, the columns that are here, as in the derivative. The divergence is always whole.
+            logits: `[n, V]` the student's logits over the shared vocabulary, already divided by `temperature`. If the
+                vocabulary is divided, the columns on this process, as in the derivative; the divergence is complete.
             columns: which columns these are.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
-    """A teacher in memory: the whole distribution, formed chunk by chunk.
+class FullTargets:
+    """The full distribution of a teacher in memory, computed chunk by chunk.
 
     Args:
         hidden: `[S, D]` the teacher's hidden state for each supervised token.
-        head: its head; divided as the student's is, or whole.
+        head: its head; undivided, or divided like the student's.
     """
 
     hidden: Hidden
@@ -54,8 +55,8 @@ class Exact:
 
     def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence,
                 columns: Columns) -> tuple[Tensor, Tensor]:
-        """As `Targets` says."""
-        head = self.head.beside(columns)
+        """See `Targets`."""
+        head = self.head.divided_as(columns)
         weight = head.weight.to(head.compute or head.weight.dtype)
         teacher, _ = head.logits(self.hidden[rows].to(weight.dtype), weight)
         log_p, log_q = columns.log_softmax(teacher[:, : logits.shape[1]].to(logits.dtype) / temperature, logits)
@@ -66,9 +67,9 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Stored likeliest tokens of a teacher, and the mass of all others as one more outcome.
+    """A teacher's stored k likeliest tokens, with the mass of all other tokens as one more outcome.
 
-    The divergence between these k + 1 outcomes is one of distributions, and so is never below 0.
+    The k + 1 outcomes form a distribution, so the divergence is never negative.
 
     Args:
         ids: `[S, k]` token ids.
@@ -82,13 +83,13 @@ class TopK:
 
     def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence,
                 columns: Columns) -> tuple[Tensor, Tensor]:
-        """As `Targets` says."""
+        """See `Targets`."""
         kept = self.ids[rows]
         kept_q, rest, log_z = columns.kept_logps(logits, kept)
         log_p = torch.cat((self.logps[rows], self.tail[rows, None]), dim=-1).to(logits.dtype)
         log_q = torch.cat((kept_q, rest[:, None]), dim=-1)
         value, slope = divergence(log_p, log_q)
-        # A token of the tail has its share of the tail's slope; in a tail of masked tokens alone, none has any.
+        # Tokens of the tail share the tail's slope by their mass. If all of them are masked, none has a slope.
         every = logits - log_z[:, None]
         change = (every - rest.clamp(min=LOWEST)[:, None]).exp_() * slope[:, -1:]
         change = columns.put(change, kept, slope[:, :-1])
@@ -100,11 +101,11 @@ class Comparison:
     """How a student is compared with its teacher.
 
     Args:
-        divergence: of `losses.divergence`, its mixing weight bound.
+        divergence: one of `losses.divergence`, with its mixing weight bound.
         temperature: T > 0 of both softmaxes.
-        scale: factor on the divergence: T^2 keeps its gradient's size (Hinton et al. 2015, arXiv:1503.02531,
-            section 2.1), 1 leaves it as it is.
-        vocabulary: ids that both models have; further columns of either head are padding, and left out.
+        scale: factor on the divergence. T^2 keeps the size of its gradient (Hinton et al. 2015, arXiv:1503.02531,
+            section 2.1).
+        vocabulary: number of ids that both models have. Further columns of either head are padding and ignored.
     """
 
     divergence: Divergence
@@ -118,9 +119,9 @@ class Comparison:
 
         Args:
             hidden: `[S, D]` the student's hidden state that predicts each target.
-            head: its head.
+            head: the student's head.
             target_ids: `[S]` token ids.
-            targets: what the teacher says about them. No gradient reaches it.
+            targets: the teacher's distributions. They get no gradient.
             chunk: positions per chunk.
         """
         chunk = chunk or _chunk(head)
@@ -130,8 +131,9 @@ class Comparison:
 
     def of(self, rows: slice, logits: Tensor, targets: Targets, columns: Columns) -> tuple[Tensor, Tensor]:
         """`[n]` value and `[n, V]` derivative by the student's logits, `V` being the shared vocabulary."""
-        shared, narrow = columns.below(logits, self.vocabulary)
-        value, change = targets.compare(rows, narrow / self.temperature, self.temperature, self.divergence, shared)
+        shared, shared_logits = columns.restrict_to(logits, self.vocabulary)
+        value, change = targets.compare(rows, shared_logits / self.temperature, self.temperature, self.divergence,
+                                        shared)
         return self.scale * value, change.mul_(self.scale / self.temperature)
 
 
@@ -166,32 +168,34 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _chunk(head: Head) -> int:
-    """Positions of a chunk."""
-    return max(1, (_GPU_CHUNK if head.weight.is_cuda else _CPU_CHUNK) // head.columns.widest(head.weight))
+    """Positions per chunk."""
+    return max(1, (_GPU_CHUNK if head.weight.is_cuda else _CPU_CHUNK) // head.columns.max_width(head.weight))
 
 
 @torch.no_grad()
-def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: int) -> TopK:
-    """A teacher's k likeliest tokens for each position, with the log of what is left.
+def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: int,
+          chunk: int | None = None) -> TopK:
+    """A teacher's k likeliest tokens for each position, with the log-prob of all others together.
 
-    Which of several equally likely tokens is the last to be kept is not defined, but equal on all processes that share
-    the vocabulary.
+    If several tokens are equally likely, it is undefined which of them is kept last, but equal on all processes that
+    share the vocabulary.
 
     Args:
         hidden: `[S, D]`.
-        head: the teacher's.
+        head: the teacher's head.
         k: tokens to keep, below `vocabulary`.
         temperature, vocabulary: as in `Comparison`.
+        chunk: positions per chunk; by default as many as `Comparison.per_token` takes.
     """
     weight = head.weight.to(head.compute or head.weight.dtype)
-    chunk = _chunk(head)
+    chunk = chunk or _chunk(head)
     ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    logps = torch.empty(len(hidden), k, dtype=wide, device=hidden.device)
-    tail = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    logps = torch.empty(len(hidden), k, dtype=dtype, device=hidden.device)
+    tail = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
-        columns, logits = head.columns.below(head.logits(hidden[rows].to(weight.dtype), weight)[0], vocabulary)
+        columns, logits = head.columns.restrict_to(head.logits(hidden[rows].to(weight.dtype), weight)[0], vocabulary)
         logits = logits / temperature
         ids[rows] = columns.top_k(logits, k)
         logps[rows], tail[rows], _ = columns.kept_logps(logits, ids[rows])

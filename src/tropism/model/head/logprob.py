@@ -1,11 +1,11 @@
-"""The log-prob head: hidden states to log-probs of given tokens, without the logits of all positions.
+"""Chunked log-probs: from hidden states to log-probs of given tokens, without the logits of all positions at once.
 
-Logits exist for one chunk of positions at a time and are formed again in the backward pass, so that memory does
-not grow with positions x vocabulary.
+The head applies bias, logit scale and final soft-cap. Logits exist for one chunk of positions at a time and are
+recomputed in the backward pass, so memory does not grow with positions x vocabulary.
 
-The vocabulary may be divided over processes, which then call everything here together, with equal hidden states and
-targets. Values, and the gradient by the hidden states, come out whole and equal on all of them: the backward pass sums
-what each process contributes to it. Gradients by weight and bias are those of the rows that are here.
+The vocabulary may be divided over processes, which then make the same calls with equal hidden states and targets.
+Values and the gradient by the hidden states are complete and equal on all of them: the backward pass sums the
+contributions of all processes. Gradients by weight and bias cover the rows on each process.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tropism.errors import ModelError
-from tropism.model.head.vocab_parallel import WHOLE, Columns, Divided, Whole
+from tropism.model.head.vocab_parallel import UNDIVIDED, Columns, Divided, Undivided
 from tropism.shapes import HeadWeight, Hidden, PerToken, TokenIndex
 
 _CHUNK_ELEMENTS = 2**25  # logits at once: 128 MiB in float32
@@ -24,15 +24,15 @@ _CHUNK_ELEMENTS = 2**25  # logits at once: 128 MiB in float32
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What turns hidden states into logits: `scale * (hidden @ weight.T + bias)`, soft-capped.
+    """The language-model head: logits are `scale * (hidden @ weight.T + bias)`, then soft-capped.
 
     Args:
-        weight: `[V, D]`; of a divided vocabulary the rows that are here.
-        bias: `[V]` or None; the same.
+        weight: `[V, D]`; if the vocabulary is divided, the rows on this process.
+        bias: `[V]` or None; likewise.
         scale: factor on the logits (Cohere's logit_scale, 1 / Granite's logits_scaling).
         softcap: cap c of c tanh(logits / c) (Gemma 2), or None.
         compute: dtype of the matrix products; None for the weight's.
-        columns: which rows of the weight are here.
+        columns: which rows of the weight are on this process.
     """
 
     weight: HeadWeight
@@ -40,7 +40,7 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     compute: torch.dtype | None = None
-    columns: Columns = WHOLE
+    columns: Columns = UNDIVIDED
 
     def per_token_logps(self, hidden: Hidden, targets: TokenIndex, chunk: int | None = None) -> PerToken:
         """`[S]` log-prob of each target, in float32 or more.
@@ -48,14 +48,14 @@ class Head:
         Args:
             hidden: `[S, D]` the hidden state that predicts each target.
             targets: `[S]` token ids.
-            chunk: positions per chunk; by default as many as keep the logits at 128 MiB.
+            chunk: positions per chunk; by default as many as fit 128 MiB of logits.
         """
-        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.widest(self.weight))
+        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.max_width(self.weight))
         result: PerToken = _LinearLogProb.apply(hidden, self.weight, self.bias, targets, self, chunk)
         return result
 
     def logits(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`[chunk, V]` logits in at least float32, and the derivative of the soft-cap where there is one."""
+        """`[chunk, V]` logits in at least float32, and the derivative of the soft-cap, or None without one."""
         logits = product(hidden, weight.t())
         if self.bias is not None:
             logits += self.bias.to(logits.dtype)
@@ -67,7 +67,7 @@ class Head:
         return bent * self.softcap, 1 - bent * bent
 
     def to_raw(self, change: Tensor, bend: Tensor | None) -> Tensor:
-        """A derivative by the logits as one by `hidden @ weight.T + bias`. Overwrites `change`."""
+        """Turn a derivative by the logits into one by `hidden @ weight.T + bias`, in place."""
         if bend is not None:
             change *= bend
         if self.scale != 1.0:
@@ -76,10 +76,10 @@ class Head:
 
     @torch.no_grad()
     def log_collisions(self, hidden: Hidden, chunk: int | None = None) -> PerToken:
-        """`[S]` log sum over the vocabulary of p^2, in float32 or more: how peaked each prediction is."""
+        """`[S]` log of the sum of p^2 over the vocabulary, in float32 or more: how peaked each prediction is."""
         compute = self.compute or self.weight.dtype
         weight = self.weight.to(compute)
-        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.widest(weight))
+        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.max_width(weight))
         out = hidden.new_empty(len(hidden), dtype=torch.promote_types(compute, torch.float32))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
@@ -88,28 +88,28 @@ class Head:
             out[rows] = self.columns.log_z(logits.mul_(2)) - 2 * log_z
         return out
 
-    def beside(self, columns: Columns) -> "Head":
-        """This head with those of its columns here, the first at least, that another head has here.
+    def divided_as(self, columns: Columns) -> "Head":
+        """This head, with the columns that another head has on this process.
 
         Args:
-            columns: of the other head, up to the last id that matters.
+            columns: those of the other head, up to the last id that is compared.
 
         Raises:
-            ModelError: on every process, if this head is divided otherwise.
+            ModelError: on every process, if this head is divided at other ids.
         """
-        if columns.alike(self.columns):
+        if columns.divided_like(self.columns):
             return self
-        if isinstance(self.columns, Whole) and isinstance(columns, Divided):
+        if isinstance(self.columns, Undivided) and isinstance(columns, Divided):
             rows = slice(columns.start, columns.start + columns.width)
             return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows],
                            columns=columns)
-        raise ModelError("the heads of the two models are not divided over the processes at the same ids: their sizes "
-                         "differ, or only one is divided; the teacher's likeliest tokens, stored before training "
-                         "(--top-k), serve any division")
+        raise ModelError("the heads of student and teacher are not divided over the processes at the same ids: their "
+                         "sizes differ, or only one is divided. Use --top-k, which stores the teacher's likeliest "
+                         "tokens and works with any division")
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """A matrix product with a result of at least float32, accumulated in float32 where the device can."""
+    """Matrix product with a result of at least float32, accumulated in float32 if the device supports it."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
     if left.device.type == "cuda":
@@ -125,7 +125,7 @@ class _LinearLogProb(torch.autograd.Function):
         weight_c = weight.to(compute)
         out = hidden.new_empty(len(hidden), dtype=torch.promote_types(compute, torch.float32))
         frozen = not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
-        # With a frozen head the input gradient is upstream x (d logp / d hidden): formed now, no second product.
+        # With a frozen head the input gradient is upstream x (d logp / d hidden): computed now, it saves a product.
         slope = torch.empty_like(hidden, dtype=out.dtype) if frozen and ctx.needs_input_grad[0] else None
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
@@ -154,31 +154,32 @@ class _LinearLogProb(torch.autograd.Function):
 
 def backpropagate(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
                   change_of: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients by hidden states, weight and bias, as many as are asked for; logits are formed again chunk by chunk.
+    """Gradients by hidden states, weight and bias, as far as required. Logits are recomputed chunk by chunk.
 
-    The one by hidden states is whole on every process, the others are those of the rows here.
+    The gradient by hidden states is complete on every process. The others cover the rows on this process.
 
     Args:
-        ctx: of an autograd function whose first three inputs these are, with its `head` and `chunk`.
-        change_of: gives the derivative of the loss by the logits of some positions, and may overwrite them.
+        ctx: of an autograd function with these three as its first inputs, and with `head` and `chunk`.
+        change_of: returns the derivative of the loss by the logits of some positions, and may overwrite the logits.
     """
     head: Head = ctx.head
     compute = head.compute or weight.dtype
     weight_c = weight.to(compute)
-    wide = torch.promote_types(compute, torch.float32)
+    accumulate_dtype = torch.promote_types(compute, torch.float32)
     grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-    grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-    grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+    grad_weight = torch.zeros_like(weight, dtype=accumulate_dtype) if ctx.needs_input_grad[1] else None
+    grad_bias = (torch.zeros_like(bias, dtype=accumulate_dtype)
+                 if bias is not None and ctx.needs_input_grad[2] else None)
     for start in range(0, len(hidden), ctx.chunk):
         rows = slice(start, start + ctx.chunk)
         inputs = hidden[rows].to(compute)
         logits, bend = head.logits(inputs, weight_c)
         change = head.to_raw(change_of(rows, logits), bend)
-        narrow = change.to(compute)
+        change_c = change.to(compute)
         if grad_hidden is not None:
-            grad_hidden[rows] = head.columns.sum(product(narrow, weight_c)).to(hidden.dtype)
+            grad_hidden[rows] = head.columns.sum(product(change_c, weight_c)).to(hidden.dtype)
         if grad_weight is not None:
-            accumulate(grad_weight, narrow.t(), inputs)
+            accumulate(grad_weight, change_c.t(), inputs)
         if grad_bias is not None:
             grad_bias += change.sum(0)
     return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -192,7 +193,7 @@ def score(logits: Tensor, log_z: Tensor, targets: Tensor, columns: Columns) -> T
 
 
 def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, never rounded to less than float32 on the way where the device can."""
+    """total += left @ right, without rounding below float32 if the device supports it."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -200,16 +201,16 @@ def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns | None = None) -> Head:
-    """The head of a transformers causal model, with the scales and caps of its config.
+    """The head of a transformers causal model, with the scale and soft-cap of its config.
 
     Args:
-        columns: of a divided vocabulary, those of the rows here; by default what the model says of itself. Weight and
-            bias may then be DTensors divided so, and their local parts are taken.
+        columns: the columns on this process; by default the model's `tropism_columns`, or all. If they are divided,
+            weight and bias may be DTensors, whose local parts are used.
 
     Raises:
-        ModelError: if other rows are here than `columns` says.
+        ModelError: if the head has other rows on this process.
     """
-    columns = getattr(model, "tropism_columns", WHOLE) if columns is None else columns
+    columns = getattr(model, "tropism_columns", UNDIVIDED) if columns is None else columns
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)
@@ -217,14 +218,15 @@ def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns | N
         scale /= float(config.logits_scaling)
     softcap = getattr(config, "final_logit_softcapping", None)
     weight, bias = linear.weight, getattr(linear, "bias", None)
-    if columns != WHOLE:
+    if columns != UNDIVIDED:
         weight, bias = _local(weight), _local(bias)
         if isinstance(columns, Divided) and len(weight) != columns.width:
-            raise ModelError(f"the head has {len(weight)} rows on process {columns.group.rank}, where {columns.width} "
-                             f"of {columns.vocabulary} belong; this is a bug in how the model is divided")
+            raise ModelError(f"the head has {len(weight)} rows on process {columns.group.rank} instead of "
+                             f"{columns.width} of {columns.vocabulary}. This is a bug in how the model is divided; "
+                             "please report it")
     return Head(weight, bias, scale, softcap, compute, columns)
 
 
 def _local(tensor: Any) -> Any:
-    """The part of a DTensor that is here; anything else as it is."""
+    """The local part of a DTensor; anything else unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,10 +1,10 @@
-"""Which columns of the logits are on this process, and what has to be known of all of them.
+"""Vocabulary parallelism: which columns of the logits are on this process, and reductions over all of them.
 
-A head's vocabulary may be divided over the processes of a group, each with some rows of its weight (vocabulary
-parallel: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3). All of them call the same functions on the
-same positions in the same order. What is asked of the whole vocabulary are a few numbers per position. Every process
-sends its own and adds up those of all in the order of ranks: so the answers are equal on all of them to the bit, and
-equal numbers have equal sums, which an all-reduce of more than two processes does not promise.
+The vocabulary of a head may be divided over the processes of a group, each of which holds some rows of its weight
+(Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3). All of them call the same functions on the same
+positions in the same order. A reduction exchanges a few numbers per position: every process sends its own, and adds up
+all of them in the order of ranks. Results are therefore bitwise equal on all processes, and equal terms have equal
+sums. An all-reduce over more than two processes guarantees neither.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tropism.losses.divergence import tail_logp
 
-Columns = Union["Whole", "Divided"]
+Columns = Union["Undivided", "Divided"]
 
 
 class Group(Protocol):
@@ -24,88 +24,89 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which one this is."""
+        """Rank of this process in the group."""
         ...
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         ...
 
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum, equal to the bit on all processes. `values` may be overwritten."""
+        """Elementwise sum, bitwise equal on all processes. May overwrite `values`."""
         ...
 
     def gather(self, values: Tensor) -> Tensor:
-        """`[size, ...]` what each process gave, in the order of ranks; all give equal shapes and dtypes."""
+        """`[size, ...]` values of all processes in the order of ranks. Shapes and dtypes must be equal."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """All columns are here."""
+class Undivided:
+    """All columns are on this process."""
 
-    def widest(self, weight: Tensor) -> int:
-        """How many columns a process has at most; equal on all of them, as the size of chunks has to be."""
+    def max_width(self, weight: Tensor) -> int:
+        """The largest number of columns of any process. Equal on all of them, as chunk sizes must be."""
         return len(weight)
 
-    def below(self, logits: Tensor, vocabulary: int) -> tuple[Columns, Tensor]:
-        """The columns of ids below `vocabulary`, and their logits: a view."""
+    def restrict_to(self, logits: Tensor, vocabulary: int) -> tuple[Columns, Tensor]:
+        """The columns of ids below `vocabulary`, and a view of their logits."""
         return self, logits[:, :vocabulary]
 
-    def alike(self, other: Columns) -> bool:
-        """Whether others, up to the last of these, are divided as these are; every process answers the same."""
+    def divided_like(self, other: Columns) -> bool:
+        """Whether `other` is divided at the same ids, as far as these columns reach. Equal on all processes."""
         return self == other
 
     def log_z(self, logits: Tensor) -> Tensor:
-        """`[n]` log of the sum of exponentials of all columns."""
+        """`[n]` log-sum-exp over all columns."""
         return torch.logsumexp(logits, dim=-1)
 
     def target_logps(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """`[n]` log-probs of the `[n]` targets, and `[n]` log of the normalizer."""
+        """`[n]` log-probs of the `[n]` targets, and the `[n]` log normalizer."""
         log_z = torch.logsumexp(logits, dim=-1)
         return logits.gather(1, targets[:, None]).squeeze(1) - log_z, log_z
 
     def kept_logps(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[n, k]` log-probs of the `[n, k]` kept ids, `[n]` that of all others, `[n]` log of the normalizer."""
+        """`[n, k]` log-probs of the `[n, k]` kept ids, `[n]` of all others together, and the `[n]` log normalizer."""
         log_z = torch.logsumexp(logits, dim=-1)
         return logits.gather(1, kept) - log_z[:, None], tail_logp(logits, kept, log_z), log_z
 
     def log_softmax(self, *logits: Tensor) -> tuple[Tensor, ...]:
-        """`[n, V]` log-probs, of each of the given logits."""
+        """`[n, V]` log-probs for each of the given logits."""
         return tuple(torch.log_softmax(one, dim=-1) for one in logits)
 
     def totals(self, value: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-        """`[n]` value of a divergence and `[n, 1]` sum of its slope, from those of the columns here."""
+        """`[n]` value of a divergence and `[n, 1]` sum of its slope over all columns."""
         return value, slope.sum(-1, keepdim=True)
 
     def top_k(self, logits: Tensor, k: int) -> Tensor:
-        """`[n, k]` ids of the largest logits, by falling logit. Which of equal ones is taken, torch.topk decides."""
+        """`[n, k]` ids of the largest logits in descending order. torch.topk decides between equal logits."""
         return torch.topk(logits, k, dim=-1).indices
 
     def add(self, change: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """Add `[n, k]` values in the columns of `[n, k]` ids. Overwrites `change`."""
+        """Add `[n, k]` values to the columns of `[n, k]` ids, in place."""
         return change.scatter_add_(1, ids, values)
 
     def put(self, change: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """Set the columns of `[n, k]` ids, distinct in a row, to `[n, k]` values. Overwrites `change`."""
+        """Set the columns of `[n, k]` ids, distinct within a row, to `[n, k]` values. Overwrites `change`."""
         return change.scatter_(1, ids, values)
 
     def sum(self, parts: Tensor) -> Tensor:
-        """Elementwise sum of what the columns here contribute to something; overwrites it."""
+        """Elementwise sum of the contributions of all columns. May overwrite `parts`."""
         return parts
 
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """Some columns are here: as torch.chunk divides them, so the last ranks may have fewer, or none.
+    """Some columns are on this process, divided as torch.chunk does: the last ranks may have fewer columns, or none.
 
-    Ids are those of the whole vocabulary throughout; `[n, v]` are the columns here. The methods are those of `Whole`.
+    Ids always refer to the full vocabulary; `[n, v]` are the columns on this process. Methods do the same as those of
+    `Undivided`.
 
     Args:
         vocabulary: V, columns of all processes together.
-        share: columns of a process that has its full share.
-        group: the processes, rank r with the columns from `r * share` on.
+        share: columns of a process with a full share.
+        group: the processes; rank r has the columns from `r * share` on.
     """
 
     vocabulary: int
@@ -114,71 +115,71 @@ class Divided:
 
     @classmethod
     def of(cls, vocabulary: int, group: Group) -> "Divided":
-        """V columns divided over a group."""
+        """Divide `vocabulary` columns over a group."""
         return cls(vocabulary, -(-vocabulary // group.size), group)
 
     @property
     def start(self) -> int:
-        """Id of the first column here."""
+        """Id of the first column on this process."""
         return min(self.group.rank * self.share, self.vocabulary)
 
     @property
     def widths(self) -> list[int]:
-        """How many columns each process has."""
+        """Number of columns of each process."""
         return [min(max(self.vocabulary - rank * self.share, 0), self.share) for rank in range(self.group.size)]
 
     @property
     def width(self) -> int:
-        """How many columns are here."""
+        """Number of columns on this process."""
         return self.widths[self.group.rank]
 
-    def widest(self, weight: Tensor) -> int:
-        """As `Whole` says."""
+    def max_width(self, weight: Tensor) -> int:
+        """See `Undivided`."""
         return self.share
 
-    def below(self, logits: Tensor, vocabulary: int) -> tuple[Columns, Tensor]:
-        """As `Whole` says; there may be none of them here."""
+    def restrict_to(self, logits: Tensor, vocabulary: int) -> tuple[Columns, Tensor]:
+        """See `Undivided`. There may be no such columns on this process."""
         fewer = replace(self, vocabulary=min(vocabulary, self.vocabulary))
         return fewer, logits[:, : fewer.width]
 
-    def alike(self, other: Columns) -> bool:
-        """As `Whole` says."""
+    def divided_like(self, other: Columns) -> bool:
+        """See `Undivided`."""
         return (isinstance(other, Divided) and other.group == self.group
                 and replace(other, vocabulary=self.vocabulary).widths == self.widths)
 
     def log_z(self, logits: Tensor) -> Tensor:
-        """As `Whole` says."""
+        """See `Undivided`."""
         return torch.logsumexp(self.group.gather(torch.logsumexp(logits, dim=-1)), dim=0)
 
     def target_logps(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Whole` says."""
-        here = self._at(logits, targets[:, None]).squeeze(1)
+        """See `Undivided`."""
+        here = self._logits_at(logits, targets[:, None]).squeeze(1)
         found = self.group.gather(torch.stack((torch.logsumexp(logits, dim=-1), here)))
         log_z = torch.logsumexp(found[:, 0], dim=0)
-        return _added(found[:, 1]) - log_z, log_z
+        return _sum_in_order(found[:, 1]) - log_z, log_z
 
     def kept_logps(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Whole` says."""
+        """See `Undivided`."""
         here = torch.logsumexp(logits, dim=-1)
-        others = self._spare(logits, kept, -torch.inf).logsumexp(dim=-1)
-        found = self.group.gather(torch.cat((here[:, None], others[:, None], self._at(logits, kept)), dim=-1))
+        others = self._with_spare_column(logits, kept, -torch.inf).logsumexp(dim=-1)
+        found = self.group.gather(torch.cat((here[:, None], others[:, None], self._logits_at(logits, kept)), dim=-1))
         log_z, rest = torch.logsumexp(found[..., 0], dim=0), torch.logsumexp(found[..., 1], dim=0)
-        return _added(found[..., 2:]) - log_z[:, None], rest - log_z, log_z
+        return _sum_in_order(found[..., 2:]) - log_z[:, None], rest - log_z, log_z
 
     def log_softmax(self, *logits: Tensor) -> tuple[Tensor, ...]:
-        """As `Whole` says, of the columns here."""
+        """See `Undivided`; for the columns on this process."""
         found = self.group.gather(torch.stack([torch.logsumexp(one, dim=-1) for one in logits]))
         return tuple(one - torch.logsumexp(found[:, number], dim=0)[:, None] for number, one in enumerate(logits))
 
     def totals(self, value: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Whole` says."""
-        found = _added(self.group.gather(torch.stack((value, slope.sum(-1)))))
+        """See `Undivided`."""
+        found = _sum_in_order(self.group.gather(torch.stack((value, slope.sum(-1)))))
         return found[0], found[1][:, None]
 
     def top_k(self, logits: Tensor, k: int) -> Tensor:
-        """As `Whole` says. Of equal ones on two processes the lower id is taken, and stands first."""
+        """See `Undivided`. Between equal logits on two processes, the lower id is kept and comes first."""
         best, ids = torch.topk(logits, min(k, self.width), dim=-1)
-        spare = (0, k - best.shape[1])  # where a process has fewer than k, so that all send as much
+        spare = (0, k - best.shape[1])  # if this process has fewer than k columns: all must send equal shapes
         found = self.group.gather(torch.nn.functional.pad(best, spare))
         of_all = self.group.gather(torch.nn.functional.pad(ids + self.start, spare))
         best, ids = (torch.cat([part[:, :width] for part, width in zip(parts, self.widths, strict=True)], dim=-1)
@@ -186,45 +187,45 @@ class Divided:
         return ids.gather(1, torch.sort(best, dim=-1, descending=True, stable=True).indices[:, :k])
 
     def add(self, change: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """As `Whole` says; of the columns here."""
+        """See `Undivided`; on the columns of this process."""
         if not self.width:
             return change
-        column, here = self._place(ids)
+        column, here = self._locate(ids)
         return change.scatter_add_(1, column, values * here)
 
     def put(self, change: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """As `Whole` says; of the columns here."""
-        return self._spare(change, ids, values)[:, :-1]
+        """See `Undivided`; on the columns of this process."""
+        return self._with_spare_column(change, ids, values)[:, :-1]
 
     def sum(self, parts: Tensor) -> Tensor:
-        """As `Whole` says."""
+        """See `Undivided`."""
         return self.group.sum(parts)
 
-    def _place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where ids are among the columns here, or some place, and which of them are here."""
+    def _locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The local column of each id, clamped into range, and whether the id is on this process."""
         column = ids - self.start
         return column.clamp(0, max(self.width - 1, 0)), (column >= 0) & (column < self.width)
 
-    def _at(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """`[n, k]` logits of ids, 0 where they are elsewhere."""
+    def _logits_at(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """`[n, k]` logits of ids; 0 for ids on other processes."""
         if not self.width:
             return logits.new_zeros(ids.shape)
-        column, here = self._place(ids)
+        column, here = self._locate(ids)
         return logits.gather(1, column).where(here, 0)
 
-    def _spare(self, columns: Tensor, ids: Tensor, values: Tensor | float) -> Tensor:
-        """`[n, v + 1]` a copy with the columns of ids set; what is elsewhere goes to the last one, else at -inf."""
-        column, here = self._place(ids)
+    def _with_spare_column(self, columns: Tensor, ids: Tensor, values: Tensor | float) -> Tensor:
+        """`[n, v + 1]` a copy with the columns of ids set. Ids of other processes go to the last column, else -inf."""
+        column, here = self._locate(ids)
         copy = torch.nn.functional.pad(columns, (0, 1), value=-torch.inf)
         column = column.where(here, self.width)
         return copy.scatter_(1, column, values)
 
 
-WHOLE = Whole()
+UNDIVIDED = Undivided()
 
 
-def _added(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Sum over the first dimension, in its order at every place."""
+def _sum_in_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """Sum over the first dimension, in its order for every element."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

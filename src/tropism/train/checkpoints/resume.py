@@ -9,7 +9,7 @@ import torch
 
 from tropism.distributed.state import TrainingState, read_tensors
 from tropism.errors import CheckpointError, first_line
-from tropism.model.adapters.structure import learning_names
+from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
@@ -187,7 +187,8 @@ def load(engine: Engine, origin: Origin) -> None:
     assert trainer is not None
     updater, module = engine.updater, engine.model.module
     kept, path = trainer["optimizer"], one.state
-    state = TrainingState.of(module, updater.optimizer, updater.owned, kept.get("begun", True), learning_names(module))
+    state = TrainingState.of(module, updater.optimizer, updater.owned, kept.get("begun", True),
+                             adapter_weight_names(module))
     if engine.world.mesh is not None:
         engine.world.together(lambda: read_tensors(state.tensors, path))
     else:

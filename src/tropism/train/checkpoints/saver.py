@@ -17,7 +17,7 @@ from tropism.distributed.state import TrainingState, check_plain, read_whole
 from tropism.distributed.world import World
 from tropism.errors import OutputError, TropismError, UsageError
 from tropism.methods import Method
-from tropism.model.adapters.structure import learning_names
+from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.model.save import export
 from tropism.observe.console import Voice
 from tropism.observe.files import write_whole
@@ -106,7 +106,7 @@ class Saver:
 
     def estimate_bytes(self) -> int:
         """About what one checkpoint takes, before there is one."""
-        names, state = learning_names(self.engine.model.module), self.engine.model.module.state_dict()
+        names, state = adapter_weight_names(self.engine.model.module), self.engine.model.module.state_dict()
         weights = sum(weight.numel() * weight.itemsize for name, weight in state.items()
                       if names is None or name in names)
         per_weight = 2 if "adam" in type(self.engine.updater.optimizer).__name__.lower() else 1
@@ -179,7 +179,7 @@ class Saver:
         began = time.monotonic()
         updater = self.engine.updater
         module = self.engine.model.module
-        weights = TrainingState.of(module, updater.optimizer, updater.owned, only=learning_names(module))
+        weights = TrainingState.of(module, updater.optimizer, updater.owned, only=adapter_weight_names(module))
         tensors = self._copy = weights.copied(self._copy, self.world.mesh)
         check_plain([weights.groups, weights.values], "the optimizer")
         trainer = {

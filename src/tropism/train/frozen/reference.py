@@ -16,7 +16,7 @@ from tropism.data.batching.pack import assign_to_ranks, cost, scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
-from tropism.model.adapters.structure import switched_off
+from tropism.model.adapters.switch import adapter_off
 from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
 from tropism.train.frozen.score_store import ScoreStore
@@ -87,13 +87,13 @@ class OffReference:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
-        with switched_off(model.module):
+        with adapter_off(model.module):
             self.fingerprint = fingerprint(model)
 
     @torch.no_grad()
     def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
         """As `Reference` says."""
-        with switched_off(self.model.module):
+        with adapter_off(self.model.module):
             return self.model.logps(batch)
 
 

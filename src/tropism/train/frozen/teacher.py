@@ -20,7 +20,7 @@ from tropism.errors import ReferenceMismatchError, StoppedEarly
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
 from tropism.methods.build import DEFAULT_KD_WEIGHT
 from tropism.model.fingerprint import fingerprint
-from tropism.model.head.divergence import Comparison, Exact, Targets, TopK, top_k
+from tropism.model.head.divergence import Comparison, FullTargets, Targets, TopK, top_k
 from tropism.model.head.logprob import Head, head_of
 from tropism.model.language_model import LanguageModel
 from tropism.train.frozen.reference import ReportProgress, rounds
@@ -111,7 +111,7 @@ class LiveTeacher:
         return fingerprint(self.model)
 
     @torch.no_grad()
-    def targets(self, trees: Sequence[PromptTree], batch: Batch) -> Exact:
+    def targets(self, trees: Sequence[PromptTree], batch: Batch) -> FullTargets:
         """As `Teacher` says."""
         if (self.model.layout == "tree") != (batch.segments is not None):
             batch = collate(trees, self.model.layout).to(self.model.device)
@@ -119,7 +119,7 @@ class LiveTeacher:
         if self._head is None:  # of a sharded teacher it is here, and stays, from the first pass on
             head = head_of(self.model.module, self.model.compute)
             self._head = replace(head, weight=head.weight.detach().to(self.model.compute))
-        return Exact(hidden, self._head)
+        return FullTargets(hidden, self._head)
 
 
 class StoredTeacher:

@@ -25,7 +25,7 @@ from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import LengthOptions, Limits
 from tropism.errors import DataError, UsageError
-from tropism.model.load import max_positions
+from tropism.model.config import max_positions
 from tropism.train.options import RunOptions
 
 _DEFAULT_MAX_LENGTH = 2048

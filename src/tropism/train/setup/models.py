@@ -17,6 +17,7 @@ from tropism.model import load
 from tropism.model import moe_router as router
 from tropism.model.adapters.peft_module import inner
 from tropism.model.bf16_weights import round_to_bf16
+from tropism.model.config import check_architecture, dropout_of
 from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.layout_check import Layout, choose_layout
 from tropism.model.load_sharded import load_sharded
@@ -66,7 +67,7 @@ class Numerics:
                 return load_sharded(named, self.precision, self.world, self.spreading,
                                     trust_remote_code=self.trust_remote_code, change=change)
             return load.load_model(named, self.precision, self.device, trust_remote_code=self.trust_remote_code)
-        load.check_architecture(named.config)
+        check_architecture(named.config)
         return named.to(device=self.device, dtype=load.weights_dtype(self.precision)).eval()
 
     def frozen(self, named: ModelOrModule, probes: Sequence[PromptTree], layout: Layout | Literal["auto"],
@@ -140,7 +141,7 @@ def config_of(named: ModelOrModule, trust_remote_code: bool) -> Any:
 def turned_off(config: Any, router_aux_weight: float) -> list[str]:
     """What a config asks for and training leaves out, a sentence each."""
     notes = []
-    if dropout := load.dropout_of(config):
+    if dropout := dropout_of(config):
         listed = ", ".join(f"{name} {rate}" for name, rate in dropout.items())
         notes.append(f"dropout is off (the config asks for {listed})")
     if asked := router.coefficient_of(config) if not router_aux_weight else None:

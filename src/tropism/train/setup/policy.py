@@ -19,8 +19,11 @@ from tropism.model import quantization as quantized
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import peft_module as given
 from tropism.model.adapters import peft_settings as adapter_settings
-from tropism.model.adapters import structure as adapters
 from tropism.model.adapters import targets as adapter_targets
+from tropism.model.adapters.create import make_structure, set_initial_values
+from tropism.model.adapters.parameters import adapter_name, adapter_weight_names, saved_parameters
+from tropism.model.adapters.summary import rank_warning, summarize
+from tropism.model.adapters.switch import adapter_off
 from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.options import LoraOptions, is_adapter
@@ -74,7 +77,7 @@ class PolicyBuilder:
         elif getattr(named, "is_quantized", False):
             raise ModelError("the model that was given holds quantized weights, which would be spelled out in float32; "
                              "give it by its name, with lora.quantize")
-        elif (name := adapters.adapter_name(inner := given.inner(named, _GIVEN))) is not None:
+        elif (name := adapter_name(inner := given.inner(named, _GIVEN))) is not None:
             if lora.wanted:
                 raise UsageError(f"{_GIVEN} has an adapter already, which is trained as it is; leave lora.rank and "
                                  "lora.adapter out, or merge it first")
@@ -123,7 +126,7 @@ class PolicyBuilder:
         its_config = self._config(model)
         adapter_targets.check_ends(model, its_config, str(self.directory or "lora.targets"))
         if by_name:
-            adapters.make_structure(model, its_config)
+            make_structure(model, its_config)
 
     def module(self, numerics: Numerics, seed: int) -> Any:
         """The policy's module, with its adapter as it is before step 1."""
@@ -136,11 +139,11 @@ class PolicyBuilder:
         elif self.held:
             module = numerics.module(self.named)
         else:
-            module = numerics.module(self.named, lambda model: adapters.make_structure(model, self._config(model)))
+            module = numerics.module(self.named, lambda model: make_structure(model, self._config(model)))
         dtype = load.weights_dtype(numerics.precision)
         if self.held:
             _check_learning(module)
-            config = module.peft_config[adapters.adapter_name(module)]
+            config = module.peft_config[adapter_name(module)]
             config.base_model_name_or_path = self._base or _found_again(config.base_model_name_or_path)
             return module
         if self.directory is not None:
@@ -150,8 +153,8 @@ class PolicyBuilder:
                 adapter_files.load_adapter(module, self._config(module), self.directory, dtype)
             return module
         if not is_sharded(module):
-            adapters.make_structure(module, self._config(module))
-        adapters.fill(module, seed, dtype)
+            make_structure(module, self._config(module))
+        set_initial_values(module, seed, dtype)
         return module
 
     def round_weights(self, module: Any, precision: Precision, sharded: bool) -> None:
@@ -172,7 +175,7 @@ class PolicyBuilder:
         if not self.fresh:
             yield
             return
-        with adapters.switched_off(module):
+        with adapter_off(module):
             yield
 
     def live(self, policy: LanguageModel, probes: Sequence[PromptTree], numerics: Numerics,
@@ -214,7 +217,7 @@ class PolicyBuilder:
             world.together(lambda: adapter_files.load_values(module, directory))  # each its part
             return
         world.on_main(lambda: adapter_files.load_values(module, directory))
-        world.broadcast_into([weight.detach() for weight in adapters.kept_parameters(module)])
+        world.broadcast_into([weight.detach() for weight in saved_parameters(module)])
 
     def begin(self, numerics: Numerics, seed: int, voice: Voice, is_reference: bool) -> tuple[Any, dict[str, Any]]:
         """The policy's module; what of it learns is said, and given as facts for the manifest.
@@ -225,10 +228,10 @@ class PolicyBuilder:
         module = self.module(numerics, seed)
         if not self.adapts:
             return module, {}
-        facts = adapters.facts_of(module)
+        facts = summarize(module)
         self._check_origin(module, voice)
         voice.say(f"adapter: {facts}" + (f"; weights held in {self.lora.quantize}" if self.lora.quantize else ""))
-        if note := adapters.too_large(module):
+        if note := rank_warning(module):
             voice.warn(note)
         if not self.fresh:
             origin = self.directory or "the adapter of the model that was given"
@@ -237,7 +240,7 @@ class PolicyBuilder:
         known = base.base_hash(module)
         self._check_base(known, voice)
         self.round_weights(module, numerics.precision, sharded=True)
-        config = module.peft_config[adapters.adapter_name(module)]
+        config = module.peft_config[adapter_name(module)]
         return module, {"adapter": asdict(facts), "adapter_config": adapter_files.values_of(config)} | (
             {} if known is None else {"base_weights": known})
 
@@ -249,7 +252,7 @@ class PolicyBuilder:
         """
         if self.directory is None:
             return
-        known, origin = base.known_hash(self.directory), self._base or "the model that was given"
+        known, origin = base.recorded_hash(self.directory), self._base or "the model that was given"
         named = _found_again(adapter_files.read_values(self.directory).get("base_model_name_or_path"))
         if found is not None and known is not None:
             if found != known:
@@ -264,11 +267,11 @@ class PolicyBuilder:
         names no base."""
         if isinstance(self.named, ModelSource):
             return
-        config = module.peft_config[adapters.adapter_name(module)]
+        config = module.peft_config[adapter_name(module)]
         origin = config.base_model_name_or_path
         if not origin:
             why = "says of no directory or hub id that it came from there"
-        elif Path(origin).is_dir() and (name := base.differing(module, Path(origin))):
+        elif Path(origin).is_dir() and (name := base.first_difference(module, Path(origin))):
             why = f"is not what {origin} holds ({name} differs)"
         else:
             return
@@ -282,7 +285,7 @@ class PolicyBuilder:
         config = load.load_config(self.named, trust_remote_code=trust_remote_code)
         model = load.skeleton(config, trust_remote_code=trust_remote_code)
         head = [name for name, layer in model.named_modules() if layer is model.get_output_embeddings()]
-        adapters.make_structure(model, self._config(model))
+        make_structure(model, self._config(model))
         return head + [name for name, layer in model.named_modules() if hasattr(layer, "modules_to_save")]
 
     def _config(self, module: Any) -> Any:
@@ -334,14 +337,14 @@ def _check_learning(module: Any) -> None:
     Raises:
         ModelError: if other weights would learn, which no adapter's directory can hold.
     """
-    names = adapters.learning_names(module) or set()
+    names = adapter_weight_names(module) or set()
     outside = [name for name, weight in module.named_parameters(remove_duplicate=False)
                if weight.requires_grad and name not in names]
     if outside:
         raise ModelError(f"{len(outside)} weights outside the adapter would learn ({outside[0]}, ...), and the result, "
                          "an adapter, cannot hold them; freeze them, or name their modules in peft's modules_to_save")
-    if not any(weight.requires_grad for weight in adapters.kept_parameters(module)):
-        for weight in adapters.kept_parameters(module):  # loaded for inference, as peft does by default
+    if not any(weight.requires_grad for weight in saved_parameters(module)):
+        for weight in saved_parameters(module):  # loaded for inference, as peft does by default
             weight.requires_grad_(True)
     for layer in module.modules():
         if isinstance(layer, torch.nn.Dropout):
