@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from integration.resuming import answers  # noqa: F401
 from tropism.cli.app import main
 from tropism.commands.export import export
-from tropism.config import read_yaml
+from tropism.config_file import read_yaml
 from tropism.errors import CheckpointError, ModelError, UsageError
 from tropism.model.options import LoraOptions, is_adapter
 from tropism.model.source import ModelSource

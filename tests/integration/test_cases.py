@@ -11,7 +11,8 @@ from helpers import CASES, case_yaml, expected
 from integration.conftest import assert_same_metrics
 from integration.test_invariance import one_rank, run_ranks, start_fork_server
 from tropism.cli.app import main
-from tropism.config import METHODS, read_yaml
+from tropism.config import METHODS
+from tropism.config_file import read_yaml
 from tropism.errors import UsageError
 from tropism.runner import run as train
 from tropism.train.frozen.score_store import ScoreStore, entries
