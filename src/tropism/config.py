@@ -65,8 +65,8 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
         if self.fall_back and self.resume == "never":
             raise UsageError("--fall-back has no effect without --resume")
         if self.eval_limit is not None and not self.eval_data and not self.eval_fraction:
-            raise UsageError("--eval-limit has no effect without evaluation rows. Add --eval-fraction 0.1 or --eval-data "
-                             "FILE")
+            raise UsageError("--eval-limit has no effect without evaluation rows. Add --eval-fraction 0.1 or "
+                             "--eval-data FILE")
         if not (self.save_every or self.keep_best or self.max_time):
             for name in ("keep", "checkpoint_model"):
                 if getattr(self, name) != type(self).model_fields[name].default:

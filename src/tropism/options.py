@@ -138,12 +138,13 @@ class Options(BaseModel):
             group, dot, inner = name.partition(".")
             owner = cls.model_fields[group].annotation if dot else cls
             assert isinstance(owner, type)
-            introduced = next(base for base in reversed(owner.__mro__) if (inner or name) in get_annotations(base))
+            introduced = next(base for base in reversed(owner.__mro__)
+                              if issubclass(base, Options) and (inner or name) in get_annotations(base))
             text, _, default = (info.description or "").partition(_DEFAULT)
             if not default and not info.is_required() and info.default is not None:
                 default = shown(info.default)
-            found.append(Option(name, "Required" if info.is_required() else getattr(introduced, "heading", cls.heading), text,
-                                default.removesuffix("."), info))
+            heading = "Required" if info.is_required() else introduced.heading
+            found.append(Option(name, heading, text, default.removesuffix("."), info))
         return found
 
     @classmethod

@@ -243,7 +243,7 @@ class Run:
             notes.resume(trainer)
         return Session(options, self._written(), engine, self.planner, self.data, self.tokenizer,
                        self.evaluator if self.data.evaluation else None, directory, manifest, self.voice, self.halt,
-                       notes, options.workers or 0, origin, initial)
+                       notes, options.prefetch, origin, initial)
 
     def _written(self) -> dict[str, Any]:
         """Every option with the value that it had."""
@@ -336,12 +336,16 @@ class Run:
         return engine
 
     def _check(self, engine: Engine, fresh: bool) -> None:
-        """Policy and reference agree before step 1, where they must."""
+        """Policy and default reference agree before step 1, unless the options allow a difference.
+
+        Raises:
+            ReferenceMismatchError: if they differ beyond rounding.
+        """
         own = engine.reference is not None and self.reference is None
         if own and fresh:
             agree, sentence = check_first_step(engine, self.planner)
-            if not agree and self.options.strict:
-                raise ReferenceMismatchError(sentence)
+            if not agree and not self.values["allow_reference_mismatch"]:
+                raise ReferenceMismatchError(f"{sentence} To train anyway, pass --allow-reference-mismatch")
             (self.voice.say if agree else self.voice.warn)(sentence)
         self.facts["policy"] = (engine.reference.fingerprint if own and engine.reference
                                 else self.start.fingerprint(engine.model))

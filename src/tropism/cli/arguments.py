@@ -23,7 +23,7 @@ def spelled_out(tokens: list[str]) -> list[str]:
 
 
 def with_config(tokens: list[str]) -> list[str]:
-    """Replace `train FILE ...` and `METHOD --config FILE ...` by a method and the options of FILE, before the others."""
+    """Replace `train FILE ...` and `METHOD --config FILE ...` by a method, the options of FILE, and the others."""
     if tokens[:2] == ["train", "--config"]:
         tokens = ["train", *tokens[2:]]
     if tokens[:1] == ["train"]:

@@ -52,8 +52,8 @@ _STORE = Argument("--store DIR", "Cache directory.", default="$TROPISM_STORE, el
 
 def _method(name: str, summary: str, options: str, data: str, extra: str = "") -> Command:
     common = f"tropism {name} --model Qwen/Qwen3-0.6B {extra}--data {data} --output"
-    return Command("Train", summary, (f"{common} runs/first", f"{common} runs/lora --lora.rank 16"), (_CONFIG,), options,
-                   "--config FILE reads options from YAML.")
+    examples = f"{common} runs/first", f"{common} runs/lora --lora.rank 16"
+    return Command("Train", summary, examples, (_CONFIG,), options, "--config FILE reads options from YAML.")
 
 
 COMMANDS: dict[str, Command] = {
@@ -124,6 +124,6 @@ COMMANDS: dict[str, Command] = {
     "store list": Command("Other", "List what the cache holds.", ("tropism store list",), (_STORE,)),
     "store clean": Command(
         "Other", "Delete cached scores and rendered rows.", ("tropism store clean", "tropism store clean 3f2a"),
-        (Argument("FINGERPRINT", "First characters of the fingerprint of the scores to delete.", default="all"), _STORE),
+        (Argument("FINGERPRINT", "First characters of the fingerprint of scores to delete.", default="all"), _STORE),
         note="They are computed again when a run needs them."),
 }

@@ -7,11 +7,11 @@ from pydantic import Field
 from tropism.data.formats.options import FormatOptions
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.truncate import LengthOptions
-from tropism.options import Everyday, Options
+from tropism.options import Everyday
 
 
-class HeldOutOptions(Options):
-    """Evaluation data."""
+class HeldOutOptions(FormatOptions):
+    """Evaluation data, read as the training data is."""
 
     heading: ClassVar[str] = "Evaluation"
 
@@ -21,7 +21,7 @@ class HeldOutOptions(Options):
     """Share of prompts to hold out for evaluation, at least one. All rows of a prompt are on the same side."""
 
 
-class DataOptions(HeldOutOptions, FormatOptions, TemplateOptions, LengthOptions):
+class DataOptions(HeldOutOptions, TemplateOptions, LengthOptions):
     """What to train on."""
 
     heading: ClassVar[str] = "Data"

@@ -68,12 +68,11 @@ class LoraOptions(Options):
 
     @model_validator(mode="after")
     def _effective(self) -> "LoraOptions":
-        if self.adapter is not None:
-            for name in ("rank", "alpha", "targets", "dora", "rslora", "modules_to_save"):
-                if getattr(self, name) not in (None, False):
-                    raise UsageError(f"--lora.{name.replace('_', '-')} has no effect with --lora.adapter, which brings its own")
-        if not self.wanted:
-            for name in ("alpha", "targets", "dora", "rslora", "modules_to_save"):  # quantize: with an adapter as model
-                if getattr(self, name) not in (None, False):
-                    raise UsageError(f"--lora.{name.replace('_', '-')} has no effect without --lora.rank")
+        """Refuse options that would have no effect."""
+        given = [f"--lora.{name.replace('_', '-')}" for name in ("rank", "alpha", "targets", "dora", "rslora",
+                 "modules_to_save") if getattr(self, name) not in (None, False)]
+        if given and self.adapter is not None:
+            raise UsageError(f"{given[0]} has no effect with --lora.adapter, which brings its own")
+        if given and not self.wanted:  # quantize alone may go with an adapter as the model
+            raise UsageError(f"{given[0]} has no effect without --lora.rank")
         return self

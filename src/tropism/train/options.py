@@ -109,6 +109,17 @@ class ParallelOptions(Options):
         return replicate, shard, self.tensor
 
 
+class ModelOptions(Options):
+    """Which model is trained."""
+
+    heading: ClassVar[str] = "Optimization"
+
+    model: str
+    """Model to train: a directory, Hub id or GGUF file."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model."""
+
+
 class OptimizationOptions(Options):
     """How the model is trained and computed."""
 
@@ -196,8 +207,8 @@ class CheckpointOptions(Options):
     """Time limit (3h, 90min, 1h30min) from the start of the command. The run evaluates, saves a checkpoint
     and exits with code 75 before it is reached."""
     resume: Everyday[str] = "never"
-    """Resume a run: `auto`, `never`, or the path of a run. `auto` resumes the run in `--output` if there is one; `never`
-    stops if there is one. A path may also name a checkpoint of the run."""
+    """Resume a run: `auto`, `never`, or the path of a run. `auto` resumes the run in `--output` if there is one. `never`
+    stops if there is one. A path may also name a checkpoint."""
     fall_back: bool = False
     """If the newest checkpoint is corrupted, resume from the newest intact one. Requires `--resume`."""
     export_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
@@ -218,17 +229,13 @@ class TrackingOptions(Options):
     """Directory for the files of trackers. Default: RUN/logs."""
 
 
-class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, OptimizationOptions):
+class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, OptimizationOptions, ModelOptions):
     """Which model, how to train it, where the result goes."""
 
-    heading: ClassVar[str] = "Optimization"
+    heading: ClassVar[str] = "Checkpoints"
 
-    model: str
-    """Model to train: a directory, Hub id or GGUF file."""
     output: str
     """Run directory; must be empty or absent unless you resume the run in it."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with a model."""
     lora: LoraOptions = LoraOptions()
     """Adapters."""
     parallel: ParallelOptions = ParallelOptions()
