@@ -308,9 +308,9 @@ def test_what_is_refused(tiny_model_dir: Path, answers: Path, trained: Path, tmp
         assert not (tmp_path / "run").exists()
 
     refused(UsageError, "no adapter_config.json in this directory", adapter=str(tmp_path))
-    refused(UsageError, "lora.rank has no effect with lora.adapter", adapter=str(trained / "model"), rank=2)
+    refused(UsageError, "--lora.rank has no effect with --lora.adapter", adapter=str(trained / "model"), rank=2)
     refused(UsageError, "is an adapter, which is trained on", model=trained / "model", rank=2)
-    refused(UsageError, "lora.alpha has no effect without lora.rank", alpha=2.0)
+    refused(UsageError, "--lora.alpha has no effect without --lora.rank", alpha=2.0)
     refused(UsageError, "nearest are q_proj", rank=2, targets="q_prj")
     module = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with pytest.raises(UsageError, match="an optimizer that was given cannot hold weights of an adapter"):

@@ -5,13 +5,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 
-from tropism.cli.table import COMMANDS, Command
+from tropism.cli.table import COMMANDS, HEADINGS, Command, in_order
 
-HEADINGS = ("Required", "Data", "Method", "Optimization", "Evaluation", "Checkpoints", "Adapters", "Parallelism",
-            "Teacher", "Tracking")
-"""Groups of training options, in the order of help and reference."""
-
-_ORDER = ("model", "teacher", "data", "to", "output")
 _WIDTH = 100
 _COLUMN = 32
 
@@ -80,8 +75,7 @@ def _add_options(command: Command, groups: dict[str, list[Row]], everything: boo
     """Add the options of the command's class to the groups. Returns how many are not shown."""
     if not command.options:
         return 0
-    described = getattr(import_module("tropism.config"), command.options).described()
-    described.sort(key=lambda option: _ORDER.index(option.name) if option.name in _ORDER else len(_ORDER))
+    described = in_order(getattr(import_module("tropism.config"), command.options).described())
     own = [option.heading for option in described if option.heading not in HEADINGS]
     for heading in dict.fromkeys(["Required", *own, *HEADINGS]):
         shown = [option for option in described if option.heading == heading and (everything or option.everyday)]

@@ -1,6 +1,17 @@
 """The commands as help shows them: summary, own arguments and examples. Options are described by their classes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # pydantic is not for the first screen
+    from tropism.options import Option
+
+HEADINGS = ("Required", "Data", "Method", "Optimization", "Evaluation", "Checkpoints", "Adapters", "Parallelism",
+            "Teacher", "Tracking")
+"""Groups of training options, in the order of help and reference."""
+
+_FIRST = ("model", "teacher", "data", "to", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,12 @@ class Command:
     note: str = ""
 
 
+def in_order(options: "Iterable[Option]") -> "list[Option]":
+    """Options as they are listed within a group: required ones first, then everyday ones."""
+    return sorted(options, key=lambda option: (_FIRST.index(option.name) if option.info.is_required() else len(_FIRST),
+                                               not option.everyday))
+
+
 _CONFIG = Argument("--config FILE", "YAML file with options. Options on the command line override it.", everyday=False)
 _JSON = "Also write the result to this JSON file."
 _DATA = "Data to read: files, a directory, or a dataset on the Hub. Separate several with commas."
@@ -53,7 +70,7 @@ _STORE = Argument("--store DIR", "Cache directory.", default="$TROPISM_STORE, el
 def _method(name: str, summary: str, options: str, data: str, extra: str = "") -> Command:
     common = f"tropism {name} --model Qwen/Qwen3-0.6B {extra}--data {data} --output"
     examples = f"{common} runs/first", f"{common} runs/lora --lora.rank 16"
-    return Command("Train", summary, examples, (_CONFIG,), options, "--config FILE reads options from YAML.")
+    return Command("Train", summary, examples, (_CONFIG,), options, "`--config FILE` reads options from YAML.")
 
 
 COMMANDS: dict[str, Command] = {
@@ -112,7 +129,7 @@ COMMANDS: dict[str, Command] = {
                   default="the result"),
          Argument("--max-shard-size SIZE", "Maximum size of a weight file, such as 5GB.", default="50GB"),
          Argument("--base DIR", "Base model of the adapter, if it has moved since the run.")),
-        note="--checkpoint writes a checkpoint instead. Adds a model card. The run is not changed."),
+        note="`--checkpoint` writes a checkpoint instead. Adds a model card. The run is not changed."),
     "verify": Command(
         "Results", "Check that a run is intact and reproducible on this machine.",
         ("tropism verify runs/first", "tropism verify runs/first --json findings.json"),

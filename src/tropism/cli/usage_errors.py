@@ -7,7 +7,7 @@ from cyclopts import CycloptsError
 
 from tropism import config
 from tropism.cli.arguments import names_of
-from tropism.cli.table import COMMANDS
+from tropism.cli.table import COMMANDS, in_order
 from tropism.errors import did_you_mean
 from tropism.options import Option
 
@@ -42,7 +42,7 @@ def _command_of(tokens: list[str]) -> str:
 
 def _options_of(name: str) -> list[Option]:
     options = COMMANDS[name].options if name in COMMANDS else ""
-    return getattr(config, options).described() if options else []
+    return in_order(getattr(config, options).described()) if options else []
 
 
 def _own(name: str, required: bool) -> list[str]:
@@ -55,10 +55,8 @@ def _missing(tokens: list[str], name: str) -> str:
     """All required arguments that are missing, with an example."""
     given = names_of(tokens)
     own = [argument for argument in _own(name, required=True) if argument.startswith("--")]
-    order = ["--model", "--teacher", "--data", "--to", "--output"]
-    missing = [flag for flag in [*own, *(option.flag for option in _options_of(name) if option.info.is_required())]
+    missing = [flag for flag in [*(option.flag for option in _options_of(name) if option.info.is_required()), *own]
                if flag.removeprefix("--") not in given]
-    missing.sort(key=lambda flag: order.index(flag) if flag in order else len(order))
     positional = [argument for argument in _own(name, required=True) if not argument.startswith("--")]
     if positional and (len(tokens) <= len(name.split()) or tokens[len(name.split())].startswith("-")):
         missing = positional + missing

@@ -207,8 +207,8 @@ class CheckpointOptions(Options):
     """Time limit (3h, 90min, 1h30min) from the start of the command. The run evaluates, saves a checkpoint
     and exits with code 75 before it is reached."""
     resume: Everyday[str] = "never"
-    """Resume a run: `auto`, `never`, or the path of a run. `auto` resumes the run in `--output` if there is one. `never`
-    stops if there is one. A path may also name a checkpoint."""
+    """Resume a run: `auto`, `never`, or the path of a run. `auto` resumes the run in `--output` if there is one;
+    `never` stops if there is one. A path may also name a checkpoint."""
     fall_back: bool = False
     """If the newest checkpoint is corrupted, resume from the newest intact one. Requires `--resume`."""
     export_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
