@@ -68,8 +68,8 @@ _STORE = Argument("--store DIR", "Cache directory.", default="$TROPISM_STORE, el
 
 
 def _method(name: str, summary: str, options: str, data: str, extra: str = "") -> Command:
-    common = f"tropism {name} --model Qwen/Qwen3-0.6B {extra}--data {data} --output"
-    examples = f"{common} runs/first", f"{common} runs/lora --lora.rank 16"
+    examples = (f"tropism {name} --model Qwen/Qwen3-0.6B {extra}--data {data} --output runs/first",
+                f"tropism {name} --config base.yaml --output runs/lora --lora.rank 16")
     return Command("Train", summary, examples, (_CONFIG,), options, "`--config FILE` reads options from YAML.")
 
 
