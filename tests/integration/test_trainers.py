@@ -255,7 +255,7 @@ def test_a_reference_as_module_path_or_live(method: str, small: Any, module: Any
     assert_same_metrics(live, stored, 1e-4, 1e-5)
     assert records(by_module)[0]["loss"] != pytest.approx(stored[0]["loss"], abs=1e-4)
     for argument in ("ref_model", "teacher_model"):
-        with pytest.raises(UsageError, match=f"{argument} is the model itself"):
+        with pytest.raises(UsageError, match=f"{argument} is the model that is trained"):
             small(method, module, **{argument: module})
 
 
