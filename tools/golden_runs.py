@@ -28,7 +28,7 @@ RUNS: dict[str, list[str]] = {
     "kto-many-packs": ["kto", "--data", "{feedback}", "--microbatch-tokens", "48"],
     "kto-padded": ["kto", "--data", "{feedback}", "--layout", "padded", "--microbatch-tokens", "64"],
     "kto-live": ["kto", "--data", "{feedback}", "--reference", "live", "--microbatch-tokens", "64"],
-    "kto-workers": ["kto", "--data", "{feedback}", "--workers", "2", "--group-prompts", "true"],
+    "kto-workers": ["kto", "--data", "{feedback}", "--workers", "2", "--prefetch", "2", "--group-prompts", "true"],
     "bco-sft": ["kto", "--data", "{feedback}", "--loss", "bco,sft", "--loss-weights", "1,0.3",
                 "--microbatch-tokens", "64"],
     "aot": ["dpo", "--data", "{pairs}", "--loss", "aot", "--microbatch-tokens", "64"],

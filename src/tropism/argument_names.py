@@ -1,4 +1,4 @@
-"""What other trainers call our options and arguments."""
+"""Option and argument names of other trainers, translated to ours."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,23 +19,23 @@ ALIASES: dict[str, str] = {
     "lora_target_modules": "lora.targets", "use_dora": "lora.dora", "use_rslora": "lora.rslora",
     "router_aux_loss_coef": "router_aux_weight", "aux_loss_coef": "router_aux_weight",
 }
-"""What other trainers call our options."""
+"""Option names of other trainers, with ours."""
 
 ARGUMENTS: dict[str, str] = {
     "actor": "model", "optim": "optimizer", "actor_optim": "optimizer", "actor_lr_scheduler": "scheduler",
     "processing_class": "tokenizer",
 }
-"""What other trainers call our arguments."""
+"""Argument names of other trainers, with ours."""
 
 _NEVER = ("save_every",)
-"""Options for which 0 or -1 means never, as elsewhere."""
+"""Options for which other trainers use 0 or -1 to mean never."""
 
 
 def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by our names.
+    """Options by our names, without those that are None.
 
     Raises:
-        UsageError: where an option is given under two names.
+        UsageError: if an option is given under two names.
     """
     values: dict[str, Any] = {}
     given: dict[str, str] = {}
@@ -44,11 +44,11 @@ def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if ours in given:
-            raise UsageError(f"{given[ours]} and {name} are the same option; give one of them")
+            raise UsageError(f"{given[ours]} and {name} are the same option. Pass one of them")
         inside = value if isinstance(value, Mapping) else getattr(value, "model_fields_set", ())
         for inner in (f"{ours}.{entry}" for entry in inside):  # of a group
             if inner in given:
-                raise UsageError(f"{name} and {given[inner]} both give {inner}; give one of them")
+                raise UsageError(f"{name} and {given[inner]} both set {inner}. Pass one of them")
             given[inner] = name
         given[ours] = name
         never = (ours in _NEVER and value in (0, -1)) or (ours, value) == ("track", "none")
@@ -59,10 +59,10 @@ def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with what was given under other names, which are taken out of `options`.
+    """Arguments by our names. Those given under other names are moved here from `options`.
 
     Raises:
-        UsageError: where one is given twice.
+        UsageError: if one is given twice.
     """
     found = dict(given)
     names = {name: name for name, value in given.items() if value is not None}
@@ -71,6 +71,6 @@ def arguments(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if ours in names:
-            raise UsageError(f"{names[ours]} and {name} are the same argument; give one of them")
+            raise UsageError(f"{names[ours]} and {name} are the same argument. Pass one of them")
         names[ours], found[ours] = name, value
     return found

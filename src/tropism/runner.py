@@ -346,8 +346,8 @@ class Run:
             engine, own = built.engine, built.engine.reference is not None and self.inputs.reference is None
             if own and fresh:
                 agree, sentence = check_first_step(engine, built.planner)
-                if not agree and self.options.strict:
-                    raise ReferenceMismatchError(sentence)
+                if not agree and not self.values["allow_reference_mismatch"]:
+                    raise ReferenceMismatchError(f"{sentence} To train anyway, pass --allow-reference-mismatch")
                 (self.voice.say if agree else self.voice.warn)(sentence)
             built.facts["policy"] = (engine.reference.fingerprint if own and engine.reference
                                      else self.inputs.policy.fingerprint(engine.model))

@@ -1,4 +1,4 @@
-"""Trainers to hold in Python. They are the command line's runs, with objects where it takes names."""
+"""The trainer classes for Python. They run what the command line runs, and take objects as well as names."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -18,9 +18,8 @@ from tropism.config import (
     KTOOptions,
     MethodOptions,
     SFTOptions,
+    check_name,
     explain,
-    group_of,
-    nearest,
     place_of,
     takes_bool,
 )
@@ -37,19 +36,19 @@ from tropism.observe.rundir import free_name
 from tropism.runner import PythonObjects, Run, RunResult
 
 _RENDERING = (*FormatOptions.model_fields, *TemplateOptions.model_fields)
-"""Options that say how text becomes token ids."""
+"""Options that control how text becomes token ids."""
 
 _WITH_MODEL = ("save_interval", "save_steps")
-"""Names under which elsewhere a model is saved that loads as it is, and all of them stay."""
+"""Option names of trainers that save a loadable model in every checkpoint, and keep all checkpoints."""
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """An evaluation.
+    """The result of an evaluation.
 
     Args:
         metrics: by their keys in `metrics.jsonl`.
-        rows: how many rows were evaluated.
+        rows: number of rows that were evaluated.
     """
 
     metrics: dict[str, float]
@@ -60,33 +59,33 @@ class EvalResult:
 
 
 class Trainer:
-    """What the trainers share. Use `KTOTrainer`, `DPOTrainer`, `KDTrainer` or `SFTTrainer`.
+    """The base of all trainers. Use `KTOTrainer`, `DPOTrainer`, `KDTrainer` or `SFTTrainer`.
 
     Args:
-        model: the policy: a directory, hub id or GGUF file, or a transformers module, which is then trained in place
-            (its dropout is off, and its weights are kept in float32).
-        ref_model: the reference; by default the policy as it is before step 1; `live` keeps a copy in memory.
-        teacher_model: for distillation: a name or a module with the same tokenizer. Modules given as reference or
-            teacher are frozen and converted in place to the run's dtype and device, and stay so.
-        tokenizer: of the model; by default the one that belongs to its name.
-        optimizer, scheduler: over weights of the module; they keep their own learning rate. By default AdamW and the
+        model: the policy: a directory, Hub id or GGUF file, or a transformers module. A module is trained in place,
+            with dropout off and its weights in float32.
+        ref_model: the reference. Default: the policy before step 1. `live` keeps a copy of it in memory.
+        teacher_model: the teacher for distillation, a name or a module with the same tokenizer. Modules passed as
+            reference or teacher are frozen and converted in place to the dtype and device of the run, and stay so.
+        tokenizer: of the model. Default: the one that comes with its name.
+        optimizer, scheduler: over weights of the module. They keep their own learning rate. Default: AdamW and the
             schedule of the options.
         train_dataset, eval_dataset: a file, a `datasets.Dataset`, rows as dicts, or trees: `PromptTree`s of two
             completions (chosen, rejected) for DPO, of any number for SFT and KD; for KTO pairs of a tree and its
             labels.
         train_dataloader, eval_dataloader: batches in the padded layouts of OpenRLHF, ColossalChat or NeMo-Aligner.
-            A batch is a step, in the dataloader's order.
-        accumulation_steps: batches of `train_dataloader` that make a step together.
-        kl_source: `step` pairs each completion with another row of its step; `batch` takes the mismatched rows that
-            the dataloader's batches bring.
-        use_wandb: as `track="wandb"`.
-        quiet: say nothing.
-        voice: what speaks, in place of the terminal.
-        options: any option of the command line by its name, or by its name elsewhere (see `ALIASES`; for the
-            arguments above `ARGUMENTS`).
+            Each batch is one optimizer step, in the order of the dataloader.
+        accumulation_steps: batches of `train_dataloader` per optimizer step.
+        kl_source: `step` pairs each completion with another row of its step; `batch` uses the mismatched rows in the
+            batches of the dataloader.
+        use_wandb: same as `track="wandb"`.
+        quiet: print nothing.
+        voice: receives all output, instead of the terminal.
+        options: any option of the command line, by its name or by its name in other trainers (`ALIASES`; `ARGUMENTS`
+            for the arguments above).
 
     Raises:
-        UsageError: for an unknown option, one given twice, or a combination that cannot work.
+        UsageError: for an unknown option, a duplicate one, or a combination that cannot work.
     """
 
     options_class: ClassVar[type[MethodOptions]]
@@ -106,21 +105,21 @@ class Trainer:
             "model": ("model", model), "ref_model": ("reference", ref_model),
             "teacher_model": ("teacher", teacher_model), "train_dataset": ("data", train_dataset),
             "eval_dataset": ("eval_data", eval_dataset)}
-        if isinstance(optimizer, str):  # the option of that name
+        if isinstance(optimizer, str):  # the option `optimizer`
             values["optimizer"], optimizer = optimizer, None
         objects: dict[str, Any] = {"tokenizer": tokenizer, "optimizer": optimizer, "scheduler": scheduler}
         if ref_model is not None and ref_model is model:
-            raise UsageError("ref_model is the model itself, which learns; leave it out: the reference is then the "
-                             "model as it is before step 1")
+            raise UsageError("ref_model is the model that is trained. Omit it: the reference is then the model before "
+                             "step 1")
         if teacher_model is not None and teacher_model is model:
-            raise UsageError("teacher_model is the model itself, which learns; pass a copy of it")
+            raise UsageError("teacher_model is the model that is trained. Pass a copy of it")
         for argument, (option, value) in named.items():
             if value is None:
                 continue
             if option not in self.options_class.model_fields:
-                raise UsageError(f"{argument} has no effect on {self.options_class.method}; leave it out")
+                raise UsageError(f"{argument} has no effect on {self.options_class.method}. Remove it")
             if option in values:
-                raise UsageError(f"{argument} and {option} are the same; give one of them")
+                raise UsageError(f"{argument} and {option} are the same. Pass one of them")
             if isinstance(value, str | Path):
                 values[option] = str(value)
             else:
@@ -131,35 +130,35 @@ class Trainer:
             names = track if isinstance(track, list | tuple) else [track] if track else []
             values["track"] = ",".join(dict.fromkeys(map(str, [*names, *["wandb"] * use_wandb])))
         if "model" not in values:
-            raise UsageError("model is missing: name one, or pass a module")
+            raise UsageError("model is required. Pass a name or a module")
         _check_objects(values, objects)
         if getattr(objects.get("model"), "peft_config", None) and objects["optimizer"] is None:
             values.setdefault("learning_rate", RATE_OF_ADAPTERS)
         values.setdefault("output", str(free_name(Path("tropism-run"))))
         self._check_data(values, objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source)
-        self.options = make_options(self.options_class, values)  # before a dataloader is gone through
+        self.options = make_options(self.options_class, values)  # before the dataloader is read
         self._read(objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source == "batch")
         self.objects = PythonObjects(**objects)
         self._run: Run | None = None
 
     def _check_data(self, values: dict[str, Any], objects: dict[str, Any], train: Iterable[Any] | None,
                     evaluation: Iterable[Any] | None, accumulation_steps: int, kl_source: str) -> None:
-        """Where the data comes from, and that the options for it have an effect."""
+        """Find where the data comes from, and check that the options for it have an effect."""
         if kl_source not in ("step", "batch"):
-            raise UsageError(f"kl_source: {kl_source!r} is not step or batch")
+            raise UsageError(f"kl_source: must be step or batch (got {kl_source!r})")
         if train is None:
             for name, value in (("accumulation_steps", accumulation_steps != 1), ("kl_source", kl_source != "step"),
                                 ("eval_dataloader", evaluation is not None)):
                 if value:
                     raise UsageError(f"{name} has no effect without train_dataloader")
             if "data" not in values:
-                raise UsageError("train_dataset is missing: a file, rows, or trees")
+                raise UsageError("train_dataset is required. Pass a file, rows or trees")
             _find_trees(values, objects)
             return
         if "data" in values:
-            raise UsageError("train_dataset and train_dataloader are both given; give one of them")
+            raise UsageError("train_dataset and train_dataloader are both set. Pass one of them")
         if accumulation_steps < 1:
-            raise UsageError(f"accumulation_steps {accumulation_steps}: a step takes at least one batch")
+            raise UsageError(f"accumulation_steps: must be at least 1 (got {accumulation_steps})")
         _refuse_with(values, "train_dataloader", ("batch_size", "shuffle", "group_prompts", "seed", "eval_fraction",
                                                   "eval_data", "max_prompt_length", "workers", *_RENDERING))
         values["data"] = "batches of a dataloader"
@@ -168,7 +167,7 @@ class Trainer:
 
     def _read(self, objects: dict[str, Any], train: Iterable[Any] | None, evaluation: Iterable[Any] | None,
               accumulation_steps: int, own_partners: bool) -> None:
-        """Batches and trees as rows of token ids, batches with their steps."""
+        """Read batches and trees as rows of token ids, batches with their steps."""
         options, view = self.options, self.options_class.view
         for source, name in (("train", "rows"), ("evaluation", "eval_rows")):
             if (trees := objects.pop(f"{source}_trees", None)) is not None:
@@ -184,7 +183,7 @@ class Trainer:
 
     @contextmanager
     def _working(self) -> Iterator[Run]:
-        """The run. Modules that it was given get their own attention back afterwards, so that they can generate."""
+        """The run. Afterwards modules that were passed in get their own attention back, so that they can generate."""
         objects = self.objects
         given = [module for module in (objects.model, objects.reference, objects.teacher) if module is not None]
         own = [module.config._attn_implementation for module in given]
@@ -200,30 +199,30 @@ class Trainer:
                     module.set_attn_implementation(implementation)
 
     def fit(self, resume: bool | str | Path | None = None) -> RunResult:
-        """Train, and leave a run directory with the model.
+        """Train, and write a run directory with the model.
 
         Args:
-            resume: as the option of that name: `auto`, or True, goes on with the run in the output, if there is one.
-                Modules are given as they were when the run began; of a run that is done they get the result.
+            resume: as the option `resume`; True means `auto`, which resumes the run in `output` if there is one. Pass
+                modules in the state in which the run started; if the run is done they get its result.
 
         Raises:
-            TropismError: a subclass that says what is wrong and what to do; before the first step wherever it can be.
-                `StoppedEarly` where the run was stopped and can go on.
+            TropismError: a subclass that names the problem and the remedy, before the first step where possible.
+                `StoppedEarly` if the run was stopped and can be resumed.
         """
         began = time.monotonic()
         if resume is not None:
             given = self.options.model_dump(exclude_unset=True)
             self.options = make_options(self.options_class, given | canonical({"resume": resume}))
-        if self.objects.model is not None:  # what an earlier backward pass left there is no part of step 1
+        if self.objects.model is not None:  # gradients of an earlier backward pass must not enter step 1
             self.objects.model.zero_grad(set_to_none=True)
         with self._working() as run:
             return run.fit(began)
 
     def evaluate(self) -> EvalResult:
-        """Evaluate the policy as it is now on the held-out rows.
+        """Evaluate the current policy on the held-out rows.
 
         Raises:
-            UsageError: if nothing is held out.
+            UsageError: if there are no held-out rows.
         """
         with self._working() as run:
             return EvalResult(run.evaluate(), len(run.inputs.held_out))
@@ -258,13 +257,13 @@ _OBJECT_OF = {"model": "model", "reference": "reference", "teacher": "teacher", 
 
 
 def _name_of(value: Any) -> str:
-    """How an object is called where options are written down."""
-    origin = f" (from {_origin(value)})" if _origin(value) else ""  # no path: it may have learned since
+    """The name of an object in config.yaml."""
+    origin = f" (from {_origin(value)})" if _origin(value) else ""  # not a path: the module may have been trained since
     return f"a {type(value).__name__} given in Python{origin}"
 
 
 def _origin(module: Any) -> str:
-    """Where a module was loaded from, if it says so."""
+    """The name that a module was loaded from, or an empty string."""
     return str(getattr(getattr(module, "config", None), "name_or_path", "") or "")
 
 
@@ -272,7 +271,7 @@ def make_options(options: type[MethodOptions], values: Mapping[str, Any]) -> Met
     """Typed options.
 
     Raises:
-        UsageError: for an unknown name, with the nearest known one, or an ill-typed value.
+        UsageError: for an unknown name, with the closest known one, or an invalid value.
     """
     fields = options.flat_fields()
     values = options.flattened(values)
@@ -280,49 +279,49 @@ def make_options(options: type[MethodOptions], values: Mapping[str, Any]) -> Met
     known = {*fields, *aliases, *signature(Trainer).parameters} - {"options"}
     for name, value in values.items():
         if name not in fields:
-            raise UsageError(f"{name}: {group_of(options, name) or 'unknown' + nearest(name, known)}")
-        if isinstance(value, bool) and not takes_bool(fields[name].annotation):
-            raise UsageError(f"{name}: {value} is not a value for this option")
+            check_name(options, name, known)
+        elif isinstance(value, bool) and not takes_bool(fields[name].annotation):
+            raise UsageError(f"{name}: {value} is not a valid value")
     try:
         return options.model_validate(options.nested(values))
     except ValidationError as error:
         problem = error.errors()[0]
         name = place_of(problem, fields)
         if problem["type"] == "missing":
-            raise UsageError(f"{name} is missing") from None
+            raise UsageError(f"{name} is required") from None
         raise UsageError(f"{name}: {explain(problem)}") from None
 
 
 def _refuse_with(values: Mapping[str, Any], owner: str, names: Sequence[str]) -> None:
     for name in names:
         if name in values:
-            raise UsageError(f"{name} has no effect with {owner}, which decides it; leave one of them out")
+            raise UsageError(f"{name} has no effect with {owner}, which sets it. Remove one of them")
 
 
 def _check_objects(values: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """Objects that need one another are there together.
+    """Check that objects that need each other are passed together.
 
     Raises:
-        UsageError: naming what is missing, or has no effect.
+        UsageError: for a missing object, or an option without effect.
     """
     if objects["optimizer"] is not None:
         _refuse_with(values, "optimizer", ("learning_rate", "schedule", "warmup_ratio", "weight_decay"))
         if "model" not in objects:
-            raise UsageError("optimizer needs the module whose weights it holds: pass the module as model")
+            raise UsageError("optimizer requires the module that it optimizes. Pass it as model")
     elif objects["scheduler"] is not None:
-        raise UsageError("scheduler needs its optimizer: pass both, or neither and set schedule and learning_rate")
+        raise UsageError("scheduler requires its optimizer. Pass both, or set schedule and learning_rate instead")
     if "model" in objects and objects["tokenizer"] is None and not _origin(objects["model"]):
-        raise UsageError("tokenizer is missing: the module does not say where it comes from, so pass its tokenizer")
+        raise UsageError("tokenizer is required, because the module has no name to load it from. Pass its tokenizer")
 
 
 def _find_trees(values: dict[str, Any], objects: dict[str, Any]) -> None:
-    """Tell trees from rows as dicts, in place.
+    """Separate trees from rows as dicts, in place.
 
     Raises:
-        UsageError: if only one of the datasets holds trees, or an option has no effect on them.
+        UsageError: if only one dataset holds trees, or an option has no effect on them.
     """
     for source in ("train", "evaluation"):
-        if isinstance(objects.get(source), Iterator):  # a look at its first entry must not take it away
+        if isinstance(objects.get(source), Iterator):  # looking at the first entry must not consume it
             first = list(islice(objects[source], 1))
             objects[source] = first + list(objects[source]) if _trees(first) else chain(first, objects[source])
         if (trees := _trees(objects.get(source))) is not None:
@@ -330,19 +329,18 @@ def _find_trees(values: dict[str, Any], objects: dict[str, Any]) -> None:
             objects[f"{source}_trees"] = trees
         elif objects.get(source) is not None and not isinstance(objects[source], Sized):
             if source == "evaluation":
-                raise UsageError("eval_dataset is a stream, which has no length: pass a list of its rows")
+                raise UsageError("eval_dataset is a stream without a length. Pass a list of its rows")
             values["streaming"] = True
     if "eval_data" in values and ("train_trees" in objects) != ("evaluation_trees" in objects):
-        raise UsageError("one of train_dataset and eval_dataset holds trees and the other does not; give both in one "
-                         "form")
+        raise UsageError("only one of train_dataset and eval_dataset holds trees. Pass both as trees or both as rows")
     for name in ("eval_fraction", "max_prompt_length", *_RENDERING):
         if "train_trees" in objects and name in values:
-            raise UsageError(f"{name} has no effect on trees, which are taken as they are; leave it out"
-                             + (" and give eval_dataset" if name == "eval_fraction" else ""))
+            raise UsageError(f"{name} has no effect on trees, which are already token ids. Remove it"
+                             + (" and pass eval_dataset" if name == "eval_fraction" else ""))
 
 
 def _trees(source: Any) -> list[Any] | None:
-    """Trees, or trees with labels, if that is what a source holds."""
+    """The trees, or trees with labels, in a source; None if it holds something else."""
     if source is None or isinstance(source, str | Path | Mapping):
         return None
     if isinstance(source, Iterator):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from integration.resuming import answers  # noqa: F401
 from tropism.cli.app import main
 from tropism.commands.export import export
-from tropism.config import read_yaml
+from tropism.config_file import read_yaml
 from tropism.errors import CheckpointError, ModelError, UsageError
 from tropism.model.options import LoraOptions, is_adapter
 from tropism.model.source import ModelSource
@@ -32,11 +32,11 @@ def run(tiny_model_dir: Path, answers: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize(("options", "match"), [
     ({"lora": {"rank": 4}, "lora_rank": 8}, "lora and lora_rank"),
     ({"lora_rank": 8, "lora": LoraOptions(rank=4)}, "lora and lora_rank"),
-    ({"lora_rank": True}, r"lora\.rank: True is not a value"), ({"lora": {"rank": True}}, r"lora\.rank: True"),
-    ({"lora": 16}, r"lora: is a group of options: write lora: \{rank: \.\.\.\}"),
-    ({"lora": {"rank": 2, "targets": []}}, r"lora\.targets: names no module"),
-    ({"lora": {"rank": 2, "modules_to_save": " , "}}, r"lora\.modules_to_save: names no module"),
-    ({"lora": {"quantize": "nf4"}}, "lora.quantize has no effect without lora.rank")])
+    ({"lora_rank": True}, r"lora\.rank: True is not"), ({"lora": {"rank": True}}, r"lora\.rank: True"),
+    ({"lora": 16}, r"lora: is a group .* lora: \{rank: \.\.\.\}"),
+    ({"lora": {"rank": 2, "targets": []}}, r"lora\.targets: no module"),
+    ({"lora": {"rank": 2, "modules_to_save": " , "}}, r"lora\.modules_to_save: no module"),
+    ({"lora": {"quantize": "nf4"}}, "--lora.quantize has no effect without --lora.rank")])
 def test_what_is_refused(options: dict[str, Any], match: str) -> None:
     """X1: by the names that were given."""
     with pytest.raises(UsageError, match=match):
@@ -45,9 +45,9 @@ def test_what_is_refused(options: dict[str, Any], match: str) -> None:
 
 def test_what_a_file_may_not_say(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    for text, match in (("lora: 16", r"run.yaml:2: lora: is a group of options: write lora: \{rank"),
-                        ("parallel: 2", r"parallel: is a group of options: write parallel: \{shard"),
-                        ("lora:\n  rank: 2\n  targets: []", r"run.yaml:4: lora\.targets: names no module")):
+    for text, match in (("lora: 16", r"run.yaml:2: lora: is a group .* lora: \{rank"),
+                        ("parallel: 2", r"parallel: is a group .* parallel: \{shard"),
+                        ("lora:\n  rank: 2\n  targets: []", r"run.yaml:4: lora\.targets: no module")):
         file.write_text(f"method: sft\n{text}\n")
         with pytest.raises(UsageError, match=match):
             read_yaml(file)

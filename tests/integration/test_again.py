@@ -92,7 +92,7 @@ def test_fit_takes_what_the_constructor_takes(trainer: Callable[..., DPOTrainer]
         trainer("run", save_every=2, resume="auto").fit(resume=False)
     with pytest.raises(UsageError, match="resume"):
         trainer("run").fit(resume=3)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="fall_back has no effect without resume"):
+    with pytest.raises(UsageError, match="--fall-back has no effect without --resume"):
         trainer("run", resume="auto", fall_back=True).fit(resume=False)
 
 
@@ -255,9 +255,9 @@ def test_a_lock_alone_is_an_empty_directory(resume: str, train: Callable[..., An
 # --- options that would do nothing -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("changes", "sentence"), [
-    ({"eval_limit": 3}, "eval_limit has no effect without rows to evaluate"),
-    ({"keep": 5}, "keep is about checkpoints, and none is planned"),
-    ({"checkpoint_model": True}, "checkpoint_model is about checkpoints, and none is planned")])
+    ({"eval_limit": 3}, "--eval-limit has no effect without evaluation rows"),
+    ({"keep": 5}, "--keep has no effect without checkpoints"),
+    ({"checkpoint_model": True}, "--checkpoint-model has no effect without checkpoints")])
 def test_options_that_would_do_nothing_are_refused(changes: dict[str, Any], sentence: str) -> None:
     """And the defaults, which `config.yaml` spells out, are not."""
     least = {"model": "m", "data": "d", "output": "o"}

@@ -1,6 +1,7 @@
 """The command line: its surface, its errors, its exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,39 +10,128 @@ from typing import Any
 import pytest
 import yaml
 
+from tropism import __version__, config
 from tropism.cli.app import main
 from tropism.cli.arguments import join_booleans
-from tropism.config import METHODS, ConvertOptions, KTOOptions, read_yaml
+from tropism.cli.commands import app
+from tropism.cli.table import COMMANDS
+from tropism.config import METHODS, ConvertOptions, InspectOptions, KTOOptions, ScoringOptions
+from tropism.config_file import read_yaml
 from tropism.errors import UsageError
 
-
-def test_help_does_not_import_torch() -> None:
-    code = ("import sys; from tropism.cli.app import main\n"
-            "try: main(['kto', '--help'])\nexcept SystemExit: pass\n"
-            "assert 'torch' not in sys.modules and 'transformers' not in sys.modules")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--beta" in done.stdout
-
-
-SHARED = ("batch_size chat_template chat_template_kwargs columns "
-          "data epochs eval_data eval_every eval_fraction export_dtype group_prompts layout learning_rate "
-          "log_dir log_every max_grad_norm max_length max_prompt_length max_steps microbatch_tokens model optimizer "
-          "output precision samples save_every schedule seed shuffle store streaming strict track trust_remote_code "
-          "warmup_ratio weight_decay workers format label_threshold pair_by_prompt supervise system_prompt "
-          "on_nonfinite stop_metric stop_patience stop_delta "
-          "eval_limit keep keep_best checkpoint_model max_time resume fall_back router_aux_weight "
-          "lora.rank lora.alpha lora.targets lora.dora lora.rslora lora.adapter lora.modules_to_save lora.quantize "
-          "parallel.shard parallel.replicate parallel.tensor parallel.offload parallel.reduce_once")
-TEACHER = "divergence divergence_mix kd_weight teacher temperature temperature_scaling top_k"
-PREFERENCE = f"{TEACHER} beta loss loss_weights reference"
-SURFACE = {
-    "kto": f"{SHARED} {PREFERENCE} desirable_weight undesirable_weight",
-    "dpo": f"{SHARED} {PREFERENCE} cpo_alpha discopop_tau f_alpha f_divergence label_smoothing ld_alpha simpo_gamma "
-           "wpo",
-    "sft": SHARED,
-    "kd": f"{SHARED} {TEACHER}",
+GROUPS = {
+    "Required": "model data output",
+    "Data": "chat_template chat_template_kwargs columns format group_prompts label_threshold max_length "
+            "max_prompt_length pair_by_prompt shuffle store streaming strict supervise system_prompt workers",
+    "Optimization": "batch_size epochs layout learning_rate max_grad_norm max_steps microbatch_tokens on_nonfinite "
+                    "optimizer precision prefetch router_aux_weight schedule seed trust_remote_code warmup_ratio "
+                    "weight_decay",
+    "Evaluation": "eval_data eval_every eval_fraction eval_limit samples stop_delta stop_metric stop_patience",
+    "Checkpoints": "checkpoint_model export_dtype fall_back keep keep_best max_time resume save_every",
+    "Adapters": "lora.adapter lora.alpha lora.dora lora.modules_to_save lora.quantize lora.rank lora.rslora "
+                "lora.targets",
+    "Parallelism": "parallel.offload parallel.reduce_once parallel.replicate parallel.shard parallel.tensor",
+    "Tracking": "log_dir log_every track",
 }
+"""Options of all methods by their group in help."""
+TEACHER = "divergence divergence_mix kd_weight teacher temperature temperature_scaling top_k"
+METHOD = "allow_reference_mismatch beta loss loss_weights reference"
+SURFACE: dict[str, dict[str, str]] = {
+    "kto": {**GROUPS, "Teacher": TEACHER, "Method": f"{METHOD} desirable_weight undesirable_weight"},
+    "dpo": {**GROUPS, "Teacher": TEACHER, "Method": f"{METHOD} cpo_alpha discopop_tau f_alpha f_divergence "
+            "label_smoothing ld_alpha simpo_gamma wpo"},
+    "sft": GROUPS,
+    "kd": {**GROUPS, "Teacher": TEACHER.replace("teacher ", ""), "Required": "model teacher data output"},
+}
+EVERYDAY = ("batch_size epochs eval_data eval_every eval_fraction learning_rate lora.quantize lora.rank max_length "
+            "max_steps max_time microbatch_tokens parallel.shard precision resume save_every track")
+OF_PREFERENCES = "beta kd_weight loss reference teacher"
+SHORT = {"kto": f"{EVERYDAY} {OF_PREFERENCES} desirable_weight undesirable_weight",
+         "dpo": f"{EVERYDAY} {OF_PREFERENCES} label_smoothing", "sft": EVERYDAY, "kd": f"{EVERYDAY} kd_weight"}
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def listed(text: str) -> dict[str, list[str]]:
+    """Options by group, as a help screen shows them."""
+    groups: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if re.fullmatch(r"[A-Z]\w+", line):
+            groups[line] = []
+        elif found := re.match(r"  --(?:\[no-\])?(\S+)", line):
+            groups[list(groups)[-1]].append(found[1].replace("-", "_"))
+    return groups
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_by_groups(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """The short screen shows the everyday options of every group and fits; --help-all shows every option."""
+    monkeypatch.setenv("COLUMNS", "100")
+    short, full = help_of(capsys, method, "--help"), help_of(capsys, method, "--help-all")
+    assert len(short.splitlines()) <= 60
+    assert max(map(len, full.splitlines())) <= 100
+    wanted = {group: sorted(names.split()) for group, names in SURFACE[method].items()}
+    found = listed(full)
+    assert next(iter(found)) == "Required"
+    assert found["Required"] == SURFACE[method]["Required"].split()
+    assert found.pop("Options") == ["config"]
+    assert not found.pop("Examples")
+    assert {group: sorted(names) for group, names in found.items()} == wanted
+    everyday = {*SHORT[method].split(), *SURFACE[method]["Required"].split()}
+    assert {group: set(names) for group, names in listed(short).items()} == {
+        **{group: everyday & {*names} for group, names in wanted.items()}, "Examples": set()}
+    assert short.count(f"\n  tropism {method} --") == 2
+
+
+def test_help_is_quick_and_imports_little() -> None:
+    """The first screen without any class of options, that of a command without torch."""
+    code = ("import sys; from tropism.cli.app import main\n"
+            "assert main({!r}) == 0\n"
+            "assert not {!r} & {{name.split('.')[0] for name in sys.modules}}")
+    heavy = {"torch", "transformers", "peft", "cyclopts"}
+    for arguments, names in ((["--help"], heavy | {"pydantic", "numpy"}), (["kto", "--help"], heavy)):
+        done = subprocess.run([sys.executable, "-c", code.format(arguments, names)], capture_output=True, text=True,
+                              check=False)
+        assert done.returncode == 0, done.stderr
+        assert "kto" in done.stdout
+
+
+def test_the_first_screen_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "--help")
+    assert text == help_of(capsys)
+    assert re.findall(r"^  ((?:store )?[a-z]+)  ", text, re.MULTILINE) == list(COMMANDS)
+    assert [line for line in text.splitlines() if re.fullmatch(r"[A-Z]\w+", line)] == [
+        "Train", "Data", "Results", "Other", "Options", "Example"]
+    assert help_of(capsys, "--version") == help_of(capsys, "kto", "--version") == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_and_parser_know_the_same_arguments(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    command = app
+    for word in name.split():
+        command = command[word]
+    parsed = {argument.names[0].lower().lstrip("-") for argument in command.assemble_argument_collection()}
+    own = {argument.name.split()[0].lower().lstrip("-") for argument in COMMANDS[name].arguments}
+    options = getattr(config, COMMANDS[name].options).described() if COMMANDS[name].options else []
+    assert own - {"config" if name in METHODS else "", "key"} | {option.flag[2:] for option in options} == (
+        parsed - {"*", "lora", "parallel"})
+    text = help_of(capsys, *name.split(), "--help")
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.startswith(f"Usage: tropism {name}")
+    assert f"\n  {COMMANDS[name].examples[0]}\n" in f"{text}\n"
+
+
+def test_descriptions_follow_the_rules() -> None:
+    """They begin with the verb or the thing; a default that the field has is not described again."""
+    for options in (*METHODS.values(), ScoringOptions, InspectOptions, ConvertOptions):
+        for option in options.described():
+            assert option.text, option.name
+            assert not re.match(r"(Of|Whether|What|By how|How|Say|Where) ", option.text), option.name
+            assert option.text.endswith("."), option.name
+            assert option.info.default is None or " Default: " not in (option.info.description or ""), option.name
 
 
 CONVERT = "columns format keep_columns label_threshold output pair_by_prompt strict to turns"
@@ -50,14 +140,6 @@ CONVERT = "columns format keep_columns label_threshold output pair_by_prompt str
 def test_the_surface_of_convert_changes_only_on_purpose() -> None:
     assert sorted(ConvertOptions.model_fields) == CONVERT.split()
     assert all(info.description for info in ConvertOptions.model_fields.values())
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_surface_changes_only_on_purpose(method: str) -> None:
-    """Options by name; every one has a description, which is the only documentation and feeds --help."""
-    fields = METHODS[method].flat_fields()
-    assert sorted(fields) == sorted(SURFACE[method].split())
-    assert all(info.description for info in fields.values())
 
 
 def test_defaults_of_the_contract() -> None:
@@ -70,9 +152,10 @@ def test_defaults_of_the_contract() -> None:
                     for method, extra in (("dpo", {}), ("sft", {}), ("kd", {"teacher": "t"})))
     assert (dpo.learning_rate, sft.learning_rate, kd.learning_rate) == (1e-6, 2e-5, 2e-5)
     assert (dpo.loss, dpo.wpo) == ("sigmoid", False)
-    for given, names in ((options, PREFERENCE), (dpo, SURFACE["dpo"].removeprefix(SHARED)), (kd, TEACHER)):
+    for given, names in ((options, f"{METHOD} {TEACHER}"), (dpo, SURFACE["dpo"]["Method"]), (kd, TEACHER)):
         values = given.model_dump()
-        assert {name for name in names.split() if values[name] is not None} <= {"loss", "teacher", "wpo"}
+        assert {name for name in names.split() if values[name] is not None} <= {
+            "allow_reference_mismatch", "loss", "teacher", "wpo"}
 
 
 @pytest.mark.parametrize(("method", "extra", "wanted"), [
@@ -107,9 +190,9 @@ def test_the_written_configuration_names_the_values_in_use(
 def test_a_file_with_lists_and_without_a_method(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path,
                                                 data_of: dict[str, Path], tmp_path: Path) -> None:
     """H2: YAML lists are the command line's commas; a file that names no method is for the one of the command."""
-    config = tmp_path / "c.yaml"
-    config.write_text("loss: [sigmoid, sft]\nloss_weights: [1, 0.2]\n")
-    code, _, err = run(capsys, "dpo", "--config", str(config), *small(tiny_model_dir, data_of["dpo"], tmp_path))
+    file = tmp_path / "c.yaml"
+    file.write_text("loss: [sigmoid, sft]\nloss_weights: [1, 0.2]\n")
+    code, _, err = run(capsys, "dpo", "--config", str(file), *small(tiny_model_dir, data_of["dpo"], tmp_path))
     assert code == 0, err
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx(first["loss/sigmoid"] + 0.2 * first["loss/sft"])
@@ -123,61 +206,71 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 BASE = ["--model", "m", "--data", "d", "--output", "o"]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (["kto", *BASE, "--desirable-wieght", "2"], "did you mean desirable_weight?"),
-    (["dpo", *BASE, "--loss", "sigmiod"], "sigmiod"),
-    (["dpo", *BASE, "--beta", "0,1"], "--beta: Input should be a valid number"),
-    (["dpo", *BASE, "--beta", "-0.1"], "--beta: Input should be greater than 0 (got '-0.1')"),
-    (["dpo", *BASE, "--epochs", "0"], "--epochs: Input should be greater than or equal to 1"),
-    (["kto", "--data", "d", "--output", "o"], "--model"),
-    (["dop", *BASE], "dop"),
-    (["train"], "needs a configuration file"),
-    (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["kto"], r"--model, --data and --output are required.*tropism kto --model"),
+    (["kto", "--data", "d"], "--model and --output are required"),
+    (["kd", *BASE], "--teacher is required"),
+    (["evaluate"], "MODEL and --data are required"),
+    (["kto", "--model"], "--model needs a value"),
+    (["kto", *BASE, "--beat", "2"], r"unknown option --beat\. Did you mean --beta\?"),
+    (["kto", *BASE, "--desirable-wieght", "2"], r"Did you mean --desirable-weight\?"),
+    (["kto", *BASE, "--zzz", "2"], "unknown option --zzz.*--help-all"),
+    (["kto", *BASE, "--lora", "8"], "--lora is a group.*--lora.rank"),
+    (["export", "r", "--to", "d", "--mrege"], r"Did you mean --merge\?"),
+    (["dpo", *BASE, "--desirable-weight", "2"], "unknown option --desirable-weight"),
+    (["sft", *BASE, "--beta", "0.1"], "unknown option --beta"),
+    (["sft", *BASE, "--teacher", "t"], "unknown option --teacher"),
+    (["dop", *BASE], r"unknown command dop\. Did you mean dpo\?"),
+    (["store", "lst"], r"unknown command store lst\. Did you mean store list\?"),
+    (["--hlep"], r"unknown option --hlep\. Did you mean --help\?"),
+    (["kto", *BASE, "more"], "more"),
+    (["dpo", *BASE, "--loss", "sigmiod"], "--loss: .*sigmiod"),
+    (["dpo", *BASE, "--beta", "0,1"], "--beta: .*number.*0,1"),
+    (["dpo", *BASE, "--beta", "-0.1"], r"--beta: .*greater than 0 .*-0\.1"),
+    (["dpo", *BASE, "--epochs", "0"], "--epochs: .*greater than or equal to 1"),
     (["kto", *BASE, "--learning-rate", "nan"], "--learning-rate"),
-    (["kto", *BASE, "--undesirable-weight", "0"], "--undesirable-weight: Input should be greater than 0"),
+    (["kto", *BASE, "--undesirable-weight", "0"], "--undesirable-weight: .*greater than 0"),
     (["dpo", *BASE, "--loss", "ipo,ipo"], "ipo is named twice"),
-    (["dpo", *BASE, "--loss", "ipo", "--loss-weights", "1,2"], "--loss-weights: 2 weights for 1 loss"),
-    (["dpo", *BASE, "--loss", "hinge", "--label-smoothing", "0.1"], "--label-smoothing has no effect on --loss hinge"),
-    (["dpo", *BASE, "--desirable-weight", "2"], "--desirable-weight: unknown"),
-    (["kto", *BASE, "--kd-weight", "0.3"], "--kd-weight has no effect without --teacher"),
-    (["sft", *BASE, "--beta", "0.1"], "--beta: unknown"),
-    (["sft", *BASE, "--eval-every", "often"], "--eval-every: 'often' is not an interval; it takes steps (50), epochs"),
-    (["sft", *BASE, "--save-every", "0"], "--save-every: Input should be greater than or equal to 1"),
-    (["sft", *BASE, "--max-time", "3"], "--max-time: '3' is no time; it takes 90s, 30min, 3h"),
-    (["resume"], "needs a run directory"),
-    (["resume", "nowhere"], "nowhere: there is no run to go on with: no such directory"),
-    (["sft", *BASE, "--teacher", "t"], "--teacher: unknown"),
-    (["kd", *BASE], "--teacher"),
-    (["kd", *BASE, "--teacher", "t", "--divergence-mix", "0.3"], "--divergence-mix has no effect on --divergence"),
+    (["dpo", *BASE, "--loss", "ipo", "--loss-weights", "1,2"], "loss.weights.* 2 weights for 1 loss"),
+    (["dpo", *BASE, "--loss", "hinge", "--label-smoothing", "0.1"], "label.smoothing .*loss hinge"),
+    (["kto", *BASE, "--kd-weight", "0.3"], "kd.weight has no effect without .*teacher"),
+    (["kd", *BASE, "--teacher", "t", "--divergence-mix", "0.3"], "divergence.mix has no effect .*divergence"),
+    (["sft", *BASE, "--eval-every", "often"], r"--eval-every: 'often'.*steps \(50\), epochs"),
+    (["sft", *BASE, "--save-every", "0"], "--save-every: .*at least 1"),
+    (["sft", *BASE, "--max-time", "3"], "--max-time: '3'.*90s, 30min, 3h"),
+    (["train"], "CONFIG is required.*tropism train"),
+    (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    (["resume"], "RUN is required.*tropism resume"),
+    (["resume", "nowhere"], "nowhere: .*not found"),
 ])
-def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str) -> None:
-    """H2: option and value are named, with the nearest known option; exit code 2, no traceback."""
+def test_usage_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    """H2: option and value are named as typed, with the nearest known option; exit code 2, no traceback."""
     err = refused(capsys, *arguments)
-    assert sentence in err
+    assert re.search(said, err), err
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(("text", "sentence"), [
-    ("method: dpo\nloss_typ: sigmoid\n", ":2: loss_typ: unknown, did you mean loss?"),
-    ("method: dpo\n\nloss: sigmiod\n", ":3: loss: 'sigmiod' is not a known loss"),
-    ("method: kto\ndesirable_wieght: 2.0\n", ":2: desirable_wieght: unknown, did you mean desirable_weight?"),
-    ("method: dpo\nbeta: 0,1\n", ":2: beta: Input should be a valid number"),
-    ("method: dpo\nbeta: -0.1\n", ":2: beta: Input should be greater than 0 (got -0.1)"),
-    ("method: dpo\nepochs: true\n", ":2: epochs: True is not a value"),
-    ("method: kto\ndesirable_weight: -1\n", ":2: desirable_weight: Input should be greater than 0 (got -1)"),
-    ("method: dpo\nbeta: 0.1\nbeta: 0.2\n", ":3: beta: is on line 2 already"),
-    ("method: [kto]\n", ":1: method: ['kto'] is not one of"),
-    ("method: ppo\n", ":1: method: 'ppo' is not one of kto, dpo"),
+@pytest.mark.parametrize(("text", "said"), [
+    ("method: dpo\nloss_typ: sigmoid\n", r":2: .*loss_typ.*Did you mean loss\?"),
+    ("method: dpo\n\nloss: sigmiod\n", ":3: loss: .*'sigmiod'"),
+    ("method: kto\ndesirable_wieght: 2.0\n", r":2: .*desirable_wieght.*Did you mean desirable_weight\?"),
+    ("method: dpo\nbeta: 0,1\n", ":2: beta: .*number"),
+    ("method: dpo\nbeta: -0.1\n", r":2: beta: .*greater than 0 .*-0\.1"),
+    ("method: dpo\nepochs: true\n", ":2: epochs: true"),
+    ("method: kto\ndesirable_weight: -1\n", ":2: desirable_weight: .*greater than 0 .*-1"),
+    ("method: dpo\nbeta: 0.1\nbeta: 0.2\n", ":3: beta: .*line 2"),
+    ("method: [kto]\n", r":1: method: .*\['kto'\]"),
+    ("method: ppo\n", ":1: method: .*'ppo'.*dpo"),
     ("method: [\n", "not valid YAML"),
-    ("- a\n", "expected `option: value` lines"),
+    ("- a\n", "`option: value`"),
 ])
-def test_yaml_errors(tmp_path: Path, text: str, sentence: str) -> None:
+def test_yaml_errors(tmp_path: Path, text: str, said: str) -> None:
     """H2: file, line, key, nearest known key."""
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(UsageError) as error:
         read_yaml(path)
-    assert sentence in str(error.value)
+    assert re.search(f"c.yaml{said}" if said.startswith(":") else said, str(error.value)), str(error.value)
 
 
 def test_a_yaml_file_reads_scientific_notation(tmp_path: Path) -> None:
@@ -207,15 +300,15 @@ def small(tiny_model_dir: Path, feedback: Path, tmp_path: Path, name: str = "run
 def test_config_file_and_command_line(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, feedback: Path,
                                       tmp_path: Path) -> None:
     """The command line wins over the file; a file for another method is refused."""
-    config = tmp_path / "c.yaml"
-    config.write_text("method: kto\nbeta: 0.3\nseed: 5\n")
-    code, _, err = run(capsys, "kto", "--config", str(config), *small(tiny_model_dir, feedback, tmp_path),
+    file = tmp_path / "c.yaml"
+    file.write_text("method: kto\nbeta: 0.3\nseed: 5\n")
+    code, _, err = run(capsys, "kto", "--config", str(file), *small(tiny_model_dir, feedback, tmp_path),
                        "--seed", "6")
     assert code == 0, err
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (written["method"], written["beta"], written["seed"]) == ("kto", 0.3, 6)
     assert Path(written["data"]).is_absolute()
-    assert "is for method kto, not dpo" in refused(capsys, "dpo", f"--config={config}", *BASE)
+    assert "for method kto, not dpo" in refused(capsys, "dpo", f"--config={file}", *BASE)
 
 
 def test_an_existing_run_is_never_overwritten(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path,

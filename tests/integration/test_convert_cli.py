@@ -71,7 +71,7 @@ def test_many_rows_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     (["--to", "unpaired", "--output", "o.jsonl", "--strict"],
      "pairs.jsonl:2: empty_completion: 'rejected' is empty (--strict)"),
     (["--to", "triples", "--output", "o.jsonl"], "triples"),
-    (["--to", "paired", "--output", "o.jsonl", "--turns", "all"], "turns has no effect on --to paired"),
+    (["--to", "paired", "--output", "o.jsonl", "--turns", "all"], "--turns has no effect with --to paired"),
     (["--to", "paired", "--output", "o.jsonl", "--pair-by-prompt"], "--pair-by-prompt has no effect"),
     (["--to", "paired", "--output", "o.jsonl", "--label-threshold", "2"], "--label-threshold has no effect"),
     (["--to", "messages", "--output", "o.csv"], "CSV holds plain text only"),

@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small packs": {"microbatch_tokens": 256},
     "one tree a pack": {"microbatch_tokens": 16},
     "large packs": {"microbatch_tokens": 8192},
-    "workers": {"workers": 2},
+    "workers": {"workers": 2, "prefetch": 2},
     "cold store": {"store": "cold"},
     "live reference": {"reference": "live"},
 }
@@ -135,7 +135,7 @@ def test_nothing_but_data_options_and_seed_changes_the_result(bench: Bench, spec
 def test_nor_does_anything_else_change_other_kinds_of_steps(bench: Bench, spec: tuple[str, str]) -> None:
     """L1, L3, P1, R4: several such changes at once, for what needs the whole step, two denominators or a teacher."""
     live = {} if spec[0] in WITHOUT_REFERENCE else {"reference": "live"}
-    bench.compare(spec, bench.run("trees", spec, microbatch_tokens=16, workers=2, **live), BOUNDS[spec[1]],
+    bench.compare(spec, bench.run("trees", spec, microbatch_tokens=16, prefetch=2, **live), BOUNDS[spec[1]],
                   "one tree a pack")
     cold = {} if spec[0] == "sft" else {"store": "-".join((*spec, "cold"))}
     bench.compare(spec, bench.run("padded", spec, microbatch_tokens=300, layout="padded", **cold),

@@ -77,7 +77,7 @@ def test_a_signal_leaves_no_time_for_another_evaluation(
 
 
 @pytest.mark.parametrize("changes", [{"save_every": 2}, {"save_every": 1, "keep": 0, "checkpoint_model": True},
-                                     {"save_every": "0.4ep", "workers": 2, "keep_best": "loss"}])
+                                     {"save_every": "0.4ep", "prefetch": 2, "keep_best": "loss"}])
 def test_saving_changes_no_result(changes: dict[str, Any], start: Start, straight: Callable[..., Path],
                                   tmp_path: Path) -> None:
     """C1: nor does what is left to read."""

@@ -34,7 +34,7 @@ def test_used_outputs(start: Start, settings: Callable[..., dict[str, Any]], tmp
                       capsys: pytest.CaptureFixture[str]) -> None:
     """C2: a resume that was asked for and finds nothing is an error; what is no run is left alone."""
     assert main(["resume", str(tmp_path / "nothing")]) == 2
-    assert "there is no run to go on with" in capsys.readouterr().err
+    assert "nothing: cannot resume" in capsys.readouterr().err
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     assert main(["resume", str(tmp_path / "other")]) == 2
@@ -49,9 +49,9 @@ def test_used_outputs(start: Start, settings: Callable[..., dict[str, Any]], tmp
     with pytest.raises(Exception, match=r"is neither .* nor a checkpoint in it"):
         start("sft", tmp_path / "new", resume=str(tmp_path / "run"))
     assert main(["resume", str(tmp_path / "run"), "--output", "x"]) == 2
-    assert "leave --output and --resume out" in capsys.readouterr().err
+    assert "Remove --output and --resume" in capsys.readouterr().err
     assert main(["sft", "--model", "m", "--data", "d", "--output", "o", "--fall-back"]) == 2
-    assert "fall_back has no effect without resume" in capsys.readouterr().err
+    assert "--fall-back has no effect without --resume" in capsys.readouterr().err
 
 
 def test_damaged_checkpoints(start: Start, straight: Callable[..., Path], stop_after: Callable[..., None],

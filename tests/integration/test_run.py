@@ -228,15 +228,15 @@ def test_an_infinite_log_prob_behind_a_saturated_loss_stops_the_run(train: Calla
 
 def test_a_wrong_reference_is_noticed(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
                                       capsys: pytest.CaptureFixture[str]) -> None:
-    """R1: said before step 1, and an error under --strict."""
+    """R1: an error before step 1, and a warning under --allow-reference-mismatch."""
     from tropism.train.frozen.reference import StoredReference
 
     real = StoredReference.score
     monkeypatch.setattr(StoredReference, "score", lambda self, trees, batch: real(self, trees, batch) + 0.041)
-    train("dpo", max_steps=1)
-    assert "policy and reference differ before training: mean |log-ratio| 0.041" in capsys.readouterr().out
-    with pytest.raises(ReferenceMismatchError, match=r"mean \|log-ratio\| 0\.041"):
-        train("dpo", max_steps=1, strict=True)
+    with pytest.raises(ReferenceMismatchError, match=r"mean \|log-ratio\| 0\.041.*--allow-reference-mismatch"):
+        train("dpo", max_steps=1)
+    train("dpo", max_steps=1, allow_reference_mismatch=True)
+    assert "mean |log-ratio| 0.041" in capsys.readouterr().out
 
 
 def test_another_model_as_the_reference(train: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -136,13 +136,13 @@ def test_arguments_are_options_too(argument: str, option: str, small: Any, pairs
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"betta": 0.1}, "betta: unknown, did you mean beta"),
-    ({"train_datset": []}, "did you mean train_dataset"), ({"ref_modle": "x"}, "did you mean ref_model"),
-    ({"logging_step": 3}, "did you mean logging_steps"), ({"zzz": 1}, "zzz: unknown; known are .*beta.*ref_model"),
-    ({"beta": "much"}, "beta: .*'much'"), ({"loss_type": "ipoo"}, "Did you mean ipo"),
-    ({"train_dataset": None}, "train_dataset is missing"),
-    ({"scheduler": object()}, "scheduler needs its optimizer"),
-    ({"optimizer": object()}, "optimizer needs the module"), ({"optimizer": "sgdd"}, "optimizer: .*'sgdd'"),
+    ({"betta": 0.1}, "unknown option betta. Did you mean beta"),
+    ({"train_datset": []}, "Did you mean train_dataset"), ({"ref_modle": "x"}, "Did you mean ref_model"),
+    ({"logging_step": 3}, "Did you mean logging_steps"), ({"zzz": 1}, "unknown option zzz.*beta.*ref_model"),
+    ({"beta": "much"}, "beta: .*'much'"), ({"loss_type": "ipoo"}, "(?i)did you mean ipo"),
+    ({"train_dataset": None}, "train_dataset is required"),
+    ({"scheduler": object()}, "scheduler .* optimizer"),
+    ({"optimizer": object()}, "optimizer .* module"), ({"optimizer": "sgdd"}, "optimizer: .*'sgdd'"),
 ])
 def test_what_cannot_work_is_refused_when_the_trainer_is_made(changes: dict[str, Any], message: str, small: Any,
                                                               ) -> None:
@@ -156,9 +156,9 @@ def test_methods_without_a_reference_or_teacher_say_so(small: Any, pairs: Path, 
     for method, argument in (("sft", "ref_model"), ("sft", "teacher_model"), ("kd", "ref_model")):
         with pytest.raises(UsageError, match=f"{argument} has no effect on {method}"):
             small(method, train_dataset=pairs, **{argument: str(tiny_model_dir)})
-    with pytest.raises(UsageError, match="teacher is missing"):
+    with pytest.raises(UsageError, match="teacher is required"):
         small("kd", train_dataset=pairs)
-    with pytest.raises(UsageError, match="model is missing"):
+    with pytest.raises(UsageError, match="model is required"):
         DPOTrainer(train_dataset=pairs)
 
 
@@ -255,7 +255,7 @@ def test_a_reference_as_module_path_or_live(method: str, small: Any, module: Any
     assert_same_metrics(live, stored, 1e-4, 1e-5)
     assert records(by_module)[0]["loss"] != pytest.approx(stored[0]["loss"], abs=1e-4)
     for argument in ("ref_model", "teacher_model"):
-        with pytest.raises(UsageError, match=f"{argument} is the model itself"):
+        with pytest.raises(UsageError, match=f"{argument} is the model that is trained"):
             small(method, module, **{argument: module})
 
 
@@ -276,7 +276,7 @@ def test_a_teacher_as_module_or_path(method: str, small: Any, other: Path, pairs
 def test_a_module_that_comes_from_nowhere_needs_its_tokenizer(small: Any, module: Any, tiny_model_dir: Path) -> None:
     fresh = LlamaForCausalLM(module.config)
     fresh.config.name_or_path = ""
-    with pytest.raises(UsageError, match="tokenizer is missing"):
+    with pytest.raises(UsageError, match="tokenizer is required"):
         small("dpo", fresh)
     result = small("dpo", fresh, tokenizer=AutoTokenizer.from_pretrained(tiny_model_dir)).fit()
     assert yaml.safe_load((result.directory / "config.yaml").read_text())["model"] == (

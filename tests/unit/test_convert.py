@@ -264,7 +264,7 @@ def test_all_turns(tmp_path: Path) -> None:
     for record in (MARKED, {"messages": chat, "label": True}, TREE):
         with pytest.raises(DataError, match="--turns all is for conversations to imitate"):
             made(tmp_path, [record], "single", turns="all")
-    with pytest.raises(UsageError, match="turns has no effect on --to paired"):
+    with pytest.raises(UsageError, match="--turns has no effect with --to paired"):
         ConvertOptions(to="paired", output="o.jsonl", turns="all")
 
 

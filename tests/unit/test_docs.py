@@ -1,10 +1,12 @@
 """The documentation names what exists."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
+from tropism.cli.table import COMMANDS
 from tropism.config import METHODS
 from tropism.data.rows import Reason
 from tropism.methods import LOSSES
@@ -13,14 +15,32 @@ from tropism.observe.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+_spec = importlib.util.spec_from_file_location("make_reference", ROOT / "tools" / "make_reference.py")
+assert _spec is not None
+assert _spec.loader is not None
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+
+def test_the_generated_tables_are_current() -> None:
+    """If this fails, run `python tools/make_reference.py`."""
+    for name in reference.FILES:
+        text = (DOCS / name).read_text(encoding="utf-8")
+        assert reference.generated(text) == text, f"{name} is stale"
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_option_is_in_the_table(method: str) -> None:
     text = (DOCS / "options.md").read_text(encoding="utf-8")
-    missing = [name for name in METHODS[method].flat_fields() if f"`{name}`" not in text]
+    missing = [option.flag for option in METHODS[method].described() if f"| `{option.flag}` |" not in text]
     assert not missing
     assert (DOCS / "methods" / f"{method}.md").is_file()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_in_the_reference(name: str) -> None:
+    text = (DOCS / "options.md").read_text(encoding="utf-8")
+    assert f"tropism {name} " in text or f"`tropism {name}`" in text
 
 
 def index() -> dict[str, list[str]]:
@@ -55,19 +75,15 @@ def test_the_index_says_what_the_table_of_losses_says(view: str, name: str) -> N
     assert first == ("-" if known is None else f"{known:.4f}".rstrip("0").rstrip("."))
 
 
-@pytest.mark.parametrize("name", {
-    name: None for rows in LOSSES.values() for row in rows.values() for name in row.options})
-def test_the_table_of_options_says_which_losses_take_one(name: str) -> None:
-    text = (DOCS / "options.md").read_text(encoding="utf-8")
-    for view, heading in (("unpaired", "kto"), ("paired", "dpo")):
-        part = text.split(f"### Options of losses of `{heading}`")[1].split("\n#")[0]
-        takers = {loss for loss, row in LOSSES[view].items() if name in row.options}  # type: ignore[index]
-        said = next((line.split("|")[3] for line in part.splitlines() if line.startswith(f"| `{name}`")), "")
-        if said.strip() == "as `f_divergence`":
-            continue
-        named = set(re.findall(r"`(\w+)`", said))
-        everything = {loss for loss, row in LOSSES[view].items() if not row.needs_teacher}  # type: ignore[index]
-        assert (everything - named if "all but" in said else named) == takers
+@pytest.mark.parametrize("method", ["kto", "dpo"])
+def test_descriptions_of_losses_agree_with_the_table_of_losses(method: str) -> None:
+    """Their names, and the defaults of their options."""
+    described = {option.name: option for option in METHODS[method].described()}
+    known = described["loss"].text.partition("Known: ")[2]
+    assert {*re.findall(r"[a-z]\w+", known)} >= {*reference.preference_losses(method)}
+    for name, option in described.items():
+        if default := reference.default_of_losses(method, name):
+            assert option.default == default, name
 
 
 def test_every_metric_is_in_the_table() -> None:

@@ -1,4 +1,4 @@
-"""Expands what is typed: options of files, the run to resume, `true` and `false`."""
+"""Expands the command line: options from files, the run to resume, `true` and `false`."""
 
 import os
 import re
@@ -8,75 +8,76 @@ from typing import Any
 
 from rich.console import Console
 
-from tropism.config import METHODS, read_yaml, takes_bool
+from tropism.config import METHODS, takes_bool
+from tropism.config_file import read_yaml
 from tropism.errors import UsageError
 
 
 def spelled_out(tokens: list[str]) -> list[str]:
-    """The tokens with the options of every file that they name.
+    """The tokens, with every file and run that they name replaced by its options.
 
     Raises:
-        UsageError: for a file that cannot be read, or a run that cannot go on.
+        UsageError: for a file that cannot be read, or a run that cannot be resumed.
     """
     return join_booleans(with_config(tokens))
 
 
 def with_config(tokens: list[str]) -> list[str]:
-    """`train FILE ...` and `METHOD --config FILE ...` with the options of FILE spelled out before the others."""
+    """Replace `train FILE ...` and `METHOD --config FILE ...` by a method, the options of FILE, and the others."""
     if tokens[:2] == ["train", "--config"]:
         tokens = ["train", *tokens[2:]]
-    if tokens[:1] == ["train"] and not {"--help", "-h"} & set(tokens):
+    if tokens[:1] == ["train"]:
         if len(tokens) < 2 or tokens[1].startswith("-"):
-            raise UsageError("tropism train needs a configuration file: tropism train RUN/config.yaml")
+            raise UsageError("CONFIG is required. Example: tropism train RUN/config.yaml")
         method, values = read_yaml(tokens[1])
         if method is None:
-            raise UsageError(f"{tokens[1]}: has no `method:`; it is one of {', '.join(METHODS)}")
+            raise UsageError(f"{tokens[1]}: `method:` is missing. Add one of {', '.join(METHODS)}")
         return [method, *_spelled_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
-    if tokens[:1] == ["resume"] and not {"--help", "-h"} & set(tokens):
+    if tokens[:1] == ["resume"]:
         return _resumed(tokens[1:])
     for position, token in enumerate(tokens):
         name, joined, path = token.partition("=")
         if name == "--config" and tokens[0] in METHODS:
             if not joined and position + 1 == len(tokens):
-                raise UsageError("--config needs a file")
+                raise UsageError("--config needs a file. Example: --config base.yaml")
             path = path if joined else tokens[position + 1]
             method, values = read_yaml(path, tokens[0])
             if method not in (None, tokens[0]):
-                raise UsageError(f"{path}: is for method {method}, not {tokens[0]}")
+                raise UsageError(f"{path}: written for method {method}, not {tokens[0]}. Use tropism {method}")
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
             return [tokens[0], *_spelled_out(_for_loss(values, rest, path), rest), *rest]
     return tokens
 
 
 def _resumed(tokens: list[str]) -> list[str]:
-    """`resume RUN ...` as the command that began the run, with what is given changed."""
+    """Replace `resume RUN ...` by the command that started the run, with the given overrides."""
     if not tokens or tokens[0].startswith("-"):
-        raise UsageError("tropism resume needs a run directory: tropism resume RUN")
+        raise UsageError("RUN is required. Example: tropism resume RUN")
     named = Path(tokens[0]).expanduser()
     run = named.parent.parent if named.parent.name == "checkpoints" else named
     if not run.is_dir():
-        raise UsageError(f"{named}: there is no run to go on with: no such directory")
+        raise UsageError(f"{named}: cannot resume: directory not found")
     if not (run / "config.yaml").is_file():
-        raise UsageError(f"{named}: there is no run to go on with: {run} has no config.yaml. A run that was stopped "
-                         "before it wrote one is begun again by its own command")
+        raise UsageError(f"{named}: cannot resume: {run} has no config.yaml. If the run stopped before it wrote one, "
+                         "start it again with its own command")
     method, values = read_yaml(run / "config.yaml")
     if method is None:
-        raise UsageError(f"{run / 'config.yaml'}: has no `method:`")
+        raise UsageError(f"{run / 'config.yaml'}: `method:` is missing")
     if objects := [name for name, value in values.items() if isinstance(value, str)
                    and ("given in Python" in value or value == "batches of a dataloader")]:
-        raise UsageError(f"{named}: began in Python, with objects ({', '.join(objects)}); go on there, with "
-                         "resume='auto'")
+        raise UsageError(f"{named}: cannot resume here: the run was started in Python with objects for "
+                         f"{', '.join(objects)}. Resume it there with resume='auto'")
     rest = tokens[1:]
     values = {name: value for name, value in values.items() if name not in ("output", "resume", "fall_back")}
     if any(token.partition("=")[0] in ("--output", "--resume") for token in rest):
-        raise UsageError("tropism resume goes on in the run's own directory; leave --output and --resume out")
+        raise UsageError("tropism resume continues in the directory of the run. Remove --output and --resume")
     values = _for_processes(values, rest, run / "config.yaml")
     return [method, *_spelled_out(values, rest), *rest, f"--output={run}", f"--resume={named}"]
 
 
 def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> dict[str, Any]:
-    """Options of a run without those that do not fit the processes that go on with it: the number may have changed."""
-    group, names = "parallel.", _names_of(given)
+    """Drop recorded options that do not fit the number of processes, which may have changed."""
+    group, names = "parallel.", names_of(given)
     recorded = {name.removeprefix(group): value for name, value in values.items()
                 if name.startswith(group) and value and name.replace("_", "-") not in names}
     if not recorded:
@@ -89,12 +90,12 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     left_out = [f"{group}{name}" for name in unusable_sizes(recorded, sizes, count)]
     if left_out:
         said = " and ".join(f"{name} {_spell(values[name])}" for name in left_out)
-        _note(f"{path} has {said}, which does not fit the number of processes, now {count}; the run goes on without")
+        _note(f"{path} has {said}, which does not fit {count} processes. Resuming without")
     return {name: value for name, value in values.items() if name not in left_out}
 
 
 def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[str, Any]:
-    """Options of a file without those of its loss, where the command line names another loss."""
+    """Drop options of the loss of a file if the command line names another loss."""
     named = _value_of("loss", given)
     if "loss" not in values or named is None or named.replace(" ", "") == _spell(values["loss"]).replace(" ", ""):
         return values
@@ -103,33 +104,33 @@ def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[s
     left_out = [name for name in (*OPTIONS, "loss_weights") if values.get(name) is not None
                 and not any(token.partition("=")[0].replace("-", "_") == f"__{name}" for token in given)]
     if left_out:
-        _note(f"{', '.join(left_out)} of {path} belong to its loss {values['loss']} and are not used")
+        _note(f"{path}: ignoring {', '.join(left_out)}, which belong to its loss {values['loss']}")
     return {name: value for name, value in values.items() if name not in left_out}
 
 
 def _note(text: str) -> None:
-    """One sentence, of the main process among those that torchrun has started."""
+    """Print a note, from the main process only."""
     if os.environ.get("RANK", "0") == "0":
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"note: {text}", markup=False)
 
 
 def _value_of(option: str, given: Sequence[str]) -> str | None:
-    """What the command line gives for an option, the last time that it does."""
+    """The last value that the command line gives an option, or None."""
     named = [value if joined else given[place + 1] if place + 1 < len(given) else ""
              for place, (name, joined, value) in enumerate(token.partition("=") for token in given)
              if name == f"--{option}"]
     return named[-1] if named else None
 
 
-def _names_of(given: Sequence[str]) -> set[str]:
-    """Options that the command line gives itself, `--no-shuffle` as `shuffle`."""
+def names_of(given: Sequence[str]) -> set[str]:
+    """Names of the options on the command line, with dashes; `--no-shuffle` counts as `shuffle`."""
     flags = [token.partition("=")[0] for token in given if token.startswith("--")]
     return {re.sub(r"(^|\.)no-", r"\1", flag.removeprefix("--").replace("_", "-")) for flag in flags}
 
 
 def _spelled_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:
-    """Options of a file as the command line writes them, without those that the command line gives itself."""
-    names = _names_of(given)
+    """Options of a file as the command line writes them, except those that the command line overrides."""
+    names = names_of(given)
     options = {name.replace("_", "-"): value for name, value in values.items() if value is not None}
     return [f"--{name}={_spell(value)}" for name, value in options.items() if name not in names]
 
@@ -144,7 +145,7 @@ def _spell(value: Any) -> str:
 
 
 def join_booleans(tokens: list[str]) -> list[str]:
-    """`--shuffle false` as `--shuffle=false`: YAML and command line take the same words."""
+    """Join `--shuffle false` to `--shuffle=false`, so that YAML and command line accept the same words."""
     flags = {f"--{name.replace('_', '-')}" for options in METHODS.values()
              for name, info in options.flat_fields().items() if takes_bool(info.annotation)}
     joined: list[str] = []

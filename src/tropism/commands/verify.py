@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from tropism.config import METHODS, MethodOptions, read_yaml
+from tropism.config import METHODS, MethodOptions
+from tropism.config_file import read_yaml
 from tropism.distributed import World
 from tropism.errors import CheckpointError, ModelError, TropismError, UsageError, first_line
 from tropism.model import load

@@ -1,32 +1,43 @@
-"""Options of reading and scheduling data."""
+"""Options for training and evaluation data."""
 
+from typing import ClassVar
 
 from pydantic import Field
 
 from tropism.data.formats.options import FormatOptions
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.truncate import LengthOptions
+from tropism.options import Everyday
 
 
-class DataOptions(FormatOptions, TemplateOptions, LengthOptions):
+class HeldOutOptions(FormatOptions):
+    """Evaluation data, read as the training data is."""
+
+    heading: ClassVar[str] = "Evaluation"
+
+    eval_data: Everyday[str | None] = None
+    """Evaluation data: files, a directory, or a dataset on the Hub. Excludes `--eval-fraction`."""
+    eval_fraction: Everyday[float] = Field(0.0, ge=0.0, lt=1.0)
+    """Share of prompts to hold out for evaluation, at least one. All rows of a prompt are on the same side."""
+
+
+class DataOptions(HeldOutOptions, TemplateOptions, LengthOptions):
     """What to train on."""
 
+    heading: ClassVar[str] = "Data"
+
     data: str
-    """Training rows: files (JSON, JSONL, Parquet, Arrow, CSV or TSV, also .gz and .zst), a directory of them, or the
-    name of a dataset on the hub; several with commas, and `:2` or `:0.5` behind one for twice or half of it."""
-    eval_data: str | None = None
-    """Held-out rows, in files of their own."""
-    eval_fraction: float = Field(0.0, ge=0.0, lt=1.0)
-    """Share of the prompts to hold out for evaluation, at least one; no prompt is on both sides."""
+    """Training data: files, a directory, or a dataset on the Hub. Separate several with commas. Reads JSON, JSONL,
+    Parquet, Arrow, CSV and TSV, also compressed as .gz and .zst. A suffix `:2` uses a source twice, `:0.5` half of
+    it."""
     shuffle: bool = True
-    """Permute the rows afresh in every epoch; false keeps file order."""
+    """Shuffle rows anew in every epoch. false keeps the order of the file."""
     group_prompts: bool = False
-    """Permute prompts instead of rows, and keep all rows of a prompt in one step."""
+    """Shuffle prompts instead of rows. All rows of a prompt are then in the same optimizer step."""
     strict: bool = False
-    """Stop where a row would be left out, or where policy and reference differ before training."""
+    """Stop at the first row that would be dropped. Otherwise the run drops the row and reports it."""
     streaming: bool = False
-    """Take rows from the front of the data, and only as many as `max_steps` steps need: for data that are larger than
-    a run. Needs max_steps."""
+    """Read only as many rows as `--max-steps` needs, from the start of the data. For data larger than a run."""
     workers: int | None = Field(None, ge=0)
-    """Processes that render the rows of large data, and threads that prepare the next steps. By default a process per
-    CPU, at most 8, and no threads. No result depends on it."""
+    """Processes that render the rows of large data. 0 renders in the training process. The result does not depend on
+    it. Default: one per CPU, at most 8."""

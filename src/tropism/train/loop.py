@@ -41,12 +41,12 @@ class Plan:
     prefetch: int = 0
 
     @classmethod
-    def of(cls, options: RunOptions, total_steps: int, prefetch: int = 0) -> "Plan":
+    def of(cls, options: RunOptions, total_steps: int) -> "Plan":
         """The plan of a run; by default it evaluates every tenth of it."""
         tenth = max(1, total_steps // 10)
         return cls(Interval.parse(options.log_every),
                    Interval.parse(tenth if options.eval_every is None else options.eval_every),
-                   Interval.parse(options.save_every or 0), prefetch)
+                   Interval.parse(options.save_every or 0), options.prefetch)
 
 
 @dataclass

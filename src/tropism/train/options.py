@@ -2,23 +2,25 @@
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from tropism.errors import UsageError
 from tropism.model.options import LoraOptions
-from tropism.options import Options
+from tropism.options import Everyday, Options
 from tropism.train.interval import Interval, seconds_of
 
 Schedule = Literal["linear", "cosine", "constant", "polynomial", "cosine_with_min_lr", "inverse_sqrt"]
 
 
 class StoreOptions(Options):
-    """Where what can be used again is kept."""
+    """The cache that runs share."""
+
+    heading: ClassVar[str] = "Data"
 
     store: str | None = None
-    """Directory of the scores of frozen models and of rendered rows; by default TROPISM_STORE, else
+    """Cache directory for reference scores, teacher tokens and rendered rows. Default: $TROPISM_STORE, else
     ~/.cache/tropism/store."""
 
     @property
@@ -28,7 +30,7 @@ class StoreOptions(Options):
 
 
 def default_root() -> Path:
-    """TROPISM_STORE, else tropism/store in the user's cache."""
+    """$TROPISM_STORE, else tropism/store in the user's cache directory."""
     if named := os.environ.get("TROPISM_STORE"):
         return Path(named)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -38,155 +40,211 @@ def default_root() -> Path:
 class ReferenceOptions(StoreOptions):
     """Which model the policy is held close to."""
 
-    reference: str | None = None
-    """Reference model: by default the policy as it is before step 1; a directory or hub id for another model;
-    `live` keeps a copy in memory instead of stored scores."""
+    heading: ClassVar[str] = "Method"
+
+    reference: Everyday[str | None] = None
+    """Reference model, or `live`. A model is a directory, Hub id or GGUF file; `live` keeps a copy of the initial
+    policy in memory instead of storing its scores. Default: the policy before step 1."""
+    allow_reference_mismatch: bool = False
+    """Train even if policy and default reference differ before step 1. Without it a difference beyond rounding stops
+    the run, because the two are the same model."""
 
 
 class TeacherOptions(StoreOptions):
     """Which teacher to distill from, and how. Without a teacher none of these has an effect."""
 
-    teacher: str | None = None
-    """Teacher model, with the same tokenizer: a Hugging Face directory, a hub id, or a GGUF file."""
-    kd_weight: float | None = Field(None, ge=0.0, le=1.0)
-    """Weight of the divergence from the teacher, by default 0.5: `tropism kd` minimizes (1 - kd_weight) x
-    cross-entropy + kd_weight x divergence; other methods add kd_weight x divergence to their loss."""
+    heading: ClassVar[str] = "Teacher"
+
+    teacher: Everyday[str | None] = None
+    """Teacher model with the same tokenizer. A directory, Hub id or GGUF file."""
+    kd_weight: Everyday[float | None] = Field(None, ge=0.0, le=1.0)
+    """Weight of the divergence from the teacher, 0 to 1. `tropism kd` minimizes (1 - kd_weight) x cross-entropy +
+    kd_weight x divergence. The other methods add kd_weight x divergence to their loss. Default: 0.5."""
     divergence: Literal["forward_kl", "reverse_kl", "js", "skew", "tvd"] | None = None
-    """Divergence from the teacher; by default forward_kl."""
+    """Divergence from the teacher. Default: forward_kl."""
     divergence_mix: float | None = Field(None, gt=0.0, lt=1.0)
-    """Weight of the teacher in the mixture of js (default 0.5) and skew (default 0.1)."""
+    """Teacher's share in the mixture of `js` and `skew`, between 0 and 1. Default: 0.5 (`js`), 0.1 (`skew`)."""
     temperature: float | None = Field(None, gt=0.0)
-    """Temperature T of both distributions; by default 1."""
+    """Softmax temperature T of teacher and student. Default: 1."""
     temperature_scaling: bool | None = None
-    """Multiply the divergence by T^2, so that its gradient keeps its size; by default true."""
+    """Multiply the divergence by T^2, which keeps the size of its gradient. Default: true."""
     top_k: int | None = Field(None, ge=1)
-    """Keep the teacher's k likeliest tokens and the mass of the others in the store, instead of the teacher in
-    memory."""
+    """Store the teacher's k most likely tokens instead of keeping it in memory. The probability mass of the other
+    tokens is stored too. Default: the teacher in memory, exact."""
 
 
 class ParallelOptions(Options):
-    """How the model is spread over the processes that torchrun starts; without torchrun none of these is needed."""
+    """How the model is divided among the processes that torchrun starts. The result does not depend on it."""
 
-    shard: int | None = Field(None, ge=1)
-    """Processes that share one copy of weights, gradients and optimizer state (FSDP); by default all that the other
-    two leave. 1 keeps a whole copy in each process."""
+    heading: ClassVar[str] = "Parallelism"
+
+    shard: Everyday[int | None] = Field(None, ge=1)
+    """Processes that share one copy of the training state (FSDP). The state is weights, gradients and optimizer
+    state; 1 keeps a full copy in each process. Default: all."""
     replicate: int | None = Field(None, ge=1)
-    """Such groups side by side, each with a copy of its own (HSDP): gradients are summed across them once per step. By
-    default 1, or what a given parallel.shard leaves."""
+    """Copies of the sharded model (HSDP). Gradients are summed across copies once per optimizer step. Default: 1, or
+    as many as a given `--parallel.shard` leaves."""
     tensor: int = Field(1, ge=1)
-    """Processes that compute each layer together (tensor parallel), by the model's own plan; they divide its heads and
-    its vocabulary."""
+    """Processes that compute each layer together (tensor parallel). Uses the model's own plan, and must divide its
+    heads and its vocabulary."""
     offload: bool = False
-    """Keep weights, gradients and optimizer state in the host's memory, and bring a layer to the GPU when it is
-    due."""
+    """Keep weights, gradients and optimizer state in host memory. Each layer is moved to the GPU when it is
+    needed."""
     reduce_once: bool = False
-    """Sum gradients over processes once per step, not after each pack: less communication, and each process holds
-    whole gradients until then."""
+    """Sum gradients over processes once per optimizer step, not after each pack. This saves communication, but each
+    process then holds all gradients."""
 
     def sizes(self, world: int) -> tuple[int, int, int]:
-        """(replicate, shard, tensor) for so many processes.
+        """(replicate, shard, tensor) for a number of processes.
 
         Raises:
-            UsageError: if they do not come out.
+            UsageError: if their product is another number.
         """
         replicate = self.replicate or (max(1, world // (self.shard * self.tensor)) if self.shard else 1)
         shard = self.shard or max(1, world // (replicate * self.tensor))
         if replicate * shard * self.tensor != world:
-            more = ": torchrun starts more" if world == 1 else ""
-            raise UsageError(f"parallel.shard {shard} x parallel.replicate {replicate} x parallel.tensor {self.tensor} "
-                             f"does not make the number of processes, which is {world}{more}")
+            more = ". Start more with torchrun" if world == 1 else ""
+            raise UsageError(f"--parallel.shard {shard} x --parallel.replicate {replicate} x --parallel.tensor "
+                             f"{self.tensor} is not the number of processes, {world}{more}")
         return replicate, shard, self.tensor
 
 
-class RunOptions(Options):
-    """Which model, how to train it, where the result goes."""
+class ModelOptions(Options):
+    """Which model is trained."""
+
+    heading: ClassVar[str] = "Optimization"
 
     model: str
-    """The policy: a Hugging Face directory, a hub id, or a GGUF file."""
-    output: str
-    """The run directory; it must not hold anything yet, unless the run in it goes on."""
+    """Model to train: a directory, Hub id or GGUF file."""
     trust_remote_code: bool = False
-    """Run code that comes with a model."""
-    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """Dtype of the computation: bf16 on GPUs, fp32 on CPUs; weights and optimizer stay float32 (float64 in fp64)."""
-    layout: Literal["auto", "tree", "padded"] = "auto"
-    """`tree` computes every prompt once; `padded` puts each completion beside its own copy of the prompt; `auto`
-    takes the tree where the start-up comparison shows that it is exact for this model."""
-    batch_size: int = Field(32, ge=1)
-    """Rows of an optimizer step, over all ranks."""
-    microbatch_tokens: int | None = Field(None, ge=1)
-    """Tokens of one forward and backward pass: memory and speed, never the result. Default 2048 on a CPU, 16384 on
-    a GPU."""
-    epochs: int = Field(1, ge=1)
+    """Run Python code that comes with a model."""
+
+
+class OptimizationOptions(Options):
+    """How the model is trained and computed."""
+
+    heading: ClassVar[str] = "Optimization"
+
+    batch_size: Everyday[int] = Field(32, ge=1)
+    """Rows per optimizer step, over all processes. A row is a labeled completion (`kto`, where the loss `kto` needs at
+    least 2), a pair (`dpo`) or a completion (`sft`, `kd`)."""
+    epochs: Everyday[int] = Field(1, ge=1)
     """Passes over the data."""
-    max_steps: int | None = Field(None, ge=1)
-    """Optimizer steps; wins over epochs."""
-    learning_rate: float = Field(1e-6, ge=0.0)
-    """Peak learning rate."""
+    max_steps: Everyday[int | None] = Field(None, ge=1)
+    """Number of optimizer steps; overrides `--epochs`. The data is repeated as often as needed."""
+    learning_rate: Everyday[float] = Field(1e-6, ge=0.0)
+    """Peak learning rate. If the run trains an adapter, the default is 1e-4."""
     schedule: Schedule = "linear"
-    """Learning-rate schedule after warm-up, by its name in transformers."""
+    """Learning-rate schedule after warmup, by its name in transformers. `cosine_with_min_lr` decays to a tenth of the
+    peak."""
     warmup_ratio: float = Field(0.1, ge=0.0, le=1.0)
-    """Share of the steps that warm up; step k of them uses k / warm-up steps of the peak."""
+    """Share of the optimizer steps used for linear warmup. Warmup step k of w uses k/w of the peak, so no step has
+    rate 0."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW (0.9, 0.999, 1e-8), or plain SGD."""
+    """AdamW with betas 0.9 and 0.999 and eps 1e-8, or plain SGD."""
     weight_decay: float = Field(0.0, ge=0.0)
-    """Weight decay, on matrices only; decoupled in AdamW."""
+    """Weight decay on matrices, not on norms and biases. Decoupled in AdamW."""
     max_grad_norm: float = Field(1.0, ge=0.0)
-    """Clip the gradient to this global norm; 0 does not clip."""
-    eval_every: int | str | None = None
-    """How often to evaluate: steps (50), epochs (0.25ep) or time (30min); by default a tenth of the run; 0 evaluates
-    at start and end only."""
+    """Maximum global norm of the gradient; larger gradients are clipped. 0 turns clipping off."""
+    router_aux_weight: float = Field(0.0, ge=0.0)
+    """Weight of the load-balancing loss, for mixture-of-experts models. Computed over the tokens of the whole
+    optimizer step (Switch Transformer, arXiv:2101.03961, as transformers has it for Mixtral and Qwen-MoE)."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Response to a loss, log-prob or gradient that is not finite: stop the run or skip the step. The update is
+    applied in neither case. Ten skipped steps in a row stop the run."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Random seed for row order and adapter initialization."""
+    precision: Everyday[Literal["auto", "fp32", "bf16", "fp64"]] = "auto"
+    """Compute dtype; auto is bf16 on GPUs and fp32 on CPUs. Weights and optimizer state stay float32 (float64 with
+    fp64)."""
+    layout: Literal["auto", "tree", "padded"] = "auto"
+    """Batch layout: `tree` computes each prompt once, `padded` once per completion. `auto` uses the tree if a
+    comparison at startup shows that it is exact for the model."""
+    microbatch_tokens: Everyday[int | None] = Field(None, ge=1)
+    """Maximum tokens of a forward and backward pass. Lower it if memory runs out. The result does not depend on
+    it. Default: 2048 (CPU), 16384 (GPU)."""
+    prefetch: int = Field(0, ge=0)
+    """Threads that prepare the next optimizer steps during training. The result does not depend on it."""
+
+
+class EvaluationOptions(Options):
+    """When and how the run is evaluated."""
+
+    heading: ClassVar[str] = "Evaluation"
+
+    eval_every: Everyday[int | str | None] = None
+    """Evaluation interval: steps (50), epochs (0.25ep) or time (30min). 0 evaluates only at start and end. Default: a
+    tenth of the run."""
     eval_limit: int | None = Field(None, ge=1)
-    """Evaluate this many of the held-out rows, evenly spread, and the same every time; by default all."""
-    log_every: int | str = 1
-    """How often to write a line of metrics.jsonl: steps (1), epochs (0.1ep) or time (30s)."""
-    save_every: int | str | None = None
-    """How often to write a checkpoint: steps (500), epochs (1ep) or time (30min); by default only when the run is
+    """Maximum number of evaluation rows. They are spread evenly over the data and the same every time. Default:
+    all."""
+    samples: int = Field(4, ge=0)
+    """Number of held-out prompts to complete before and after training. Training prompts are used if none is held
+    out. 0 turns it off."""
+    stop_metric: str | None = None
+    """Evaluation metric for early stopping, such as loss or rewards/auc. The run stops when it no longer improves."""
+    stop_patience: int | None = Field(None, ge=1)
+    """Evaluations in a row without improvement that stop the run. Default: 3."""
+    stop_delta: float | None = Field(None, ge=0.0)
+    """Smallest change of `--stop-metric` that counts as an improvement. Default: 0."""
+
+
+class CheckpointOptions(Options):
+    """What is saved, and when."""
+
+    heading: ClassVar[str] = "Checkpoints"
+
+    save_every: Everyday[int | str | None] = None
+    """Checkpoint interval: steps (500), epochs (1ep) or time (30min). The last step is saved too. Default: only when
     stopped."""
     keep: int = Field(2, ge=0)
-    """Checkpoints that stay, the newest ones; 0 keeps all."""
+    """Number of newest checkpoints to keep. 0 keeps all."""
     keep_best: str | None = None
-    """Metric of the evaluations, such as loss or rewards/auc; the checkpoint that is best by it stays too."""
+    """Evaluation metric, such as loss or rewards/auc. The checkpoint with its best value is kept too."""
     checkpoint_model: bool = False
-    """Put the model into every checkpoint too, as Hugging Face loads it."""
-    max_time: str | None = None
-    """Stop in time before so long (3h, 90min), with a checkpoint and an evaluation, and exit code 75."""
-    resume: str = "never"
-    """`auto` goes on with the run in output if there is one, `never` refuses it; or the path of the run or of one of
-    its checkpoints."""
+    """Also write the model to every checkpoint, in Hugging Face format."""
+    max_time: Everyday[str | None] = None
+    """Time limit (3h, 90min, 1h30min) from the start of the command. The run evaluates, saves a checkpoint
+    and exits with code 75 before it is reached."""
+    resume: Everyday[str] = "never"
+    """Resume a run: `auto`, `never`, or the path of a run. `auto` resumes the run in `--output` if there is one;
+    `never` stops if there is one. A path may also name a checkpoint."""
     fall_back: bool = False
-    """Go on from the newest checkpoint that is whole, where a later one is damaged."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a step whose loss, log-prob or gradient is not finite does to the run: `stop`, or `skip` the step, which
-    changes nothing in any case; ten in a row stop it too."""
-    stop_metric: str | None = None
-    """Metric of the evaluations, such as loss or rewards/auc, by which the run ends early when it gets no better."""
-    stop_patience: int | None = Field(None, ge=1)
-    """Evaluations in a row without a better value that end the run, by default 3."""
-    stop_delta: float | None = Field(None, ge=0.0)
-    """By how much a value must be better to count, by default 0."""
-    track: str | None = None
-    """Also log to these trackers, comma-separated: tensorboard, wandb, trackio, mlflow and others."""
+    """If the newest checkpoint is corrupted, resume from the newest intact one. Requires `--resume`."""
+    export_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Dtype of the saved model. When it is rounded, the log gives the share of changed weights that survive."""
+
+
+class TrackingOptions(Options):
+    """What is logged, and where."""
+
+    heading: ClassVar[str] = "Tracking"
+
+    track: Everyday[str | None] = None
+    """Trackers, comma-separated, such as tensorboard or wandb. Also trackio, mlflow, comet_ml, aim, clearml, dvclive,
+    swanlab, and those that an installed package registers under the entry point `tropism.trackers`."""
+    log_every: int | str = 1
+    """Logging interval: steps (1), epochs (0.1ep) or time (30s). Each log is one line of metrics.jsonl."""
     log_dir: str | None = None
-    """Where trackers write; by default RUN/logs."""
-    seed: int = Field(0, ge=0, lt=2**63)
-    """Of the order of rows, and of the values with which a new adapter begins."""
-    router_aux_weight: float = Field(0.0, ge=0.0)
-    """Weight of the router's load-balancing loss (Switch Transformer, arXiv:2101.03961, as transformers has it for
-    Mixtral and Qwen-MoE), over the tokens of the whole step; for mixture-of-experts models."""
+    """Directory for the files of trackers. Default: RUN/logs."""
+
+
+class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, OptimizationOptions, ModelOptions):
+    """Which model, how to train it, where the result goes."""
+
+    heading: ClassVar[str] = "Checkpoints"
+
+    output: str
+    """Run directory; must be empty or absent unless you resume the run in it."""
     lora: LoraOptions = LoraOptions()
     """Adapters."""
     parallel: ParallelOptions = ParallelOptions()
-    """More than one process."""
-    samples: int = Field(4, ge=0)
-    """Held-out prompts that are answered before and after training."""
-    export_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Dtype of the exported weights."""
+    """Several processes."""
 
     @field_validator("eval_every", "log_every", "save_every", mode="before")
     @classmethod
     def _interval(cls, value: Any) -> Any:
-        """Steps are a number, whoever wrote them; everything else stays as it was written."""
+        """Make a number of steps an int; epochs and time stay text."""
         if value is None or isinstance(value, bool):
             return value
         found = Interval.parse(value)
@@ -196,14 +254,14 @@ class RunOptions(Options):
     @classmethod
     def _not_never(cls, value: int | str | None) -> int | str | None:
         if value == 0:
-            raise ValueError("Input should be greater than or equal to 1 (got 0)")
+            raise ValueError("must be at least 1 step (got 0)")
         return value
 
     @field_validator("max_time", mode="before")
     @classmethod
     def _time(cls, value: Any) -> Any:
         if value is not None and not seconds_of(str(value)):
-            raise ValueError(f"{value!r} is no time; it takes 90s, 30min, 3h or 1h30min")
+            raise ValueError(f"{value!r} is not a duration. Use 90s, 30min, 3h or 1h30min")
         return value
 
     @property

@@ -1,6 +1,6 @@
-"""How the records of a file are understood."""
+"""Options for reading records."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator
 
@@ -11,16 +11,19 @@ FormatName = Literal["trl", "openai", "sharegpt", "alpaca", "openrlhf", "coati",
 
 
 class FormatOptions(Options):
-    """How the records of a file are understood; by default, as their columns say."""
+    """How the records of a file are read."""
+
+    heading: ClassVar[str] = "Data"
 
     format: FormatName | None = None
-    """Format of the records, where their columns do not say it."""
+    """Record format, if the columns do not identify it. Default: detected from the columns."""
     columns: str | None = None
-    """Columns to rename before the records are looked at, comma-separated: prompt=question,completion=answer."""
+    """Columns to rename, as NAME=COLUMN, comma-separated. For example prompt=question,completion=answer."""
     label_threshold: float | None = None
-    """Rating from which on a completion is desirable, for data that have ratings or scores instead of labels."""
+    """Lowest rating of a desirable completion. For data with ratings or scores instead of labels."""
     pair_by_prompt: bool = False
-    """Make pairs of labeled completions: the first desirable of a prompt with its first undesirable, and so on."""
+    """Make pairs from labeled completions of the same prompt. The first desirable one is paired with the first
+    undesirable one, and so on."""
 
     @field_validator("columns", mode="before")
     @classmethod
@@ -36,7 +39,7 @@ class FormatOptions(Options):
         for entry in value.split(",") if value is not None else ():
             known, equals, column = entry.partition("=")
             if not (known.strip() and equals and column.strip()):
-                raise ValueError(f"{entry!r} is not NAME=COLUMN, as in prompt=question,completion=answer")
+                raise ValueError(f"{entry!r} is not NAME=COLUMN. Example: prompt=question,completion=answer")
         return value
 
     @property

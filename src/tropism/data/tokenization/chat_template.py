@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jinja2
 from pydantic import field_validator
@@ -31,14 +31,16 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # an extens
 class TemplateOptions(Options):
     """How messages become text."""
 
+    heading: ClassVar[str] = "Data"
+
     chat_template: str | None = None
-    """Chat template in place of the tokenizer's own: a file, or one of chatml, gemma, llama3, phi3, plain."""
+    """Chat template: a file, or one of chatml, gemma, llama3, phi3 and plain. Default: the tokenizer's own."""
     chat_template_kwargs: str | None = None
-    """Values for the chat template: JSON, or NAME=VALUE with commas between them, as in enable_thinking=false."""
+    """Values for the chat template, as JSON or as NAME=VALUE, comma-separated. For example enable_thinking=false."""
     system_prompt: str | None = None
-    """System message for conversations that have none."""
+    """System message for conversations without one."""
     supervise: Literal["last", "all"] = "last"
-    """Messages that are learned: the last one of the assistant, or all of them."""
+    """Assistant messages to train on: the last one of a conversation, or all of them."""
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import Field
 
 from tropism.data.tree import Completion
-from tropism.options import Options
+from tropism.options import Everyday, Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,11 @@ def fit(prompt: PromptCutter, completions: Sequence[Completion], limits: Limits)
 
 
 class LengthOptions(Options):
-    """How long a row may be."""
+    """Length limits of a row."""
 
-    max_length: int | None = Field(None, ge=2)
-    """Tokens of a prompt with its completion; by default the model's limit, at most 2048."""
+    heading: ClassVar[str] = "Data"
+
+    max_length: Everyday[int | None] = Field(None, ge=2)
+    """Maximum tokens of prompt plus completion. Longer rows are truncated. Default: the model's, at most 2048."""
     max_prompt_length: int | None = Field(None, ge=1)
-    """Tokens of a prompt; a longer one is cut from the left."""
+    """Maximum tokens of a prompt, below `--max-length`. Longer prompts are truncated from the left."""

@@ -1,0 +1,239 @@
+"""The commands and their parameters, as cyclopts parses them. Each is one call; `table` has their help."""
+
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+
+from tropism.cli.arguments import spelled_out
+from tropism.cli.table import COMMANDS
+from tropism.cli.usage_errors import explain_error
+from tropism.config import (
+    ConvertOptions,
+    DPOOptions,
+    InspectOptions,
+    KDOptions,
+    KTOOptions,
+    MethodOptions,
+    ScoringOptions,
+    SFTOptions,
+)
+from tropism.errors import TropismError, UsageError, did_you_mean
+
+app = App(name="tropism", result_action="return_value", help_flags=(), version_flags=(),
+          suppress_keyboard_interrupt=False)
+store = App(name="store", result_action="return_value", help_flags=(), version_flags=())
+app.command(store)
+
+_began: ContextVar[float | None] = ContextVar("began", default=None)
+"""Monotonic time at which the command line was called: `--max-time` counts from it."""
+
+_Flat = Parameter(name="*")
+_DType = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
+
+
+def call(tokens: list[str], began: float) -> int:
+    """Run the command that the tokens name, and return its exit code.
+
+    Args:
+        began: monotonic time at which the command line was called.
+
+    Raises:
+        UsageError: for an unknown command or option, a missing one, or an invalid value.
+        TropismError: from the command.
+    """
+    if tokens[0].startswith("-"):
+        hint = did_you_mean(tokens[0].lstrip("-"), ("help", "version"), "--{}")
+        raise UsageError(f"unknown option {tokens[0]}. {hint}")
+    if not {tokens[0], " ".join(tokens[:2])} & COMMANDS.keys():
+        inside = any(name.startswith(f"{tokens[0]} ") for name in COMMANDS)
+        typed = " ".join(tokens[:2]) if inside else tokens[0]
+        raise UsageError(f"unknown command {typed}. {did_you_mean(typed, COMMANDS)}")
+    _began.set(began)
+    tokens = spelled_out(tokens)
+    try:
+        return int(app(tokens, exit_on_error=False, print_error=False) or 0)
+    except CycloptsError as error:
+        raise UsageError(explain_error(error, tokens)) from None
+
+
+def _run(options: MethodOptions) -> int:
+    from tropism.runner import run  # imports torch: not for --help
+
+    run(options, began=_began.get())
+    return 0
+
+
+@app.command
+def kto(*, options: Annotated[KTOOptions, _Flat]) -> int:
+    """Train with KTO options."""
+    return _run(options)
+
+
+@app.command
+def dpo(*, options: Annotated[DPOOptions, _Flat]) -> int:
+    """Train with DPO options."""
+    return _run(options)
+
+
+@app.command
+def sft(*, options: Annotated[SFTOptions, _Flat]) -> int:
+    """Train with SFT options."""
+    return _run(options)
+
+
+@app.command
+def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
+    """Train with KD options."""
+    return _run(options)
+
+
+@app.command
+def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Path | None = None) -> int:
+    """Print figures of a model, and write them to a file."""
+    from tropism.commands.scoring.scores import check_writable, figures, score, write_figures
+    from tropism.observe.console import Voice
+
+    if json is not None:
+        check_writable(json)
+    scores = score(model, options)
+    if not scores.is_main:
+        return 0
+    found = figures(scores, options.beta)
+    Voice().figures(f"{len(scores.rows)} rows", found)
+    if json is not None:
+        write_figures({"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found}, json)
+    return 0
+
+
+@app.command
+def inspect(data: str, /, *, options: Annotated[InspectOptions, _Flat], html: Path | None = None,
+            json: Path | None = None) -> int:
+    """Print findings and rows, and write them to files."""
+    from tropism.commands import inspect as inspecting  # imports torch: not for --help
+    from tropism.observe.console import Voice
+
+    voice = Voice()
+    found = inspecting.inspect(data, options, voice)
+    inspecting.show(found, voice)
+    if html is not None:
+        inspecting.write_html(found, html)
+    if json is not None:
+        inspecting.write_json(found, json)
+    if options.strict:
+        found.check()
+    return 0
+
+
+@app.command
+def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Path | None = None) -> int:
+    """Write rows in another shape, and print the account."""
+    from tropism.commands import convert as converting
+    from tropism.observe.console import Voice
+
+    voice = Voice()
+    account = converting.convert(data, options, voice)
+    converting.show(account, Path(options.output), voice)
+    if json is not None:
+        converting.write_json(account, json)
+    return 0
+
+
+@app.command
+def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat], keep_columns: bool = False) -> int:
+    """Write one record per row."""
+    from tropism.commands.scoring import scores as scoring
+
+    scoring.check_target(output)
+    found = scoring.score(model, options)
+    if not found.is_main:
+        return 0
+    columns = scoring.original_columns(options.data) if keep_columns else None
+    scoring.write(scoring.records(found, options.beta, columns), output)
+    print(f"{output}: {len(found.rows)} rows")
+    return 0
+
+
+@app.command
+def train(config: Path) -> int:
+    """Never called: `spelled_out` replaces it by the method of the file."""
+    raise NotImplementedError(config)
+
+
+@app.command
+def resume(run: Path) -> int:
+    """Never called: `spelled_out` replaces it by the method of the run."""
+    raise NotImplementedError(run)
+
+
+@app.command
+def demo(*, output: Path | None = None) -> int:
+    """Run the demonstration."""
+    from tropism.commands.demo.run import main as run_demo
+    from tropism.observe.rundir import free_name
+
+    run_demo(output or free_name(Path("demo-run")))
+    return 0
+
+
+@app.command
+def verify(run: Path, /, *, json: Path | None = None) -> int:
+    """Print what was checked; exit code 1 if something differs."""
+    from tropism.commands import verify as verifying  # imports torch: not for --help
+    from tropism.observe.console import Voice
+
+    verdict = verifying.verify(run)
+    verifying.show(verdict, Voice())
+    if json is not None:
+        verifying.write(verdict, json)
+    return 0 if verdict.intact and verdict.repeatable else 1
+
+
+@app.command
+def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None = None, checkpoint: str | None = None,
+           max_shard_size: str | None = None, base: str | None = None) -> int:
+    """Write a model directory."""
+    from tropism.commands import export as exporting  # imports torch: not for --help
+
+    try:
+        exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size,
+                         base=base)
+    except KeyboardInterrupt:
+        complete = (to / "export.json").is_file()
+        raise TropismError(f"interrupted; {to} is " + ("complete" if complete else "unchanged, nothing was written"),
+                           ) from None
+    return 0
+
+
+@store.command(name="list")
+def store_list(*, store: Path | None = None) -> int:
+    """Print the entries of the cache."""
+    from tropism.train.frozen.score_store import entries, rendered_rows
+    from tropism.train.options import default_root
+
+    root = store or default_root()
+    found = entries(root)
+    print(f"{root}: scores of {len(found)} frozen models")
+    for entry in found:
+        print(f"  {entry.path.name}  {entry.scores} scores, {entry.size_bytes / 1024:.0f} KiB  "
+              f"{entry.meta.get('model', '?')} ({entry.meta.get('precision')}, {entry.meta.get('layout')}"
+              + (f", {entry.meta['holds']})" if "holds" in entry.meta else ")"))
+    blocks, size = rendered_rows(root)
+    if blocks:
+        print(f"  rendered rows: {blocks} blocks, {size / 1024:.0f} KiB")
+    return 0
+
+
+@store.command(name="clean")
+def store_clean(fingerprint: str | None = None, *, store: Path | None = None) -> int:
+    """Delete entries of the cache."""
+    from tropism.train.frozen.score_store import clean
+    from tropism.train.options import default_root
+
+    root = store or default_root()
+    print(f"{root}: removed the scores of {clean(root, fingerprint)} frozen models")
+    return 0
+
+
+__all__ = ["app", "call"]

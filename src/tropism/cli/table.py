@@ -1,0 +1,146 @@
+"""The commands as help shows them: summary, own arguments and examples. Options are described by their classes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # pydantic is not for the first screen
+    from tropism.options import Option
+
+HEADINGS = ("Required", "Data", "Method", "Optimization", "Evaluation", "Checkpoints", "Adapters", "Parallelism",
+            "Teacher", "Tracking")
+"""Groups of training options, in the order of help and reference."""
+
+_FIRST = ("model", "teacher", "data", "to", "output")
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument that belongs to one command and to no options class.
+
+    Args:
+        name: as typed: `RUN`, or `--json FILE`.
+        text: what it does.
+        required: the command does not work without it.
+        default: what happens without it, if its text does not tell.
+        everyday: the short help shows it.
+    """
+
+    name: str
+    text: str
+    required: bool = False
+    default: str = ""
+    everyday: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command.
+
+    Args:
+        group: its heading in `tropism --help`.
+        summary: one sentence.
+        examples: commands that work as they are.
+        arguments: its own, in the order of help.
+        options: its class of options in `tropism.config`.
+        note: further sentences below the summary.
+    """
+
+    group: str
+    summary: str
+    examples: tuple[str, ...]
+    arguments: tuple[Argument, ...] = ()
+    options: str = ""
+    note: str = ""
+
+
+def in_order(options: "Iterable[Option]") -> "list[Option]":
+    """Options as they are listed within a group: required ones first, then everyday ones."""
+    return sorted(options, key=lambda option: (_FIRST.index(option.name) if option.info.is_required() else len(_FIRST),
+                                               not option.everyday))
+
+
+_CONFIG = Argument("--config FILE", "YAML file with options. Options on the command line override it.", everyday=False)
+_JSON = "Also write the result to this JSON file."
+_DATA = "Data to read: files, a directory, or a dataset on the Hub. Separate several with commas."
+_MODEL = "A directory, Hub id, GGUF file, adapter or run directory."
+_STORE = Argument("--store DIR", "Cache directory.", default="$TROPISM_STORE, else ~/.cache/tropism/store")
+
+
+def _method(name: str, summary: str, options: str, data: str, extra: str = "") -> Command:
+    examples = (f"tropism {name} --model Qwen/Qwen3-0.6B {extra}--data {data} --output runs/first",
+                f"tropism {name} --config base.yaml --output runs/lora --lora.rank 16")
+    return Command("Train", summary, examples, (_CONFIG,), options, "`--config FILE` reads options from YAML.")
+
+
+COMMANDS: dict[str, Command] = {
+    "kto": _method("kto", "Train on completions labeled desirable or undesirable.", "KTOOptions",
+                   "feedback.jsonl"),
+    "dpo": _method("dpo", "Train on pairs of a chosen and a rejected completion.", "DPOOptions", "pairs.jsonl"),
+    "sft": _method("sft", "Train on completions to imitate.", "SFTOptions", "texts.jsonl"),
+    "kd": _method("kd", "Distill a teacher model into a student.", "KDOptions", "texts.jsonl",
+                  "--teacher Qwen/Qwen3-8B "),
+    "train": Command(
+        "Train", "Train from a YAML file.",
+        ("tropism train runs/first/config.yaml --output runs/second",
+         "tropism train runs/first/config.yaml --output runs/third --beta 0.2"),
+        (Argument("CONFIG", "YAML file with `method:` and options by name.", required=True),
+         Argument("--KEY VALUE", "Override an option of the file.")),
+        note="RUN/config.yaml reproduces a run."),
+    "resume": Command(
+        "Train", "Resume a stopped run from its last checkpoint.",
+        ("tropism resume runs/first", "tropism resume runs/first --max-steps 2000"),
+        (Argument("RUN", "Run directory, or one of its checkpoints.", required=True),
+         Argument("--KEY VALUE", "Override an option that may change, such as --max-steps."))),
+    "inspect": Command(
+        "Data", "Preview data as training will see it.",
+        ("tropism inspect feedback.jsonl --model Qwen/Qwen3-0.6B",
+         "tropism inspect pairs.jsonl --model Qwen/Qwen3-0.6B --html report.html"),
+        (Argument("DATA", _DATA, required=True), Argument("--html FILE", "Also write an HTML page to this file."),
+         Argument("--json FILE", _JSON)), "InspectOptions",
+        "Shows what is kept, truncated or suspicious, with sample rows token by token."),
+    "convert": Command(
+        "Data", "Convert data between supported formats.",
+        ("tropism convert hh.jsonl --to paired --output pairs.jsonl",
+         "tropism convert pairs.jsonl --to unpaired --output feedback.parquet"),
+        (Argument("DATA", _DATA, required=True), Argument("--json FILE", _JSON)), "ConvertOptions",
+        "Reports what the target shape cannot hold."),
+    "evaluate": Command(
+        "Results", "Evaluate a model on held-out data.",
+        ("tropism evaluate runs/first --data heldout.jsonl",
+         "tropism evaluate runs/first --data heldout.jsonl --reference Qwen/Qwen3-0.6B --json figures.json"),
+        (Argument("MODEL", _MODEL, required=True), Argument("--json FILE", _JSON)), "ScoringOptions",
+        "Reports accuracy or AUC, margins, log-probs, perplexity and KL."),
+    "score": Command(
+        "Results", "Write the log-probs of every row under a model to a file.",
+        ("tropism score runs/first --data feedback.jsonl --output scores.parquet",
+         "tropism score runs/first --data pairs.jsonl --reference Qwen/Qwen3-0.6B --output scores.jsonl"),
+        (Argument("MODEL", _MODEL, required=True),
+         Argument("--output FILE", "File to write, which must not exist: .jsonl or .parquet.", required=True),
+         Argument("--keep-columns", "Copy the other fields of the rows.")), "ScoringOptions"),
+    "export": Command(
+        "Results", "Write the result of a run as a model directory.",
+        ("tropism export runs/first --to models/first", "tropism export runs/lora --to models/merged --merge"),
+        (Argument("RUN", "Run directory.", required=True),
+         Argument("--to DIR", "Directory to write, empty or absent.", required=True),
+         Argument("--merge", "Merge the adapter into its base model."),
+         Argument("--dtype DTYPE", "Dtype of the weights: fp32, bf16, fp16 or fp64.", default="that of the result"),
+         Argument("--checkpoint NAME", "Checkpoint to export: `best`, `last`, a step such as step-00000100, or a path.",
+                  default="the result"),
+         Argument("--max-shard-size SIZE", "Maximum size of a weight file, such as 5GB.", default="50GB"),
+         Argument("--base DIR", "Base model of the adapter, if it has moved since the run.")),
+        note="`--checkpoint` writes a checkpoint instead. Adds a model card. The run is not changed."),
+    "verify": Command(
+        "Results", "Check that a run is intact and reproducible on this machine.",
+        ("tropism verify runs/first", "tropism verify runs/first --json findings.json"),
+        (Argument("RUN", "Run directory.", required=True), Argument("--json FILE", _JSON)),
+        note="Exits with code 0 if it is, else 1."),
+    "demo": Command(
+        "Other", "Train a small model on sample feedback, and show what changed.", ("tropism demo",),
+        (Argument("--output DIR", "Run directory.", default="demo-run, or the next free name"),)),
+    "store list": Command("Other", "List what the cache holds.", ("tropism store list",), (_STORE,)),
+    "store clean": Command(
+        "Other", "Delete cached scores and rendered rows.", ("tropism store clean", "tropism store clean 3f2a"),
+        (Argument("FINGERPRINT", "First characters of the fingerprint of scores to delete.", default="all"), _STORE),
+        note="They are computed again when a run needs them."),
+}

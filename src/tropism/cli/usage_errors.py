@@ -1,0 +1,82 @@
+"""Explains an error of the command line with options as they are typed."""
+
+from typing import Any
+
+import cyclopts
+from cyclopts import CycloptsError
+
+from tropism import config
+from tropism.cli.arguments import names_of
+from tropism.cli.table import COMMANDS, in_order
+from tropism.errors import did_you_mean
+from tropism.options import Option
+
+
+def explain_error(error: CycloptsError, tokens: list[str]) -> str:
+    """What is wrong and what to do.
+
+    Args:
+        tokens: the whole command line, with the options of files spelled out.
+    """
+    name = _command_of(tokens)
+    if isinstance(error, cyclopts.UnknownOptionError):
+        return _unknown(error, name)
+    if isinstance(error, cyclopts.MissingArgumentError):
+        typed = error.keyword or (error.argument.name if error.argument is not None else "")
+        return f"{typed} needs a value" if typed in tokens else _missing(tokens, name)
+    problems: list[Any] = getattr(error.__cause__, "errors", list)()
+    if isinstance(error, cyclopts.ValidationError) and problems:
+        if problems[0]["type"] == "missing":
+            return _missing(tokens, name)
+        place = config.place_of(problems[0], [option.name for option in _options_of(name)])
+        return _group(f"--{place}", name) or f"--{place.replace('_', '-')}: {config.explain(problems[0])}"
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        return f"unexpected argument {(error.unused_tokens or [''])[0]}. See `tropism {name} --help`"
+    return " ".join(str(error).split())
+
+
+def _command_of(tokens: list[str]) -> str:
+    two = " ".join(tokens[:2])
+    return two if two in COMMANDS else tokens[0]
+
+
+def _options_of(name: str) -> list[Option]:
+    options = COMMANDS[name].options if name in COMMANDS else ""
+    return in_order(getattr(config, options).described()) if options else []
+
+
+def _own(name: str, required: bool) -> list[str]:
+    """Arguments of the command that belong to no options class, as typed."""
+    return [argument.name.split()[0] for argument in COMMANDS[name].arguments if not required or argument.required
+            ] if name in COMMANDS else []
+
+
+def _missing(tokens: list[str], name: str) -> str:
+    """All required arguments that are missing, with an example."""
+    given = names_of(tokens)
+    own = [argument for argument in _own(name, required=True) if argument.startswith("--")]
+    missing = [flag for flag in [*(option.flag for option in _options_of(name) if option.info.is_required()), *own]
+               if flag.removeprefix("--") not in given]
+    positional = [argument for argument in _own(name, required=True) if not argument.startswith("--")]
+    if positional and (len(tokens) <= len(name.split()) or tokens[len(name.split())].startswith("-")):
+        missing = positional + missing
+    listed = " and ".join(part for part in (", ".join(missing[:-1]), *missing[-1:]) if part)
+    example = COMMANDS[name].examples[0] if name in COMMANDS else "tropism --help"
+    return f"{listed} {'are' if len(missing) > 1 else 'is'} required. Example: {example}"
+
+
+def _group(typed: str, name: str) -> str:
+    """What to say if an option is the name of a group, such as --lora."""
+    inside = [option.flag for option in _options_of(name) if option.flag.startswith(f"{typed}.")]
+    return f"{typed} is a group of options. Did you mean {inside[0]}?" if inside else ""
+
+
+def _unknown(error: cyclopts.UnknownOptionError, name: str) -> str:
+    typed = str(error.token.keyword or error.token.value).split("=")[0]
+    if text := _group(typed, name):
+        return text
+    known = [*(option.flag.removeprefix("--") for option in _options_of(name)),
+             *(argument.removeprefix("--") for argument in _own(name, required=False) if argument.startswith("--"))]
+    hint = did_you_mean(typed.lstrip("-"), known, "--{}")
+    every = " --help-all" if _options_of(name) else " --help"
+    return f"unknown option {typed}. " + (hint if hint.startswith("Did") else f"See `tropism {name}{every}`")

@@ -1,0 +1,89 @@
+"""Reads the options in a YAML file, and checks each of them with its line."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from tropism.config import METHODS, MethodOptions, check_name, explain, place_of, takes_bool
+from tropism.errors import UsageError, did_you_mean
+from tropism.options import shown
+
+
+def read_yaml(path: str | Path, default: str | None = None) -> tuple[str | None, dict[str, Any]]:
+    """The method that a configuration file names, or None, and its options, checked one by one.
+
+    Args:
+        path: the file.
+        default: the method of a file that does not name one.
+
+    Raises:
+        UsageError: with file and line, for an unknown key (naming the closest known one) or an invalid value.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text) or {}
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: not a mapping. Write one `option: value` per line")
+    lines = _lines_of(path, node)
+    method = values.pop("method", None)
+    if method is not None and not (isinstance(method, str) and method in METHODS):
+        raise UsageError(f"{path}:{lines['method']}: method: unknown method {method!r}. "
+                         + did_you_mean(str(method), METHODS))
+    known = METHODS.get(method or default or "")
+    values = (known or MethodOptions).flattened(values)
+    _check(values, known, lambda key: f"{path}:{lines.get(str(key), 1)}: ")
+    return method, values
+
+
+def _lines_of(path: Path, node: Any, group: str = "") -> dict[str, int]:
+    """The line of each key, those inside a mapping as `group.key`.
+
+    Raises:
+        UsageError: for a duplicate key.
+    """
+    lines: dict[str, int] = {}
+    for key, value in node.value if node is not None else ():
+        name = f"{group}{key.value}"
+        if name in lines:
+            raise UsageError(f"{path}:{key.start_mark.line + 1}: {name}: already set on line {lines[name]}. Remove one")
+        lines[name] = key.start_mark.line + 1
+        if isinstance(value, yaml.MappingNode) and not group:
+            lines |= _lines_of(path, value, f"{name}.")
+    return lines
+
+
+def _check(values: dict[str, Any], options: type[MethodOptions] | None, place: Callable[[Any], str]) -> None:
+    """Check keys and types of values, those of groups as `group.key`; with `options` None, against any method.
+
+    Raises:
+        UsageError: for the first invalid one.
+    """
+    classes = [options] if options else list(METHODS.values())
+    known = {name: info for cls in classes for name, info in cls.flat_fields().items()}
+    for key, value in values.items():
+        check_name(classes[0], str(key), known, place(key))
+        if isinstance(value, bool) and not takes_bool(known[key].annotation):
+            raise UsageError(f"{place(key)}{key}: {shown(value)} is not a valid value")
+    for cls in classes:
+        try:
+            # Without its output a file is never complete, so options are checked one by one and not in combination:
+            # the command line may add to them or override them.
+            fields = cls.flat_fields()
+            cls.model_validate(cls.nested({key: value for key, value in values.items()
+                                           if key in fields and key != "output"}))
+        except ValidationError as error:
+            for problem in error.errors():
+                if problem["type"] != "missing":
+                    name = place_of(problem, fields)
+                    raise UsageError(f"{place(name)}{name}: {explain(problem)}") from None
