@@ -236,9 +236,9 @@ def test_a_lock_alone_is_an_empty_directory(resume: str, train: Callable[..., An
     """C1: what a kill leaves while config.yaml is written; the plain command begins, and so does `auto`."""
     output = tmp_path / "run"
     output.mkdir()
-    gone = {"host": os.uname().nodename, "boot": "before the reboot", "pid": 1, "started": "1", "since": "then",
-            "command": "tropism"}
-    (output / "lock").write_text(json.dumps(gone))
+    code = ("import os, sys; from pathlib import Path; from tropism.observe.lock import owned\n"
+            "with owned(Path(sys.argv[1])):\n    os._exit(0)")
+    subprocess.run([sys.executable, "-c", code, str(output)], check=True)
     code = ("import os, signal, sys; from pathlib import Path; from tropism.observe.files import write_whole\n"
             "Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
             "write_whole(Path(sys.argv[1]), b'method: dpo')")

@@ -12,6 +12,7 @@ import yaml
 
 from tropism.errors import OutputError, OutputExistsError
 from tropism.observe.files import append_line, meant_by, write_whole
+from tropism.observe.lock import BEGUN, GUARD
 
 GROWING = ("metrics.jsonl", "samples.jsonl", "notices.jsonl", "skipped.jsonl")
 """Files of a run that grow line by line; a run that goes on cuts them back to where it goes on."""
@@ -140,7 +141,7 @@ def _is_temporary(name: str) -> bool:
 
 
 def _is_left_over(name: str) -> bool:
-    return name == "lock" or _is_temporary(name)
+    return name in ("lock", GUARD, BEGUN) or _is_temporary(name)
 
 
 def free_name(path: Path) -> Path:
