@@ -15,6 +15,7 @@ from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.distributed import World, connect
 from tropism.errors import ModelError, ReferenceMismatchError, UsageError
+from tropism.files import check_writable
 from tropism.methods import Method
 from tropism.methods.build import build_method, effective
 from tropism.model import load
@@ -35,7 +36,7 @@ from tropism.train.evaluation.evaluator import Evaluator, evenly
 from tropism.train.failure import record_failure
 from tropism.train.frozen import reference as references
 from tropism.train.frozen import teacher as teachers
-from tropism.train.frozen.score_store import ROWS, check_writable
+from tropism.train.frozen.score_store import ROWS
 from tropism.train.memory import keep_freed_memory
 from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.optimizer import build_updater, check_given
@@ -292,7 +293,8 @@ class Run:
         if world.device.type == "cpu":
             keep_freed_memory(world.mesh is None)
         if (method.needs_reference and not self.live) or self.values.get("top_k"):
-            self.world.on_main(lambda: check_writable(self.store))
+            self.world.on_main(lambda: check_writable(
+                self.store, what="the reference store cannot be written", advice="Choose another place with --store"))
         module, self.facts = self.start.begin(self.numerics, options.seed, self.voice,
                                               method.needs_reference and self.reference is None)
         self.halt.check()

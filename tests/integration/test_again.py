@@ -239,7 +239,7 @@ def test_a_lock_alone_is_an_empty_directory(resume: str, train: Callable[..., An
     code = ("import os, sys; from pathlib import Path; from tropism.observe.lock import owned\n"
             "with owned(Path(sys.argv[1])):\n    os._exit(0)")
     subprocess.run([sys.executable, "-c", code, str(output)], check=True)
-    code = ("import os, signal, sys; from pathlib import Path; from tropism.observe.files import write_whole\n"
+    code = ("import os, signal, sys; from pathlib import Path; from tropism.files import write_whole\n"
             "Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
             "write_whole(Path(sys.argv[1]), b'method: dpo')")
     killed = subprocess.run([sys.executable, "-c", code, str(output / "config.yaml")], check=False)

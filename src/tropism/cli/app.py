@@ -84,11 +84,12 @@ def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Pat
     json
         Also write the figures to this file.
     """
-    from tropism.commands.scoring.scores import check_writable, figures, score, write_figures
+    from tropism.commands.scoring.scores import figures, score, write_figures
+    from tropism.files import check_writable
     from tropism.observe.console import Voice
 
     if json is not None:
-        check_writable(json)
+        check_writable(json.parent, json)
     scores = score(model, options)
     if not scores.is_main:
         return 0

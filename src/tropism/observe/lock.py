@@ -284,8 +284,8 @@ def _refusal(path: Path, owner: Owner | None) -> str:
         return (f"{path.parent}: its lock file does not name an owner. If no process writes to this directory, delete "
                 f"{path}")
     if owner.visible:
-        return (f"{path.parent}: is in use by {owner}. Wait for it to finish, stop it, or choose another directory with "
-                "--output")
+        return (f"{path.parent}: is in use by {owner}. Wait for it to finish, stop it, or choose another directory "
+                "with --output")
     return (f"{path.parent}: is in use by {owner}. From here it cannot be seen whether that process still runs. If it "
             f"does not, delete {path}, or wait: the lock expires {_SILENT_S / 60:.0f} minutes after its last heartbeat")
 

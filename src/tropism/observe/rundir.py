@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 
 from tropism.errors import OutputError, OutputExistsError
-from tropism.observe.files import append_line, meant_by, write_whole
+from tropism.files import append_line, check_writable, meant_by, write_whole
 from tropism.observe.lock import BEGUN, GUARD
 
 GROWING = ("metrics.jsonl", "samples.jsonl", "notices.jsonl", "skipped.jsonl")
 """Files of a run that grow line by line; a run that goes on cuts them back to where it goes on."""
 
-_REPLACED = re.compile(r"config\.yaml|lock|[a-z]+\.json")
+_REPLACED = re.compile(r"config\.yaml|writable|[a-z]+\.json")
 """What is written under another name first, and then renamed."""
 
 
@@ -50,16 +50,13 @@ class RunDirectory:
         Raises:
             OutputError: if it cannot be made or written.
         """
+        check_writable(self.path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             for entry in self.path.iterdir():
                 if _is_temporary(entry.name):
-                    entry.unlink(missing_ok=True)  # a lock's is gone at once
-            probe = self.path / ".writable"
-            probe.touch()
-            probe.unlink()
+                    entry.unlink(missing_ok=True)
         except OSError as error:
-            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+            raise OutputError.because(self.path, error) from error
 
     @property
     def checkpoints(self) -> Path:
@@ -137,7 +134,7 @@ class RunDirectory:
 
 
 def _is_temporary(name: str) -> bool:
-    return name == ".writable" or _REPLACED.fullmatch(meant_by(name) or "") is not None
+    return _REPLACED.fullmatch(meant_by(name) or "") is not None
 
 
 def _is_left_over(name: str) -> bool:

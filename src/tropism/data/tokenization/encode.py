@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from tropism.data.row_table import BLOCK_ROWS, Block
 from tropism.data.rows import Dropped, EncodedRow, Row
 from tropism.data.tokenization.render import Renderer
-from tropism.errors import TropismError
+from tropism.errors import OutputError, TropismError
 
 _BEFORE_HELP = 4  # blocks that are rendered here before processes are started, which takes as long as some blocks do
 _MOST_WORKERS = 8
@@ -69,8 +69,7 @@ class BlockCache:
     @staticmethod
     def keep(block: Block, path: Path) -> None:
         """Write a block; where the disk refuses, it is rendered again next time."""
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OutputError):
             block.write(path)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from tropism.distributed.state import TrainingState, check_plain, read_whole
 from tropism.distributed.world import World
 from tropism.errors import OutputError, TropismError
+from tropism.files import write_whole
 from tropism.methods import Method
 from tropism.model.adapters.structure import learning_names
 from tropism.observe.console import Voice
-from tropism.observe.files import write_whole
 from tropism.observe.lock import lend
 from tropism.observe.metrics import direction
 from tropism.observe.rundir import RunDirectory
