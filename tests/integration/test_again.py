@@ -321,7 +321,7 @@ def test_a_rank_that_fails_leaves_no_other_waiting(where: str, tiny_model_dir: P
     raised = [(tmp_path / f"{where}-{rank}").read_text() for rank in range(2)]
     if where == "main":
         assert raised[0] == "OSError: [Errno 28] No space left on device"
-        assert raised[1] == "TropismError: rank 0: OSError: [Errno 28] No space left on device"
+        assert raised[1] == "TropismError: process 0: OSError: [Errno 28] No space left on device"
     else:
         assert raised == ["TropismError: a rank failed"] * 2
     if where not in ("teacher", "reference", "evaluate"):
