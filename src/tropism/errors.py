@@ -1,4 +1,4 @@
-"""The errors that a user can meet. Each says where, what, and what to do; none shows a traceback."""
+"""Errors for users. Each message gives the place, the problem and the remedy, and is shown without a traceback."""
 
 import difflib
 import shutil
@@ -32,37 +32,37 @@ def count_of(count: int, noun: str, plural: str = "") -> str:
 
 
 class TropismError(Exception):
-    """Base of all errors meant for a user's eyes. `exit_code` is what the command line returns."""
+    """Base class of all errors for users. `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
 
 class UsageError(TropismError):
-    """An option, or a combination of options, that cannot work."""
+    """An invalid option, or an invalid combination of options."""
 
     exit_code = 2
 
 
 class DataError(TropismError):
-    """A file, row or label that cannot be trained on. The text starts with FILE:LINE where there is one."""
+    """An invalid file, row or label. The message starts with FILE:LINE if there is one."""
 
     exit_code = 2
 
 
 class OutputExistsError(TropismError):
-    """The output directory already holds something."""
+    """The output directory is not empty."""
 
     exit_code = 2
 
 
 class OutputLockedError(TropismError):
-    """Another process writes to the run directory."""
+    """Another process uses the run directory."""
 
     exit_code = 2
 
 
 class ModelError(TropismError):
-    """A model or tokenizer that cannot be loaded or served exactly."""
+    """A model or tokenizer that cannot be loaded, or is not supported exactly."""
 
     exit_code = 2
 
@@ -72,7 +72,7 @@ class ReferenceMismatchError(TropismError):
 
 
 class NonFiniteError(TropismError):
-    """A loss, gradient or log-prob was NaN or infinite. The update was not applied; the rows are named."""
+    """A loss, gradient or log-prob is NaN or infinite. The update was not applied, and the message names the rows."""
 
 
 class NothingLearnedError(TropismError):
@@ -80,18 +80,18 @@ class NothingLearnedError(TropismError):
 
 
 class OutputError(TropismError):
-    """The run directory or the store could not be written."""
+    """A file or directory cannot be written."""
 
     @classmethod
     def because(cls, path: Path, error: BaseException, needed_bytes: int = 0, what: str = "cannot be written",
                 ) -> "OutputError":
-        """What could not be written and why; where the disk is full, how much is needed and how much is free.
+        """An error with the path and the reason, and with the bytes needed and free if the size is known.
 
         Args:
             path: of the file or directory.
-            error: of the system.
-            needed_bytes: that were to be written; 0 where that is not known.
-            what: happened, in words.
+            error: of the operating system.
+            needed_bytes: size to write; 0 if unknown.
+            what: what failed.
         """
         reason = getattr(error, "strerror", None) or first_line(error)
         room = ""
@@ -103,12 +103,12 @@ class OutputError(TropismError):
 
 
 class CheckpointError(TropismError):
-    """A checkpoint, or a run that shall go on, that cannot be used in full. The text says which part."""
+    """A checkpoint, or a run to resume, is incomplete or corrupted. The message names the part."""
 
     exit_code = 2
 
 
 class StoppedEarly(TropismError):
-    """The run was asked to stop before its end, and can go on where it stopped."""
+    """The run was stopped before its end, and can be resumed."""
 
     exit_code = 75

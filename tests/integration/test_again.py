@@ -236,10 +236,10 @@ def test_a_lock_alone_is_an_empty_directory(resume: str, train: Callable[..., An
     """C1: what a kill leaves while config.yaml is written; the plain command begins, and so does `auto`."""
     output = tmp_path / "run"
     output.mkdir()
-    gone = {"host": os.uname().nodename, "boot": "before the reboot", "pid": 1, "started": "1", "since": "then",
-            "command": "tropism"}
-    (output / "lock").write_text(json.dumps(gone))
-    code = ("import os, signal, sys; from pathlib import Path; from tropism.observe.files import write_whole\n"
+    code = ("import os, sys; from pathlib import Path; from tropism.observe.lock import owned\n"
+            "with owned(Path(sys.argv[1])):\n    os._exit(0)")
+    subprocess.run([sys.executable, "-c", code, str(output)], check=True)
+    code = ("import os, signal, sys; from pathlib import Path; from tropism.files import write_whole\n"
             "Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
             "write_whole(Path(sys.argv[1]), b'method: dpo')")
     killed = subprocess.run([sys.executable, "-c", code, str(output / "config.yaml")], check=False)
@@ -321,7 +321,7 @@ def test_a_rank_that_fails_leaves_no_other_waiting(where: str, tiny_model_dir: P
     raised = [(tmp_path / f"{where}-{rank}").read_text() for rank in range(2)]
     if where == "main":
         assert raised[0] == "OSError: [Errno 28] No space left on device"
-        assert raised[1] == "TropismError: rank 0: OSError: [Errno 28] No space left on device"
+        assert raised[1] == "TropismError: process 0: OSError: [Errno 28] No space left on device"
     else:
         assert raised == ["TropismError: a rank failed"] * 2
     if where not in ("teacher", "reference", "evaluate"):

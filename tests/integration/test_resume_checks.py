@@ -39,10 +39,10 @@ def test_used_outputs(start: Start, settings: Callable[..., dict[str, Any]], tmp
     (tmp_path / "other" / "notes.txt").write_text("mine")
     assert main(["resume", str(tmp_path / "other")]) == 2
     assert "has no config.yaml" in capsys.readouterr().err
-    with pytest.raises(Exception, match="exists and is not empty; nothing was changed"):
+    with pytest.raises(Exception, match="exists and is not empty"):
         start("sft", tmp_path / "other", resume="auto")
     start("sft", tmp_path / "run", max_steps=2)
-    with pytest.raises(Exception, match=f"or go on with the run that is there: tropism resume {tmp_path / 'run'}"):
+    with pytest.raises(Exception, match=f"tropism resume {tmp_path / 'run'}"):
         start("sft", tmp_path / "run")
     with pytest.raises(Exception, match="there is no run to go on with"):
         start("sft", tmp_path / "new", resume=str(tmp_path / "new"))
@@ -259,7 +259,7 @@ def test_an_optimizer_and_a_scheduler_that_were_given(settings: Callable[..., di
     def with_counter(optimizer: Any) -> Any:  # its milestones are keyed by numbers, which JSON does not have
         return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
 
-    with pytest.raises(UsageError, match="save_every: the scheduler holds a Counter, which a checkpoint cannot keep"):
+    with pytest.raises(UsageError, match="save_every: the scheduler holds a Counter"):
         trainer(tmp_path / "refused", with_counter, save_every=2).fit()
     assert trainer(tmp_path / "allowed", with_counter).fit().steps == STEPS
 

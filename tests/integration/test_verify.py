@@ -72,7 +72,7 @@ def test_what_differs_is_named(finished: Path, tmp_path: Path, copies: dict[str,
         "model", "config.yaml", "data", "template", *(what for what in found if what.startswith("checkpoints/")
                                                      and found[what] == "differs")} | (
         {"eval_data"} if found["eval_data"] == "differs" else set())
-    assert "model.safetensors has other content" in how(verdict, "model")
+    assert "model.safetensors has changed" in how(verdict, "model")
     assert "edited" in how(verdict, "config.yaml")
     assert "now" in how(verdict, "data")
     assert sum(state == "differs" for what, state in found.items() if what.startswith("checkpoints/")) == 1

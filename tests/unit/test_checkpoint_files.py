@@ -105,7 +105,7 @@ def test_state_that_does_not_fit_is_named(written: checkpoint.Checkpoint) -> Non
             ({**tensors(), "optimizer/bias/exp_avg": torch.zeros(2)}, "optimizer/bias/exp_avg is missing"),
             ({name: tensor for name, tensor in tensors().items() if "step" not in name},
              "step is not part of this run"),
-            ({**tensors(), "model/weight": torch.zeros(5, 8)}, r"model/weight is \[5, 7\] torch.float32 there"),
+            ({**tensors(), "model/weight": torch.zeros(5, 8)}, r"model/weight is \[5, 7\] torch.float32 in the"),
             ({**tensors(), "model/weight": torch.zeros(5, 7).double()}, "torch.float64 in this run")):
         before = {name: tensor.clone() for name, tensor in changed.items()}
         with pytest.raises(CheckpointError, match=sentence):

@@ -37,9 +37,9 @@ def test_attempts_do_not_see_each_other(size: int) -> None:
 def test_one_that_died_before_the_others_came() -> None:
     """X1: its name is answered, and so is that of the one that takes its place."""
     store = HashStore()
-    with pytest.raises(TropismError, match="rank 0 has not come to the process group"):
+    with pytest.raises(TropismError, match="process 0 has not joined"):
         meeting_place(store, 1, 2, timedelta(seconds=0.05))
-    with pytest.raises(TropismError, match="ranks 1 have not come"):
+    with pytest.raises(TropismError, match="process 1 has not joined"):
         meeting_place(store, 0, 2, timedelta(seconds=0.05))
     assert meet(store, [0, 1], 2) == [b"0 1"] * 2
 

@@ -16,8 +16,8 @@ import torch
 from tropism.commands.inspect import _write as write_page
 from tropism.commands.scoring.scores import write, write_figures
 from tropism.errors import OutputError
+from tropism.files import append_line, write_whole
 from tropism.model import save
-from tropism.observe.files import append_line, write_whole
 from tropism.observe.lock import owned
 from tropism.observe.rundir import RunDirectory
 from tropism.train.frozen.score_store import ScoreStore

@@ -25,6 +25,18 @@ def test_size_budgets(file: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < 80, f"{node.name} is too long"
 
 
+def test_ruff_checks_every_file_for_undefined_names() -> None:
+    """An ignored directory, or a muted F821, would hide a name that does not exist."""
+    def ruff(*arguments: str, code: str = "") -> list[str]:
+        return subprocess.run([sys.executable, "-m", "ruff", "check", *arguments], cwd=SOURCE.parents[1], input=code,
+                              capture_output=True, text=True, check=False).stdout.splitlines()
+
+    assert {Path(line) for line in ruff("--show-files", "src")} >= set(FILES)
+    for file in {file.parent: file for file in FILES}.values():  # one of each directory
+        found = ruff("--output-format", "concise", "--stdin-filename", str(file), "-", code="undefined\n")
+        assert any("F821" in line for line in found), file
+
+
 def test_no_room_is_called_utils() -> None:
     assert not [file for file in FILES if file.stem in ("utils", "util", "helpers", "common", "misc")]
 

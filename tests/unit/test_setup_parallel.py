@@ -56,9 +56,9 @@ def test_as_few_recorded_options_as_can_be_are_left_out(recorded: dict[str, int]
 
 
 @pytest.mark.parametrize(("variables", "sentence"), [
-    ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT are not set: start the processes with torchrun"),
+    ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT are not set.*torchrun"),
     ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "h"}, "MASTER_PORT is not set"),
-    ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'")])
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE.*'two'"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE.*'0'")])
 def test_an_environment_that_says_half_is_refused(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str],
                                                   sentence: str) -> None:
     """X1: before anything waits for processes that nobody starts."""

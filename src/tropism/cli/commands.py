@@ -92,11 +92,12 @@ def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
 @app.command
 def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Path | None = None) -> int:
     """Print figures of a model, and write them to a file."""
-    from tropism.commands.scoring.scores import check_writable, figures, score, write_figures
+    from tropism.commands.scoring.scores import figures, score, write_figures
+    from tropism.files import check_writable
     from tropism.observe.console import Voice
 
     if json is not None:
-        check_writable(json)
+        check_writable(json.parent, json)
     scores = score(model, options)
     if not scores.is_main:
         return 0

@@ -22,12 +22,12 @@ from tropism.data.sources.resolve import DataSource
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.tokenizer import Piece, visible
-from tropism.errors import DataError, ModelError, OutputError, TropismError
+from tropism.errors import DataError, ModelError, TropismError
+from tropism.files import write_whole
 from tropism.model import load
 from tropism.model.config import check_rope
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
-from tropism.observe.files import write_whole
 from tropism.observe.page import render_page
 from tropism.train.frozen.score_store import ROWS
 from tropism.train.setup.data import limits
@@ -271,8 +271,4 @@ def write_html(inspection: Inspection, path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError.because(path, error) from error
-    write_whole(path, text.encode(errors="backslashreplace"))
+    write_whole(path, text.encode(errors="backslashreplace"), parents=True)

@@ -16,13 +16,13 @@ from tropism.config import METHODS, MethodOptions
 from tropism.config_file import read_yaml
 from tropism.distributed import World
 from tropism.errors import CheckpointError, ModelError, TropismError, UsageError, first_line
+from tropism.files import write_whole
 from tropism.model import load
 from tropism.model.language_model import LanguageModel
 from tropism.model.options import LoraOptions
 from tropism.model.source import ModelSource
 from tropism.observe.checksums import differences, file_hash
 from tropism.observe.console import Voice
-from tropism.observe.files import write_whole
 from tropism.observe.manifest import text_fingerprints
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.frozen.teacher import shared_vocabulary, stored_name

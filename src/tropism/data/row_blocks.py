@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +16,7 @@ import pyarrow as pa
 from tropism.data.row_facts import RowFacts, facts_of, prompt_hash
 from tropism.data.rows import Dropped, EncodedRow, Reason
 from tropism.data.tree import Completion
+from tropism.files import write_whole
 
 BLOCK_ROWS = 1024
 """Rows of a full block. Only full blocks are written to files."""
@@ -136,19 +136,13 @@ class Block:
         """Write the block to a file, atomically.
 
         Raises:
-            OSError: if it cannot be written.
+            OutputError: if it cannot be written.
         """
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.batch.schema) as writer:
             writer.write_batch(self.batch)
         content = sink.getvalue().to_pybytes()
-        # No process id: two containers that share a store may have equal ids.
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
-            temporary.write_bytes(content + _checksum(content))
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, content + _checksum(content), parents=True)
 
     @classmethod
     def open(cls, path: Path) -> "Block | None":

@@ -1,4 +1,4 @@
-"""The verbs of a distributed step. `torch.distributed` is imported here and nowhere else."""
+"""Everything that involves several processes. Only this package imports `torch.distributed`."""
 
 from tropism.distributed.world import World, connect
 

@@ -1,8 +1,8 @@
-"""How the processes of one attempt find each other in a store that may remember earlier attempts.
+"""How the processes of one attempt find each other in a store that may contain entries of earlier attempts.
 
-torchrun keeps its store when it starts processes again, with the addresses of those that died. How often it has started
-them it counts on each machine for itself, so that number tells them nothing. Each process therefore gives itself a name
-that was never used before, and the main one answers names until all that are there have heard where to meet.
+torchrun keeps its store when it restarts processes, with the addresses of those that died. Each machine counts restarts
+separately, so the count does not identify an attempt. Each process therefore publishes a new random name, and the main
+process answers every name with the meeting place until all processes have arrived there.
 """
 
 import time
@@ -17,15 +17,15 @@ _PAUSE_S = 0.02
 
 
 def meeting_place(store: Store, rank: int, size: int, patience: timedelta = timedelta(minutes=30)) -> PrefixStore:
-    """A part of a store that only the processes of this attempt use. All of them call this.
+    """The part of a store that only the processes of this attempt use. All processes call this.
 
     Args:
-        store: that all of them see, and their predecessors saw.
+        store: shared by all processes, and by those of earlier attempts.
         rank, size: of this process.
-        patience: how long to wait for the others.
+        patience: maximum time to wait for the others.
 
     Raises:
-        TropismError: if some do not come.
+        TropismError: if a process does not arrive in time.
     """
     end = time.monotonic() + patience.total_seconds()
     apart = PrefixStore("tropism", store)
@@ -34,7 +34,7 @@ def meeting_place(store: Store, rank: int, size: int, patience: timedelta = time
 
 
 def _invite(store: Store, size: int, end: float) -> str:
-    """Choose a place, and tell it every name that stands for a rank until each rank has come."""
+    """Choose a place, and answer every name with it until each process has arrived."""
     place, answered, waiting = f"meeting {uuid.uuid4()}", set(), set(range(1, size))
     while waiting:
         for other in sorted(waiting):
@@ -42,20 +42,21 @@ def _invite(store: Store, size: int, end: float) -> str:
                 waiting.discard(other)
             elif store.check([f"name/{other}"]):
                 name = store.get(f"name/{other}").decode()
-                if name not in answered:  # it may be that of a process that is gone
+                if name not in answered:  # it may belong to a process of an earlier attempt
                     store.set(f"answer/{name}", place)
                     answered.add(name)
         if waiting:
-            _pause(end, f"ranks {', '.join(map(str, sorted(waiting)))} have")
+            many = len(waiting) > 1
+            _pause(end, f"process{'es' * many} {', '.join(map(str, sorted(waiting)))} {'have' if many else 'has'}")
     return place
 
 
 def _ask(store: Store, rank: int, end: float) -> str:
-    """Say a name, and hear where to go."""
+    """Publish a name, and wait for the meeting place."""
     name = str(uuid.uuid4())
     store.set(f"name/{rank}", name)
     while not store.check([f"answer/{name}"]):
-        _pause(end, "rank 0 has")
+        _pause(end, "process 0 has")
     place = store.get(f"answer/{name}").decode()
     store.set(f"{place}/here/{rank}", "")
     return place
@@ -63,5 +64,5 @@ def _ask(store: Store, rank: int, end: float) -> str:
 
 def _pause(end: float, who: str) -> None:
     if time.monotonic() > end:
-        raise TropismError(f"{who} not come to the process group; the log of torchrun says why")
+        raise TropismError(f"{who} not joined the process group in time. See the log of torchrun for the reason")
     time.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""How processes are arranged: replicate x shard x tensor, the last of them next to each other."""
+"""The arrangement of processes: replicate x shard x tensor. Neighboring ranks share a tensor group."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,8 @@ class Mesh:
 
     Args:
         device: where tensors live and gradients travel, with the axes of `AXES`.
-        host: the same processes for tensors in the host's memory; the same object where that is the device.
-        data: the process group of those that do what this process does for other rows; None for all processes.
+        host: the same processes for tensors in CPU memory; the same object if the device is the CPU.
+        data: process group of the data-parallel peers, which compute other rows; None for all processes.
     """
 
     device: DeviceMesh
@@ -25,7 +25,7 @@ class Mesh:
 
     @classmethod
     def of(cls, kind: str, replicate: int, shard: int, tensor: int) -> "Mesh":
-        """All processes in a mesh. All of them call this together.
+        """Arrange all processes in a mesh. A collective call.
 
         Args:
             kind: `cpu` or `cuda`.
@@ -49,11 +49,11 @@ class Mesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The axes over which FSDP works: `shard`, under `replicate` where there are copies."""
+        """The axes that FSDP uses: `shard`, and `replicate` if there are replicas."""
         return self.device["replicate", "shard"] if self.size("replicate") > 1 else self.device["shard"]
 
     def on_host(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The axes of a mesh for tensors in the host's memory."""
+        """The same axes for tensors in CPU memory."""
         names = mesh.mesh_dim_names
         assert names is not None
         return self.host if names == AXES else self.host[names if len(names) > 1 else names[0]]

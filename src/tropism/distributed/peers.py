@@ -1,4 +1,4 @@
-"""The processes that share the vocabulary of a head, with the verbs that `model.columns` asks of them."""
+"""The processes that share a vocabulary-parallel head, and the collectives that the head uses."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,41 +12,41 @@ class Peers:
     """A process group of torch.distributed, for small tensors on any device.
 
     Args:
-        group: of which this process is a member; None for all processes.
+        group: process group that includes this process; None for all processes.
     """
 
     group: dist.ProcessGroup | None = None
 
     @cached_property
     def rank(self) -> int:
-        """Which one this is."""
+        """Rank of this process in the group."""
         return dist.get_rank(self.group)
 
     @cached_property
     def size(self) -> int:
-        """How many there are."""
+        """Number of processes in the group."""
         return dist.get_world_size(self.group)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum, equal to the bit on all processes. `values` may be overwritten."""
+        """Elementwise sum, bitwise equal on all processes. `values` may be overwritten."""
         sent = self._sendable(values)
         dist.all_reduce(sent, group=self.group)
         return sent.to(values.device)
 
     def gather(self, values: Tensor) -> Tensor:
-        """`[size, ...]` what each process gave, in the order of ranks; all give equal shapes and dtypes."""
+        """`[size, ...]` the values of each process in rank order. Shapes and dtypes must be equal."""
         sent = self._sendable(values)
         found = sent.new_empty((self.size, *sent.shape))
         dist.all_gather(list(found), sent, group=self.group)
         return found.to(values.device)
 
     def _sendable(self, values: Tensor) -> Tensor:
-        """Dense, and where a backend of the group takes it."""
+        """Contiguous, and on a device that a backend of the group supports."""
         served = self._served
         return values.contiguous().to(values.device if values.device.type in served else served[0])
 
     @cached_property
     def _served(self) -> list[str]:
-        """Kinds of devices that the group has a backend for, such as `cpu` and `cuda`."""
+        """Device types that the group has a backend for, such as `cpu` and `cuda`."""
         pairs = dist.get_backend_config(self.group).split(",")
         return [pair.partition(":")[0] for pair in pairs]

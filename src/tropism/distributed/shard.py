@@ -1,8 +1,8 @@
-"""A model spread over processes: FSDP2 by decoder layer, within replicas where there are some.
+"""Sharded models: FSDP2 by decoder layer, optionally in replicas.
 
-A sharded weight is a DTensor of which each process holds a part; `part_of` is that part as a plain tensor, which is
-what optimizers, norms and hashes work on. Gradients are summed over processes, never averaged: the loss of a step is
-divided once, by the counts of the whole step.
+A sharded weight is a DTensor of which each process holds a part. `part_of` returns that part as a plain tensor, and
+optimizers, norms and hashes work on it. Gradients are summed over processes, never averaged: the loss of a step is
+divided once, by the counts of the entire step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,12 +34,12 @@ _WITHIN, _TRAVELS = "tropism_within", "tropism_travels_in"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How models are spread.
+    """How models are sharded.
 
     Args:
         mesh: the axes.
-        compute: dtype in which layers compute; their matrices travel in it. None for the weights' own.
-        offload: weights, gradients and optimizer state stay in the host's memory.
+        compute: dtype in which layers compute and their matrices are gathered; None for that of the weights.
+        offload: keep weights, gradients and optimizer state in CPU memory.
     """
 
     mesh: Mesh
@@ -48,10 +48,10 @@ class Sharding:
 
 
 def shard(module: torch.nn.Module, layers: Sequence[torch.nn.Module], how: Sharding) -> None:
-    """Shard a model in place, layer by layer; what lies outside of layers is one unit more.
+    """Shard a model in place: one FSDP unit per layer, and one for everything outside the layers.
 
-    Layers are gathered for their forward and backward pass, and what is outside for the time of both. Norms keep the
-    dtype of the weights, as they do under autocast in one process.
+    Layers are gathered for their own forward and backward pass, the rest for the time of both. Norms keep the dtype of
+    the weights, as under autocast in one process.
     """
     offload = CPUOffloadPolicy() if how.offload else OffloadPolicy()
     common: dict[str, Any] = {"mesh": how.mesh.fsdp, "offload_policy": offload}
@@ -73,7 +73,7 @@ def shard(module: torch.nn.Module, layers: Sequence[torch.nn.Module], how: Shard
 
 
 def _is_small(part: torch.nn.Module) -> bool:
-    """Whether a module has vectors alone, such as a norm; autocast leaves those as they are."""
+    """Whether a module has only vectors, as a norm does. Autocast does not convert those."""
     own = list(part.parameters())
     return bool(own) and all(parameter.dim() < 2 for parameter in own)
 
@@ -83,16 +83,16 @@ def _units(module: torch.nn.Module) -> Iterable[FSDPModule]:
 
 
 def _call(module: torch.nn.Module, action: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-    """What the action gives; FSDP hangs its backward pass on tensors that are no views of others."""
+    """The result of the action, without views: FSDP attaches its backward pass to the tensors."""
     return tuple(one if one is None or one._base is None else one.clone() for one in action())
 
 
 def within(module: Any, action: Callable[[], T], stay: bool = False) -> T:
-    """What an action gives that calls parts of a model: a tuple of tensors and None. Where the model is sharded, what
-    is outside of its layers is gathered for it.
+    """Run an action that calls parts of a model and returns a tuple of tensors and None. If the model is sharded, the
+    weights outside its layers are gathered for it.
 
     Args:
-        stay: leave it gathered after a pass without gradients.
+        stay: keep them gathered after a pass without gradients.
     """
     if not isinstance(module, FSDPModule):
         return action()
@@ -103,23 +103,23 @@ def within(module: Any, action: Callable[[], T], stay: bool = False) -> T:
 
 
 def let_go(module: Any) -> None:
-    """Give back what a frozen model that is not needed any more holds beside its parts."""
+    """Free the gathered weights of a frozen model that is no longer needed."""
     for unit in _units(module):
         unit.reshard()
 
 
 def rest(module: Any) -> None:
-    """Let go of what a pass without gradients left gathered: from then on a weight is its part again."""
+    """Free the weights that a pass without gradients left gathered."""
     if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
         module.reshard()
 
 
 def prepare_backward(module: Any, last: bool, once: bool) -> None:
-    """Say what follows with the gradients of the next backward pass of a sharded model.
+    """Set what the next backward pass of a sharded model does with gradients.
 
     Args:
-        last: it is the last of the step: only then are gradients summed over replicas.
-        once: only then are they summed at all; each process holds whole gradients until then.
+        last: it is the last of the step. Gradients are summed over replicas only then.
+        once: sum them over all axes only then. Each process holds complete gradients until then.
     """
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(last)
@@ -129,16 +129,16 @@ def prepare_backward(module: Any, last: bool, once: bool) -> None:
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, sharing its memory; the tensor itself where it is not sharded."""
+    """This process's part of a tensor, sharing its memory; the tensor itself if it is not sharded."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(part: Tensor, whole: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-    """A part as the tensor that it is a part of.
+    """Wrap a part as the sharded tensor that it belongs to.
 
     Args:
-        part: as `part_of(whole)` is; it may be of another dtype.
-        mesh: in place of that of `whole`: the same processes where the part lies.
+        part: as `part_of(whole)`, possibly of another dtype.
+        mesh: the same processes for the device of the part, if it differs from that of `whole`.
     """
     if not isinstance(whole, DTensor):
         return part
@@ -150,7 +150,7 @@ def like(part: Tensor, whole: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The whole tensor on every process. All processes call this together."""
+    """The complete tensor on every process. A collective call."""
     if not isinstance(tensor, DTensor):
         return tensor
     kind = tensor.device_mesh.device_type
@@ -160,10 +160,10 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def each_whole(tensors: Mapping[str, Tensor], action: Callable[[str, Tensor], T]) -> list[T]:
-    """What an action gives for each tensor as a whole, in their order, on every process.
+    """Results of an action for each complete tensor, in order, on every process. A collective call if any is sharded.
 
-    Of sharded ones each is whole for a moment on all processes, which share the work and call this together. It must
-    be one that lets threads work side by side.
+    Sharded tensors are gathered one at a time, and the processes share the work. The action must be thread-safe and
+    release the interpreter lock.
     """
     if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         with ThreadPoolExecutor() as pool:
@@ -181,11 +181,11 @@ def each_whole(tensors: Mapping[str, Tensor], action: Callable[[str, Tensor], T]
 
 
 def gathered(tensors: Mapping[str, Tensor], dtype: torch.dtype, here: bool) -> dict[str, Tensor]:
-    """Whole tensors in the host's memory, where `here`; one after the other. All processes call this together.
+    """Complete tensors in CPU memory if `here`, gathered one at a time. A collective call.
 
     Args:
-        dtype: of those of floating point.
-        here: whether this process keeps them.
+        dtype: for floating-point tensors.
+        here: keep them on this process.
     """
     found: dict[str, Tensor] = {}
     made: dict[Any, Tensor] = {}  # tied weights stay one tensor
@@ -201,7 +201,7 @@ def gathered(tensors: Mapping[str, Tensor], dtype: torch.dtype, here: bool) -> d
 
 
 def axes_of(tensor: Tensor) -> tuple[str, ...]:
-    """The axes along which a tensor is divided."""
+    """The mesh axes that divide a tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -209,9 +209,9 @@ def axes_of(tensor: Tensor) -> tuple[str, ...]:
 
 
 def region_of(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of a whole tensor this process holds: a slice of each dim.
+    """The region of the complete tensor that this process holds: a slice of each dim.
 
-    The tensor axis divides first and FSDP divides what that leaves, both as `torch.chunk` does.
+    The tensor axis divides first, then FSDP divides the result, both as `torch.chunk` does.
     """
     bounds = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
@@ -230,28 +230,28 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
 
 @torch.no_grad()
 def give(weight: Tensor, whole: Tensor) -> None:
-    """Overwrite a weight, or the part of it that is here, with what a whole tensor has there."""
+    """Overwrite a weight, or its part on this process, with the values of a complete tensor."""
     part_of(weight).copy_(whole[region_of(weight)])
 
 
 def travels_in(module: Any) -> torch.dtype | None:
-    """Dtype to which the matrices of a sharded model's layers are rounded when they are gathered; None for none."""
+    """Dtype to which a sharded model's matrices are rounded when gathered; None if they are not."""
     found: torch.dtype | None = getattr(module, _TRAVELS, None)
     return found
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether a model is spread over processes."""
+    """Whether a model is sharded."""
     return isinstance(module, FSDPModule)
 
 
 def fill(module: torch.nn.Module, read: Callable[[str, Tensor, tuple[slice, ...]], Tensor],
          device: torch.device) -> None:
-    """Give memory and values to the weights of a model that was sharded without any. Tied weights stay tied.
+    """Allocate and set the weights of a model that was sharded on the meta device. Tied weights stay tied.
 
     Args:
-        read: gives a part of a weight by its name; called for each weight once, by all processes in one order.
-        device: where the parts are to lie.
+        read: returns a part of a weight by its name. Called once per weight, in the same order on all processes.
+        device: of the parts.
     """
     made: dict[int, torch.nn.Parameter] = {}
     values: dict[str, Tensor] = {}
@@ -264,10 +264,10 @@ def fill(module: torch.nn.Module, read: Callable[[str, Tensor, tuple[slice, ...]
 
 
 def convert(module: torch.nn.Module, weights: Mapping[str, torch.nn.Parameter], dtype: torch.dtype) -> None:
-    """Hold frozen weights of a sharded model that has not computed yet in another dtype, in place.
+    """Convert frozen weights of a sharded model to another dtype, in place, before its first pass.
 
     Args:
-        weights: by name; no name of a tied weight.
+        weights: by name, without tied ones.
     """
     for name, weight in weights.items():  # one after the other: what is let go makes room for the next
         part = torch.nn.Parameter(like(part_of(weight).to(dtype), weight), requires_grad=False)
@@ -275,14 +275,14 @@ def convert(module: torch.nn.Module, weights: Mapping[str, torch.nn.Parameter], 
 
 
 class Owned:
-    """The weights that learn, as this process holds them.
+    """The trainable weights, as held by this process.
 
     Args:
         weights: of the model.
 
     Attributes:
-        parts: plain tensors that share the memory of this process's parts; the weights themselves where none is
-            sharded. An optimizer over them is one over the weights, since it works element by element.
+        parts: plain tensors that share memory with this process's parts; the weights themselves if not sharded. An
+            elementwise optimizer over them equals one over the weights.
     """
 
     def __init__(self, weights: Sequence[torch.nn.Parameter]) -> None:
@@ -295,7 +295,7 @@ class Owned:
         return dict(zip(self.parts, self.weights, strict=True))
 
     def collect(self, world: Any) -> None:
-        """Sum the gradients of a step over processes, and give them to the parts. A missing one counts as zero."""
+        """Sum the gradients of a step over processes and assign them to the parts. A missing one becomes zero."""
         for weight, part in zip(self.weights, self.parts, strict=True):
             if part is not weight:
                 part.grad = torch.zeros_like(part) if weight.grad is None else part_of(weight.grad)
@@ -306,7 +306,7 @@ class Owned:
             world.sum_gradients(self.parts)
 
     def norm(self, world: Any) -> Tensor:
-        """The norm of the whole gradient, the same on every process."""
+        """The norm of the complete gradient, equal on every process."""
         kinds: dict[tuple[str, ...], list[Tensor]] = {}
         for weight, part in zip(self.weights, self.parts, strict=True):
             if part.grad is not None:
@@ -323,7 +323,7 @@ class Owned:
 
 
 def shard_sizes(module: torch.nn.Module) -> tuple[int, int, int, int, int]:
-    """(weights that are divided, weights in all, elements held here, elements in all, bytes held here)."""
+    """(sharded weights, all weights, elements held here, all elements, bytes held here)."""
     weights = list(module.parameters())
     parts = [part_of(weight) for weight in weights]
     return (sum(isinstance(weight, DTensor) for weight in weights), len(weights),

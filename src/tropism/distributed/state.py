@@ -1,7 +1,7 @@
-"""State of a model and its optimizer by fully qualified names, as torch.distributed.checkpoint writes and reads it.
+"""State of a model and its optimizer by fully qualified names, written and read by torch.distributed.checkpoint.
 
-Names do not depend on how tensors are sharded, so what one world wrote another can read. Only tensors go through
-torch.distributed.checkpoint: what is no tensor is handed out beside them, as plain values.
+Names do not depend on sharding, so a checkpoint can be read with another number of processes. Only tensors go through
+torch.distributed.checkpoint. Other values are returned separately, as plain data.
 """
 
 import errno
@@ -31,20 +31,20 @@ from tropism.errors import CheckpointError, UsageError
 
 Plain = dict[str, Any]
 
-# Said at every save and load without a process group, which is what we ask for.
+# torch warns at every save and load without a process group, which is intended here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass
 class TrainingState:
-    """Everything that an update reads and changes.
+    """Everything that an update reads and writes.
 
     Args:
         tensors: `model/NAME` and `optimizer/NAME/KEY`, sharing memory with the module and the optimizer.
-        tied: second names of tensors that are there under another.
-        groups: options of the optimizer's groups, with the names of their weights.
-        values: state of the optimizer that is no tensor, by weight and key.
-        partial: only some of the module's weights are here; the others do not learn, and have another source.
+        tied: second names of tied tensors, with the first.
+        groups: options of the optimizer's parameter groups, with the names of their weights.
+        values: optimizer state that is not a tensor, by weight and key.
+        partial: only trainable weights are included; the frozen ones come from another source.
     """
 
     tensors: dict[str, Tensor]
@@ -56,13 +56,13 @@ class TrainingState:
     @classmethod
     def of(cls, module: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Owned | None = None,
            begun: bool = False, only: Collection[str] | None = None) -> "TrainingState":
-        """The state as it is; of sharded weights as DTensors of this process's parts.
+        """The current state. Sharded weights are DTensors of this process's parts.
 
         Args:
-            owned: what the optimizer holds of the module's weights, if it does not hold them themselves.
-            only: names of the weights that are kept; None for all.
-            begun: with what the optimizer makes at its first step, if it has not done that yet. It is made by a step
-                with rate 0, so only where other weights and state are given to it afterwards.
+            owned: the optimizer's view of the module's weights, if it does not hold the weights themselves.
+            only: names of the weights to include; None for all.
+            begun: include the state that the optimizer creates at its first step. A step with learning rate 0 creates
+                it, so use this only if `apply` replaces weights and state afterwards.
         """
         if begun:
             _begin(optimizer)
@@ -94,11 +94,11 @@ class TrainingState:
         return state
 
     def copied(self, into: Mapping[str, Tensor] | None = None, mesh: Mesh | None = None) -> dict[str, Tensor]:
-        """The tensors as they are now, on the CPU, where no later step changes them.
+        """A copy of the tensors on the CPU.
 
         Args:
-            into: an earlier copy that nobody needs any more: fresh memory costs more than what is copied to it.
-            mesh: over which they are sharded, if they are.
+            into: an earlier copy to overwrite: allocating memory costs more than copying.
+            mesh: over which they are sharded, if any.
         """
         found: dict[str, Tensor] = {}
         for name, tensor in self.tensors.items():
@@ -113,7 +113,7 @@ class TrainingState:
 
     def apply(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
               owned: Owned | None = None) -> None:
-        """Give the state to a module and its optimizer; nothing may be missing or left over."""
+        """Load the state into a module and its optimizer. Names must match exactly."""
         model: Plain = {}
         entries: dict[str, Plain] = {name: dict(values) for name, values in self.values.items()}
         everything = self.tensors | {name: self.tensors[other] for name, other in self.tied.items()}
@@ -138,15 +138,15 @@ class TrainingState:
 
 
 def _weights(module: torch.nn.Module, only: Collection[str] | None) -> Plain:
-    """A module's state, or those of its parameters that are wanted: of a quantized module there is more in its state
-    than has a place in it."""
+    """A module's state, or only the named parameters: the state of a quantized module has entries that cannot be
+    loaded."""
     if only is None:
         return get_model_state_dict(module)
     return {name: weight.detach() for name, weight in module.named_parameters(remove_duplicate=False) if name in only}
 
 
 def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Owned | None) -> list[str]:
-    """The names of an optimizer's weights, by the numbers that its own state has for them."""
+    """The names of an optimizer's weights, in the order of its own state."""
     own = {parameter: name for name, parameter in module.named_parameters()}
     weight_of = owned.weight_of() if owned else {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -154,8 +154,7 @@ def _names(module: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Own
 
 
 def _begin(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make the state that it makes at its first step, by a step that changes nothing: its gradients
-    and its rate are 0."""
+    """Let an optimizer create the state of its first step, by a step with gradients and learning rate 0."""
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -171,10 +170,10 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_plain(value: Any, what: str) -> None:
-    """Stop where a value could not be written down and read back as it is.
+    """Check that a value can be stored as JSON and restored exactly.
 
     Raises:
-        UsageError: saying what it belongs to.
+        UsageError: with the owner of the value.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return
@@ -186,15 +185,15 @@ def check_plain(value: Any, what: str) -> None:
         for entry in value.values():
             check_plain(entry, what)
         return
-    raise UsageError(f"{what} holds a {type(value).__name__}, which a checkpoint cannot keep (numbers, text and lists "
-                     "it can)")
+    raise UsageError(f"{what} holds a {type(value).__name__}, which a checkpoint cannot store. Use numbers, text, "
+                     "lists and dictionaries")
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, world: World | None = None) -> None:
-    """Write tensors into a directory, by this process alone.
+    """Write tensors into a directory.
 
     Args:
-        world: the processes that write together, each its parts; all of them call this.
+        world: processes that each write their parts, in a collective call; None for this process alone.
 
     Raises:
         OSError: if the disk refuses.
@@ -210,27 +209,27 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, world: World | None = 
 
 
 def _check_seen(path: Path) -> None:
-    """Every file that holds a tensor is where this process sees it.
+    """Check that this process sees every file with a tensor.
 
     Raises:
-        OSError: if one is not.
+        OSError: if one is not visible.
     """
     named = {entry.relative_path for entry in dcp.FileSystemReader(path).read_metadata().storage_data.values()}
     present = set(os.listdir(path))
     if missing := named - present:
-        raise OSError(errno.ENOENT, f"{len(missing)} of {len(named)} files that other processes wrote are not to be "
-                                    "seen here; it must lie on a disk that all of them see")
+        raise OSError(errno.ENOENT, f"{len(missing)} of {len(named)} files written by other processes are not visible "
+                                    "to the main process. Use a directory on a disk that all machines share")
 
 
 def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> None:
-    """Read a directory into tensors, in place, by this process alone. Its metadata is a pickle: check it first.
+    """Read a directory into tensors, in place, on this process alone. Its metadata is a pickle: verify it first.
 
     Args:
-        tensors: of sharded ones the parts that this process holds are read, whatever world wrote them.
-        whole: everything that is there is to be read.
+        tensors: to fill. Of sharded ones, the parts of this process are read, however they were written.
+        whole: fail if the directory holds further tensors.
 
     Raises:
-        CheckpointError: naming what is missing, left over or of another size or type; nothing was changed then.
+        CheckpointError: with the name that is missing, unexpected or of another size or type. Nothing is modified.
     """
     reader = dcp.FileSystemReader(path)
     try:
@@ -244,8 +243,8 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> 
             entry = stored[name]
             kept = (tuple(entry.size), entry.properties.dtype)
             if kept != (tuple(tensor.shape), tensor.dtype):
-                raise CheckpointError(f"{path}: {name} is {list(kept[0])} {kept[1]} there and {list(tensor.shape)} "
-                                      f"{tensor.dtype} in this run")
+                raise CheckpointError(f"{path}: {name} is {list(kept[0])} {kept[1]} in the checkpoint but "
+                                      f"{list(tensor.shape)} {tensor.dtype} in this run")
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
@@ -254,11 +253,11 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> 
 
 
 def model_names(path: Path) -> list[str]:
-    """Names in the module of the weights in a directory; second names of tied ones are not among them. Its metadata is
-    a pickle: check it first.
+    """Module names of the weights in a directory, without the second names of tied ones. Its metadata is a pickle:
+    verify it first.
 
     Raises:
-        CheckpointError: if it cannot be read, or holds no weights.
+        CheckpointError: if it cannot be read, or contains no weights.
     """
     try:
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -268,22 +267,22 @@ def model_names(path: Path) -> list[str]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     found = [name.removeprefix("model/") for name in stored if name.startswith("model/")]
     if not found:
-        raise CheckpointError(f"{path}: holds no weights of a model")
+        raise CheckpointError(f"{path}: contains no model weights")
     return found
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
-    """The weights in a directory by their names in the module, without the optimizer's state, on the CPU.
+    """The weights in a directory by module name, on the CPU, without optimizer state.
 
     Raises:
-        CheckpointError: as `model_names` says.
+        CheckpointError: as in `model_names`.
     """
     whole = read_whole([f"model/{name}" for name in model_names(path)], path)
     return {name.removeprefix("model/"): tensor for name, tensor in whole.items()}
 
 
 def read_whole(names: Iterable[str], path: Path) -> dict[str, Tensor]:
-    """Whole tensors of a directory by their names, by this process alone. Those that are not there are left out.
+    """Complete tensors of a directory by name, read on this process alone. Missing ones are omitted.
 
     Raises:
         CheckpointError: if it cannot be read.
@@ -296,7 +295,7 @@ def read_whole(names: Iterable[str], path: Path) -> dict[str, Tensor]:
 
 
 def _cause(error: CheckpointException) -> Exception:
-    """The error behind one that is not even an `Exception`; one of the disk where there is one."""
+    """The cause of an error that is not an `Exception`; an error of the disk if there is one."""
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:
         found: BaseException | None = cause
@@ -304,6 +303,6 @@ def _cause(error: CheckpointException) -> Exception:
             found = found.__cause__ or found.__context__
         if found is not None:
             return found
-        if "inline_container" in str(cause):  # torch's writer counts its bytes, and misses some
-            return OSError(errno.EIO, "not all bytes were taken")
+        if "inline_container" in str(cause):  # torch reports a short write so
+            return OSError(errno.EIO, "not all bytes were written")
     return next((cause for cause in causes if isinstance(cause, Exception)), RuntimeError(str(error)))

@@ -1,8 +1,8 @@
-"""Tensor parallel: the layers of a model computed by several processes together, by the model's own plan.
+"""Tensor parallelism: several processes compute each layer of a model together, by the plan that comes with the model.
 
-A column-wise layer has some of its outputs on each process and a row-wise layer some of its inputs, after which the
-processes add up: so attention heads and the width of the MLP are divided, and what flows between layers is whole on
-each of them. The vocabulary is divided too, in the embedding as in the head.
+Column-wise layers divide their outputs and row-wise layers their inputs, followed by a sum over processes. This divides
+attention heads and the width of the MLP, while the hidden states between layers are complete on each process. The
+vocabulary is divided too, in the embedding and in the head.
 """
 
 import fnmatch
@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tropism.distributed.mesh import Mesh
 from tropism.errors import ModelError, UsageError
 
-# Said wherever a weight that is divided along two axes is made whole, which is what we ask for.
+# torch warns whenever it gathers a weight that is divided along two axes, which is intended here.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 _STYLES: dict[str, Any] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -25,28 +25,28 @@ _SUMMED = "replicated_with_grad_allreduce"
 
 
 def divide(module: Any, plan: Mapping[str, str], mesh: Mesh) -> list[str]:
-    """Divide the layers of a causal model over the tensor axis, in place. It may be without memory still.
+    """Divide the layers of a causal model over the tensor axis, in place. Works on the meta device too.
 
     Args:
         module: a transformers causal model.
-        plan: style of each module by the pattern of its name in the backbone, as transformers has it.
+        plan: style by pattern of module names in the backbone, as in transformers.
 
     Returns:
-        Names of weights that each process has whole and uses for its own heads alone: their gradients are to be summed.
+        Names of replicated weights that each process uses for its own heads only. Their gradients must be summed.
 
     Raises:
-        ModelError: if there is no plan, or a style of it is not served.
-        UsageError: if heads cannot be divided.
+        ModelError: if there is no plan, or it has an unsupported style.
+        UsageError: if the number of heads is not divisible.
     """
     size, name = mesh.size("tensor"), type(module).__name__
     config = module.config.get_text_config()
     if not plan:
-        raise ModelError(f"{name} has no plan for tensor parallel; leave --parallel.tensor out")
+        raise ModelError(f"{name}: transformers has no tensor-parallel plan for this model. Remove --parallel.tensor")
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None) or size
         if heads % size:
             found = f"{heads} {key.removeprefix('num_').replace('_', ' ')}"
-            raise UsageError(f"parallel.tensor {size}: {name} has {found}, which cannot be divided by it")
+            raise UsageError(f"--parallel.tensor {size}: {name} has {found}, which is not divisible by {size}")
     axis = mesh.device["tensor"]
     unserved: dict[str, str] = {}
     summed: list[str] = []
@@ -62,8 +62,8 @@ def divide(module: Any, plan: Mapping[str, str], mesh: Mesh) -> list[str]:
             unserved[style] = path
     if unserved:
         style, path = next(iter(unserved.items()))
-        raise ModelError(f"{name}: tensor parallel is not served for {path} (style {style!r} of its plan); leave "
-                         "--parallel.tensor out")
+        raise ModelError(f"{name}: tensor parallelism does not support {path} (style {style!r} in its plan). Remove "
+                         "--parallel.tensor")
     _divide_vocabulary(module, axis)
     return summed
 
@@ -72,7 +72,8 @@ def _divide_vocabulary(module: Any, axis: Any) -> None:
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = head.weight is embedding.weight
     if not isinstance(embedding, nn.Embedding):
-        raise ModelError(f"{type(module).__name__}: tensor parallel is not served for its embedding")
+        raise ModelError(f"{type(module).__name__}: tensor parallelism does not support its embedding. Remove "
+                         "--parallel.tensor")
     parallelize_module(embedding, axis, RowwiseParallel(input_layouts=Replicate()))
     parallelize_module(head, axis, ColwiseParallel(output_layouts=Replicate()))
     if tied:

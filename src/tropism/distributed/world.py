@@ -1,6 +1,6 @@
-"""Process group and rank facts, and the verbs that the step is written with.
+"""The process group, and the collective operations of a training step.
 
-At world size 1 every verb is its simplest case: no process group exists and nothing is copied.
+With one process there is no process group, and every operation returns its argument without a copy.
 """
 
 import atexit
@@ -27,15 +27,15 @@ _BUCKET_BYTES = 64 * 2**20  # gradients travel in buckets, so that no second cop
 
 @dataclass(frozen=True)
 class World:
-    """Who we are among how many, and where our tensors live.
+    """This process, and the group of processes that train together.
 
     Args:
-        rank, size: this process among all of them.
+        rank, size: number of this process, and of processes.
         device: where tensors live.
-        mesh: how a model is spread over them; None where each has a whole copy.
-        group: the process group in which they speak; None for the usual one.
-        control: the one for what one of them does while others wait, which may be reading, hashing or writing for
-            hours; None for the usual one.
+        mesh: how models are sharded; None if each process has a complete copy.
+        group: process group for exchanges; None for the default one.
+        control: process group for waiting while one process reads, hashes or writes, which can take hours; None for the
+            default one.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes and speaks."""
+        """Whether this process writes files and messages."""
         return self.rank == 0
 
     @property
@@ -56,40 +56,40 @@ class World:
 
     @property
     def parts(self) -> int:
-        """Into how many parts the rows of a step are divided; processes that compute a layer together share one."""
+        """Number of parts that the rows of a step are divided into. A tensor-parallel group shares one part."""
         return self.size // self._tensor
 
     @property
     def part(self) -> int:
-        """Which of them is ours."""
+        """Number of the part of this process."""
         return self.rank // self._tensor
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its part."""
+        """Whether this process is the first of its part."""
         return self.rank % self._tensor == 0
 
     def spread(self, replicate: int, shard: int, tensor: int) -> "World":
-        """The same processes in a mesh. All ranks call this together.
+        """The same processes in a mesh. A collective call.
 
         Args:
-            replicate, shard, tensor: sizes whose product is `size`. Where the last two are 1 each process has a whole
-                copy, and there is no mesh.
+            replicate, shard, tensor: sizes whose product is `size`. If `shard` and `tensor` are 1, each process has a
+                complete copy and there is no mesh.
         """
         if shard == tensor == 1:
             return replace(self, mesh=None)
         return replace(self, mesh=Mesh.of(self.device.type, replicate, shard, tensor))
 
     def apart(self) -> "World":
-        """The same processes with a group of their own, for what a thread does beside the steps. All ranks call this
-        together."""
+        """The same processes with a separate group, for a thread that runs in parallel to the steps. A collective
+        call."""
         if self.size == 1:
             return self
         own = _patient_group()
         return replace(self, group=own, control=own)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum over the parts of a step, on every rank; `values` itself is not changed."""
+        """Elementwise sum over the parts of a step, on every process. Does not modify `values`."""
         if self.parts == 1:
             return values
         total = values.clone()
@@ -97,11 +97,11 @@ class World:
         return total
 
     def of_parts(self, value: T) -> list[T]:
-        """One picklable object of each part of a step, on every rank."""
+        """One picklable object of each part of a step, on every process."""
         return self.gather(value)[:: self._tensor]
 
     def gather(self, value: T) -> list[T]:
-        """One picklable object of each rank, on every rank, in rank order."""
+        """One picklable object of each process, on every process, in rank order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -109,7 +109,7 @@ class World:
         return gathered
 
     def broadcast(self, value: T) -> T:
-        """The main rank's object, on every rank."""
+        """The main process's object, on every process."""
         if self.size == 1:
             return value
         box: list[Any] = [value]
@@ -117,26 +117,26 @@ class World:
         return box[0]
 
     def max(self, values: Sequence[int]) -> list[int]:
-        """Elementwise maximum of small numbers over ranks, on every rank: how a decision is taken together."""
+        """Elementwise maximum over processes, on every process. Used for decisions that all must share."""
         if self.size == 1:
             return list(values)
         return _max(values, self.group)
 
     def broadcast_into(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors with those of the main rank. All ranks name equal ones in equal order."""
+        """Overwrite tensors with those of the main process. All processes pass the same ones in the same order."""
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
     def on_main(self, action: Callable[[], T]) -> T | None:
-        """What the main rank alone does; an error of it is raised on every rank, as `together` says."""
+        """Run an action on the main process only. Its error is raised on every process, as in `together`."""
         return self.together(lambda: action() if self.is_main else None)
 
     def together(self, action: Callable[[], T]) -> T:
-        """What every rank does for itself; an error of any is raised on all of them, so that none waits for it.
+        """Run an action on every process. An error on one is raised on all, so that none waits for it.
 
         Raises:
-            TropismError: that of another rank; naming its type, if it was no error of ours.
+            TropismError: the error of another process; with the name of its type if it was not a `TropismError`.
         """
         if self.size == 1:
             return action()
@@ -151,17 +151,17 @@ class World:
         return cast(T, result)
 
     def computed(self, action: Callable[[], T]) -> T:
-        """What every rank computes with a model. Where each has a whole copy this is `together`. Else others wait for
-        this rank inside of the model: it raises its error at once, and theirs is that of a closed connection.
+        """Run a computation with a model on every process. As `together` if each has a complete copy. With a sharded
+        model the others wait inside the model: this process raises its error at once, and they see a closed connection.
 
         Raises:
-            TropismError: as `together` says, where each has a whole copy.
+            TropismError: as in `together`, if each process has a complete copy.
         """
         return self.together(action) if self.mesh is None else action()
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """The main rank goes through the block first, and leaves in files what the others then find there."""
+        """Run the block on the main process first, then on the others, which find its files."""
         if self.size == 1:
             yield
             return
@@ -174,8 +174,8 @@ class World:
                 dist.barrier(group=self.control)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Replace each gradient by its sum over ranks. A missing gradient counts as zero, on any number of ranks:
-        an optimizer treats the two differently."""
+        """Replace each gradient by its sum over processes. A missing gradient becomes zero, also with one process:
+        optimizers treat the two differently."""
         bucket: list[Tensor] = []
         held = 0
         for parameter in parameters:
@@ -202,8 +202,10 @@ def _max(values: Sequence[int], group: Any) -> list[int]:
 
 
 def _portable(error: Exception, rank: int) -> TropismError:
-    """An error as other ranks may raise it."""
-    return error if isinstance(error, TropismError) else TropismError(f"rank {rank}: {type(error).__name__}: {error}")
+    """An error in a form that other processes can raise."""
+    if isinstance(error, TropismError):
+        return error
+    return TropismError(f"process {rank}: {type(error).__name__}: {error}")
 
 
 def _sum_bucket(bucket: list[Tensor]) -> None:
@@ -215,13 +217,13 @@ def _sum_bucket(bucket: list[Tensor]) -> None:
 
 @contextmanager
 def connect(stay: bool = False) -> Iterator[World]:
-    """Join the process group that torchrun describes in the environment, or be alone; leave it at the end.
+    """Join the process group that torchrun describes in the environment, if any, and leave it at the end.
 
     Args:
-        stay: leave it when the process ends: a model that is spread over processes is bound to it.
+        stay: leave it only when the process ends. Sharded models need it until then.
 
     Raises:
-        UsageError: as `processes` says.
+        UsageError: as in `processes`.
     """
     size = processes()
     rank = int(os.environ.get("RANK", "0"))
@@ -250,31 +252,31 @@ def connect(stay: bool = False) -> Iterator[World]:
 
 
 _control: dict[str, Any] = {}
-"""The group in which processes wait for one of them, of the process group that there is."""
+"""The group in which processes wait for one of them, for the current default group."""
 
 
 def _patient_group() -> Any:
-    """All processes, for those that wait while one reads data, hashes a checkpoint, or writes a model. The usual group
-    gives up after half an hour."""
+    """All processes, for waiting while one reads data, hashes a checkpoint, or writes a model. The default group times
+    out after 30 minutes."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 def processes() -> int:
-    """How many processes there are, by the environment.
+    """Number of processes, from the environment.
 
     Raises:
-        UsageError: if it says that there are several, and not which of them this is and where the others are.
+        UsageError: if WORLD_SIZE is invalid, or set without the other variables of torchrun.
     """
     named = os.environ.get("WORLD_SIZE", "1")
     if not named.isdecimal() or named == "0":
-        raise UsageError(f"WORLD_SIZE is {named!r} in the environment, which is no number of processes; torchrun sets "
-                         "it, and for one process it is not needed")
+        raise UsageError(f"WORLD_SIZE={named!r} in the environment is not a number of processes. Start with torchrun, "
+                         "which sets it, or unset it to run a single process")
     lacking = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if int(named) > 1 and lacking and not dist.is_initialized():
-        raise UsageError(f"WORLD_SIZE is {named} in the environment, and {' and '.join(lacking)} "
-                         f"{'are' if len(lacking) > 1 else 'is'} not set: start the processes with torchrun, which "
-                         f"sets them all (torchrun --nproc-per-node {named} -m tropism ...), or unset WORLD_SIZE to "
-                         "run in one")
+        raise UsageError(f"WORLD_SIZE is {named} in the environment, but {' and '.join(lacking)} "
+                         f"{'are' if len(lacking) > 1 else 'is'} not set. Start the processes with torchrun "
+                         f"(torchrun --nproc-per-node {named} -m tropism ...), or unset WORLD_SIZE to run a single "
+                         "process")
     return int(named)
 
 
@@ -284,6 +286,6 @@ def _leave() -> None:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether an error is what remains of an exchange with a process that is gone."""
+    """Whether an error means that another process ended during an exchange."""
     signs = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

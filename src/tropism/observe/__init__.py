@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, the run directory, progress. Observers only read."""
+"""What a run reports: metrics, the run directory, progress. Observers only read."""

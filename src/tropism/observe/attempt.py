@@ -1,7 +1,7 @@
-"""What the processes of one machine that torchrun started together tell each other, in the directory that it made.
+"""Notes between processes that one torchrun started on a machine, in the directory that torchrun creates.
 
-torchrun names a file for each process in `DIRECTORY/attempt_K/LOCAL_RANK`, where K counts how often it has started them
-again. Every torchrun has a directory of its own, and leaves it behind. Without one there is nothing to tell.
+torchrun names a file for each process in `DIRECTORY/attempt_K/LOCAL_RANK`, where K counts restarts. Each torchrun has
+its own directory and does not delete it. Without torchrun there are no notes.
 """
 
 import fcntl
@@ -14,10 +14,10 @@ _STOPPED = "tropism-stopped"
 
 
 def say_once(text: str, say: Callable[[str], None]) -> None:
-    """Say something unless another process of this attempt has said the same to the same console.
+    """Print a message unless another process of this attempt has printed the same to the same console.
 
-    What is written to a file of its own, as by torchrun's --redirects, is said there. What this process has said itself
-    it says again, and in doubt it is said.
+    A process with an own log file, as with torchrun's --redirects, prints there. Repeated messages of one process are
+    printed, and so is everything if the notes cannot be read.
     """
     try:
         directory, console = _directory(), os.fstat(2)
@@ -26,7 +26,7 @@ def say_once(text: str, say: Callable[[str], None]) -> None:
         rank = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.name
         line = f"{console.st_dev} {console.st_ino} {text!r}"
         with (directory / "tropism-said").open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # a process that is killed while it speaks lets go, and has said nothing
+            fcntl.flock(file, fcntl.LOCK_EX)  # a killed process releases it
             file.seek(0)
             said = [one.partition(" ") for one in file.read().decode().split("\n")]
             if any(what == line and who != rank for who, _, what in said):
@@ -38,7 +38,7 @@ def say_once(text: str, say: Callable[[str], None]) -> None:
 
 
 def note_stop() -> None:
-    """Note that this attempt was stopped on purpose."""
+    """Record that this attempt was stopped on purpose."""
     directory = _directory()
     if directory is not None:
         with suppress(OSError):
@@ -46,8 +46,8 @@ def note_stop() -> None:
 
 
 def follows_stop() -> bool:
-    """Whether torchrun has started the processes again after they had stopped on purpose: it takes any exit code but 0
-    for a failure."""
+    """Whether torchrun restarted the processes after they stopped on purpose: it treats every exit code but 0 as a
+    failure."""
     directory, count = _directory(), _count()
     return directory is not None and count > 0 and (directory.parent / f"attempt_{count - 1}" / _STOPPED).exists()
 
@@ -58,7 +58,7 @@ def _count() -> int:
 
 
 def _directory() -> Path | None:
-    """Of this attempt, if torchrun has made it."""
+    """The directory of this attempt, if torchrun created one."""
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     directory = file.parent.parent
     return directory if directory.name == f"attempt_{_count()}" and directory.is_dir() else None

@@ -1,4 +1,4 @@
-"""Checksums of the files of a directory, and what has become of the files since."""
+"""Checksums of the files in a directory, and a check for changes."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ _DIGEST_BYTES = 16
 
 
 def file_hash(path: Path, digest_bytes: int = _DIGEST_BYTES) -> str:
-    """The blake2b of a file's content."""
+    """BLAKE2b hash of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=digest_bytes)).hexdigest()
 
@@ -22,7 +22,7 @@ def checksums(directory: Path, leave_out: Collection[str] = ()) -> Files:
     """Size and hash of every file below a directory. Hashing releases the interpreter lock, so threads help.
 
     Args:
-        leave_out: relative paths.
+        leave_out: relative paths to omit.
     """
     names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     names = [name for name in names if name not in leave_out]
@@ -33,7 +33,7 @@ def checksums(directory: Path, leave_out: Collection[str] = ()) -> Files:
 
 
 def differences(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is no longer as it was written, in words; empty if all files are whole. Further files do not matter."""
+    """Files that differ from their checksums, one sentence each; empty if all are intact. Ignores further files."""
     def one(name: str) -> str | None:
         path, known = directory / name, files[name]
         try:
@@ -41,9 +41,9 @@ def differences(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list
             if size != known["bytes"]:
                 return f"{name} has {size} bytes instead of {known['bytes']}"
             if file_hash(path, len(known["blake2b"]) // 2) != known["blake2b"]:
-                return f"{name} has other content"
+                return f"{name} has changed"
         except FileNotFoundError:
-            return f"{name} is gone"
+            return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
         return None

@@ -1,4 +1,4 @@
-"""What a person sees: sentences, a bar while something runs, and a table at the end."""
+"""Console output: messages, progress bars, and tables of results."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,28 +16,28 @@ from rich.progress import (
 )
 from rich.table import Table
 
-_FIRST_COUNT = 50_000  # of something whose end is not known; below it nobody has waited long
+_FIRST_COUNT = 50_000  # first line of a progress without a known end
 
 
 class Voice:
-    """Speaks on the main rank; the others are silent. Without a terminal there are plain lines instead of a bar."""
+    """Prints on the main process only. Without a terminal, progress is printed as lines instead of a bar."""
 
     def __init__(self, *, loud: bool = True, console: Console | None = None) -> None:
         self.console = console or Console(quiet=not loud, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
-        self._speaking = False  # plain lines: a stage within a stage says nothing
+        self._speaking = False  # plain lines: a nested stage prints nothing
 
     def say(self, text: str) -> None:
-        """One sentence."""
+        """Print a message."""
         self.console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        """One sentence that should be read."""
+        """Print a note that the user should read."""
         self.console.print(f"[yellow]note:[/yellow] {_escape(text)}")
 
     @contextmanager
     def bar(self, title: str) -> Iterator[Callable[..., None]]:
-        """A progress bar; the function that it gives takes (done, total, **fields)."""
+        """A progress bar. Yields a function that takes (done, total, **fields)."""
         if not self.console.is_terminal:
             inner, self._speaking = self._speaking, True
             try:
@@ -45,7 +45,7 @@ class Voice:
             finally:
                 self._speaking = inner
             return
-        if self._progress is not None:  # a stage within a stage: one more line of the same display
+        if self._progress is not None:  # a nested stage: one more line of the same display
             task = self._progress.add_task(title, total=None, text="")
             try:
                 yield self._update(self._progress, task)
@@ -66,14 +66,14 @@ class Voice:
         shown: dict[str, Any] = {}
 
         def update(done: int, total: int | None, **fields: Any) -> None:
-            shown.update(fields)  # an update without fields keeps what stands there
+            shown.update(fields)  # an update without fields keeps the earlier ones
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
             progress.update(task, completed=done, total=total, text=text)
 
         return update
 
     def _lines(self, title: str) -> Callable[..., None]:
-        """At most some twenty lines in all, whatever the number of steps; where it is not known, ever fewer."""
+        """About 20 lines in total for any number of steps. If it is unknown, lines come at doubling intervals."""
         said = -1
         next_count = _FIRST_COUNT
 
@@ -93,7 +93,7 @@ class Voice:
         return update
 
     def figures(self, title: str, record: Mapping[str, float]) -> None:
-        """A table of one record, intervals beside their values."""
+        """Print a table of one record, with intervals after their values."""
         table = Table(title=title, title_justify="left")
         table.add_column("metric")
         table.add_column("value", justify="right")
@@ -104,7 +104,7 @@ class Voice:
 
     def before_after(self, title: str, before: Mapping[str, float], after: Mapping[str, float],
                      leave_out: Collection[str] = ()) -> None:
-        """A short table of what training changed."""
+        """Print a table of metrics before and after training."""
         table = Table(title=title, title_justify="left")
         for name, justify in (("metric", "left"), ("before", "right"), ("after", "right")):
             table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def _cell(record: Mapping[str, float], key: str) -> str:
     if key not in record:
         return "-"
     text = f"{record[key]:.4f}"
-    text = text if float(text) else f"{0:.4f}"  # no minus before a zero
+    text = text if float(text) else f"{0:.4f}"  # no minus sign before zero
     if f"{key}_low" in record:
         text += f" [{record[f'{key}_low']:.3f}, {record[f'{key}_high']:.3f}]"
     return _escape(text)

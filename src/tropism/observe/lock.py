@@ -1,15 +1,12 @@
-"""A run directory has one owner at a time: `RUN/lock` says who.
+"""A run directory has one owner at a time. `RUN/lock` names it.
 
-The file is written under another name and gets its own by an operation that only one process can win, so it always says
-whose it is. A process that was killed leaves it behind; the next one sees that its owner is gone, and takes over. Of a
-process on another machine, or in another container, nobody can see that: an owner touches its lock every minute, and
-one that has not done so for long counts as gone.
+The lock is a lease of `filelock`: a record of its owner, whose time stamp a thread renews every minute. This module
+decides whether the owner of an existing lock still runs, and names the owner in errors. On this machine it looks at the
+process. A process on another machine or in another container cannot be seen, so its lock expires after ten minutes
+without a heartbeat.
 """
 
 import atexit
-import errno
-import fcntl
-import json
 import os
 import shlex
 import socket
@@ -19,74 +16,97 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tropism.errors import OutputError, OutputLockedError
-from tropism.observe.files import temporary_of
+from filelock import FileLock, SoftFileLease, Timeout
 
-_PATIENCE_S = 1.0  # a lock without content has just been made where there are no links; its owner writes it at once
-_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
+from tropism.errors import OutputError, OutputLockedError
+
+GUARD, BEGUN = ".lock.guard", ".lock.begun"
+"""Files that exist for the moment in which a process takes the lock, and after a kill at that moment."""
+
 _BEAT_S = 60.0
 _SILENT_S = 600.0
+_RECORD_BYTES = 1024  # filelock reads no longer record
+_GUARD_S = 10.0
 _writers: dict[Path, threading.Thread | None] = {}
-"""By directory that this process owns: what writes there, and may outlive its owner's block."""
+"""By directory that this process owns: the thread that writes there and may outlive the owner's block."""
 _releases: dict[Path, threading.Thread] = {}
-"""By directory: what gives up the lock after such a writer."""
+"""By directory: the thread that releases the lock after such a writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process that owns a run directory.
+    """The process that a lock names.
 
     Args:
-        host: its machine.
-        boot: identity of the machine's boot; empty where it has none.
         pid: process number.
-        started: when the process began, in the kernel's clock ticks after boot; empty where that is not known. A
-            number that another process has got since does not have it.
+        started: start of the process in the kernel's clock ticks after boot; None if unknown. Tells the process from a
+            later one with the same number.
+        host: name of its machine.
+        boot: identity of the machine's boot; empty if unknown.
+        namespace: in which the number counts; empty if unknown. Containers on one machine may share its name and boot,
+            and none sees the processes of another.
         since: UTC time of the lock.
-        command: what it runs.
-        namespace: in which its number counts; empty where there is none, or an earlier release wrote the lock.
-            Containers on one machine may have its name and its boot, and none sees another's processes.
+        command: command line, shortened if it is long.
     """
 
+    pid: int
+    started: int | None
     host: str
     boot: str
-    pid: int
-    started: str
+    namespace: str
     since: str
     command: str
-    namespace: str = ""
 
     @classmethod
-    def here(cls) -> "Owner":
-        """This process."""
-        return cls(socket.gethostname(), _boot(), os.getpid(), _started(os.getpid()),
-                   datetime.now(UTC).isoformat(timespec="seconds"), shlex.join(sys.argv), _namespace())
+    def of(cls, lease: SoftFileLease) -> "Owner | None":
+        """The owner that the lease's file names; None for a file of another program, or an incomplete one."""
+        record = lease.owner
+        if record is None:
+            return None
+        try:
+            lines = Path(lease.lock_file).read_text(encoding="utf-8").splitlines()
+            ours = dict(line.split("=", 1) for line in lines[1:])
+            return cls(record.pid, None if record.start is None else record.start % 2**64,
+                       record.hostname.partition("?")[0], ours["boot"], ours["namespace"], ours["since"],
+                       ours["command"])
+        except (OSError, ValueError, KeyError):
+            return None
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether it runs on another machine, or in another container of this one: nobody can look from here."""
-        if self.host != socket.gethostname():
-            return True
-        return self.boot == _boot() and self.namespace not in ("", _namespace())
+    def visible(self) -> bool:
+        """Whether this process can see whether the owner runs: same boot of the same machine, same container."""
+        return (self.boot or self.host, self.namespace) == (_boot() or socket.gethostname(), _namespace())
 
     @property
-    def gone(self) -> bool:
-        """Whether it is sure that the process does not run any more."""
-        if self.elsewhere:
-            return False
-        if self.boot != _boot():
-            return True
+    def runs(self) -> bool:
+        """Whether a visible owner still runs."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
-            return True
-        except PermissionError:  # somebody else's process: alive
+            return False
+        except PermissionError:  # a process of another user
             pass
-        return self.started != _started(self.pid)
+        with suppress(OSError):
+            # The command's name is in brackets and may contain anything.
+            state, *fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            return state not in "ZX" and self.started in (None, int(fields[18]))
+        return True
+
+    def gone(self, silent_s: float) -> bool:
+        """Whether the lock can be taken over.
+
+        Args:
+            silent_s: seconds since the last heartbeat.
+        """
+        if self.visible:
+            return not self.runs
+        # A second machine with this name would have renewed its lock since this one was booted.
+        rebooted = self.host == socket.gethostname() and self.boot != _boot() and silent_s > time.monotonic()
+        return rebooted or silent_s >= _SILENT_S
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since} ({self.command})"
@@ -94,30 +114,25 @@ class Owner:
 
 @contextmanager
 def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Own a run directory while the block runs, and until the thread that `lend` named has ended.
+    """Own a run directory while the block runs, and until the thread given to `lend` has ended.
 
     Args:
-        directory: that exists.
-        say: takes the note that a lock of a process that is gone, or silent elsewhere, was taken over.
+        directory: an existing directory.
+        say: receives a note if the lock of a dead or silent process was taken over.
 
     Raises:
         OutputLockedError: if another process owns it, or may own it.
         OutputError: if the lock cannot be written.
     """
-    path, place = directory / "lock", directory.resolve()
-    if place in _releases:  # this process has left in a hurry, and may still write
+    place = directory.resolve()
+    if place in _releases:  # an interrupted run of this process may still be writing
         _releases[place].join()
-    mine = Owner.here()
-    _acquire(path, mine, say)
+    lease = _take(directory / "lock", say)
     _writers[place] = None
-    ended = threading.Event()
-    threading.Thread(target=_beat, args=(path, mine, ended), name="lock", daemon=True).start()
 
     def release() -> None:
-        ended.set()
-        with suppress(OSError):  # a directory that has vanished holds no lock
-            if _read(path) == mine:
-                path.unlink()
+        with suppress(OSError):  # the directory may be gone
+            lease.release()
 
     def release_after(writer: threading.Thread) -> None:
         writer.join()
@@ -136,11 +151,10 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
 
 
 def lend(directory: Path, writer: threading.Thread) -> None:
-    """Let a thread write in a directory that this process owns: until it ends, nobody else owns it. Call it before the
-    thread starts; one that never does holds nothing.
+    """Keep the lock of a directory that this process owns until a thread has ended. Call it before the thread starts.
 
-    Whoever is interrupted does not wait for it; the next run in this process does, and others are refused. Of a
-    directory that another process owns, the main one of a run, nothing is noted.
+    An interrupted run does not wait for the thread. The next run in this process waits, and other processes are
+    refused. Does nothing if another process owns the directory, as the main process of a distributed run does.
     """
     place = directory.resolve()
     if place in _writers:
@@ -148,11 +162,11 @@ def lend(directory: Path, writer: threading.Thread) -> None:
 
 
 class Ownership(ExitStack):
-    """A run directory that is owned from when it is taken until the block ends.
+    """A run directory that is owned from the call of `take` until the block ends.
 
     Args:
-        directory: of the run; made if it is not there.
-        say: as `owned` says.
+        directory: run directory, created if absent.
+        say: as in `owned`.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
@@ -162,11 +176,11 @@ class Ownership(ExitStack):
         self._taken = False
 
     def take(self) -> None:
-        """Own it, if it is not owned already.
+        """Own the directory, unless it is owned already.
 
         Raises:
-            OutputLockedError: as `owned` says.
-            OutputError: if it cannot be made or written.
+            OutputLockedError: as in `owned`.
+            OutputError: if it cannot be created or written.
         """
         if self._taken:
             return
@@ -178,140 +192,102 @@ class Ownership(ExitStack):
         self._taken = True
 
 
-def _acquire(path: Path, mine: Owner, say: Callable[[str], None]) -> None:
-    content = (json.dumps(asdict(mine), indent=2, ensure_ascii=False) + "\n").encode()
-    while True:
-        try:
-            if not path.exists() and _make(path, content):
-                return
-        except OSError as error:
-            raise OutputError.because(path, error, len(content)) from error
-        owner = _settled(path)
-        if owner is None:
-            continue  # released since
-        silent_s = _silence_s(path) if owner.elsewhere else 0.0
-        if not owner.gone and silent_s < _SILENT_S:
-            raise OutputLockedError(_refusal(path, owner))
-        if _clear(path, owner):
-            how = f"and has given no sign of life for {silent_s / 60:.0f} minutes" if silent_s else "which is gone"
-            say(f"{path.parent}: was left by {owner}, {how}; this run takes over")
-
-
-def _make(path: Path, content: bytes) -> bool:
-    """Make the lock with its content, unless somebody else does. A kill at any moment leaves it whole or absent.
-
-    Raises:
-        OSError: if the disk refuses; nothing is left then.
-    """
-    temporary = temporary_of(path)
+def _take(path: Path, say: Callable[[str], None]) -> SoftFileLease:
+    lease = SoftFileLease(path, lease_duration=_SILENT_S, heartbeat_interval=_BEAT_S, thread_local=False)
     try:
-        temporary.unlink(missing_ok=True)  # of a process that was killed and had our numbers
-        _write_new(temporary, content)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return temporary.stat().st_nlink == 2  # our own: a server's first answer may be lost on its way
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            _write_new(path, content)
-        return True
-    except FileExistsError:
-        return False
-    except FileNotFoundError:
-        if not path.parent.exists():
-            raise
-        return False  # whoever owns the directory has tidied up
-    finally:
+        path.parent.stat()  # filelock would make the directory
+        with _guard(path) as interrupted:
+            _clear(path, lease, interrupted, say)
+            lease.acquire(blocking=False)
+            _sign(path)
+    except Timeout as error:  # taken at this moment, on a disk where the guard does not work
+        raise OutputLockedError(_refusal(path, Owner.of(lease))) from error
+    except OSError as error:
+        failure = OutputError.because(path, error, _RECORD_BYTES)  # before the incomplete record is removed
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            lease.release()
+        raise failure from error
+    return lease
 
 
-def _write_new(path: Path, content: bytes) -> None:
-    """Write a file that is not there yet, whole or not at all.
+@contextmanager
+def _guard(path: Path) -> Iterator[bool]:
+    """Let one process at a time examine and take a lock. Yields whether the last one was killed while it did.
+
+    Without the guard two processes could find the same owner gone, and the slower one would remove the lock of the
+    faster. The kernel releases the guard with the process that holds it. There is none on a disk without such locks.
+    """
+    guard, begun = FileLock(path.with_name(GUARD), thread_local=False, fallback_to_soft=False), path.with_name(BEGUN)
+    interrupted = False
+    try:
+        guard.acquire(timeout=_GUARD_S)
+        interrupted = begun.exists()
+        begun.touch()
+    except Timeout as error:
+        raise OutputLockedError(f"{path.parent}: another process has been taking the lock for {_GUARD_S:.0f} seconds. "
+                                "Try again, or choose another directory with --output") from error
+    except OSError:  # the lock itself is written next, and tells what is wrong with the disk
+        pass
+    try:
+        yield interrupted
+    finally:
+        for left in (begun, Path(guard.lock_file)):  # the guard before its release: who waits for it makes a new one
+            with suppress(OSError):
+                left.unlink(missing_ok=True)
+        guard.release()
+
+
+def _clear(path: Path, lease: SoftFileLease, interrupted: bool, say: Callable[[str], None]) -> None:
+    """Remove the lock of an owner that is gone.
+
+    filelock itself would do so only after it has watched the lock for ten minutes, and not on network disks, which
+    cannot exchange two names. It would also take the lock from a live process that was suspended for that long.
 
     Raises:
-        OSError: if it is there, or the disk refuses.
+        OutputLockedError: if the owner may still run, or the file is not a lock of ours.
     """
-    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "wb") as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            path.unlink()  # a lock that does not say whose it is would keep everybody out
-            raise
+    if not os.path.lexists(path):
+        return
+    owner, silent_s = Owner.of(lease), _silence_s(path)
+    if owner is None and not interrupted:
+        raise OutputLockedError(_refusal(path, None))
+    if owner is not None and not owner.gone(silent_s):
+        raise OutputLockedError(_refusal(path, owner))
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError.because(path, error, what="the lock of a process that is gone cannot be removed") from error
+    if owner is not None:
+        why = "is no longer running" if owner.visible else f"has sent no heartbeat for {silent_s / 60:.0f} minutes"
+        say(f"{path.parent}: was in use by {owner}, which {why}. This run takes over")
 
 
-def _beat(path: Path, mine: Owner, ended: threading.Event) -> None:
-    """Touch the lock until the run ends. A thread does it: no step, pass or save is too long for it."""
-    while not ended.wait(_BEAT_S):
-        with suppress(OSError), path.open("rb") as held:  # of that name there may be another file at any moment
-            if _owner_in(held.read()) == mine:
-                os.utime(held.fileno())
+def _sign(path: Path) -> None:
+    """Add to filelock's record what it does not hold. filelock skips lines that it does not know."""
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    head = f"boot={_boot()}\nnamespace={_namespace()}\nsince={since}\ncommand=".encode()
+    command = " ".join(shlex.join(sys.argv).split()).encode(errors="replace")  # in one line
+    room = _RECORD_BYTES - path.stat().st_size - len(head) - 1
+    with path.open("ab") as file:
+        file.write(head + command[:room].decode(errors="ignore").encode() + b"\n")
 
 
 def _silence_s(path: Path) -> float:
-    """Since when nobody has touched a lock, by the clock of the disk on which it lies: machines' own may differ."""
+    """Seconds since the last heartbeat, by the clock of the disk: those of machines may differ."""
     with suppress(OSError), tempfile.TemporaryFile(dir=path.parent) as probe:
         return os.fstat(probe.fileno()).st_mtime - path.stat().st_mtime
     return 0.0
 
 
-def _refusal(path: Path, owner: Owner) -> str:
-    if owner.elsewhere:
-        return (f"{path.parent}: is in use by {owner}. From here nobody can see whether that process still runs; if it "
-                f"is gone, remove {path}, or wait: {_SILENT_S / 60:.0f} minutes after its last sign of life the next "
-                "run takes over")
-    return f"{path.parent}: is in use by {owner}. Wait for it or end it, or write to another directory with --output"
-
-
-def _settled(path: Path) -> Owner | None:
-    """The owner, once it has been written down; None if the lock has been released.
-
-    Raises:
-        OutputLockedError: for a file that is no lock of ours.
-    """
-    deadline = time.monotonic() + _PATIENCE_S
-    while path.exists():
-        owner = _read(path)
-        if owner is not None:
-            return owner
-        if time.monotonic() > deadline:
-            raise OutputLockedError(f"{path.parent}: holds a lock that does not say whose it is; if no process writes "
-                                    f"there, remove {path}")
-        time.sleep(0.02)
-    return None
-
-
-def _read(path: Path) -> Owner | None:
-    try:
-        return _owner_in(path.read_bytes())
-    except OSError:
-        return None
-
-
-def _owner_in(content: bytes) -> Owner | None:
-    try:
-        return Owner(**json.loads(content))
-    except (ValueError, TypeError):
-        return None
-
-
-def _clear(path: Path, owner: Owner) -> bool:
-    """Remove a lock whose owner is gone, unless another process was faster and the lock is its own by now."""
-    try:
-        with path.open("rb") as held:
-            with suppress(OSError):  # a file system without such locks: the window is a few microseconds
-                fcntl.flock(held, fcntl.LOCK_EX)
-            if os.fstat(held.fileno()).st_ino != path.stat().st_ino or _owner_in(held.read()) != owner:
-                return False
-            path.unlink()
-            return True
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise OutputError.because(path, error, what="the lock of a process that is gone cannot be removed") from error
+def _refusal(path: Path, owner: Owner | None) -> str:
+    if owner is None:
+        return (f"{path.parent}: its lock file does not name an owner. If no process writes to this directory, delete "
+                f"{path}")
+    if owner.visible:
+        return (f"{path.parent}: is in use by {owner}. Wait for it to finish, stop it, or choose another directory "
+                "with --output")
+    return (f"{path.parent}: is in use by {owner}. From here it cannot be seen whether that process still runs. If it "
+            f"does not, delete {path}, or wait: the lock expires {_SILENT_S / 60:.0f} minutes after its last heartbeat")
 
 
 def _boot() -> str:
@@ -323,13 +299,4 @@ def _boot() -> str:
 def _namespace() -> str:
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
-    return ""
-
-
-def _started(pid: int) -> str:
-    """When a process began; empty where it cannot be told; `ended` for one that only waits to be collected."""
-    with suppress(OSError):
-        # The name of the command stands in brackets and may hold anything.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return "ended" if state in "ZX" else fields[18]
     return ""

@@ -1,4 +1,4 @@
-"""`manifest.json`: with what, from what and where a run was made."""
+"""`manifest.json`: the inputs, library versions and machine of a run."""
 
 import hashlib
 import importlib.metadata
@@ -14,18 +14,18 @@ _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "
 
 
 def libraries() -> dict[str, str]:
-    """Versions of what results depend on."""
+    """Versions of the libraries that results depend on."""
     return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
 class Manifest:
-    """Facts of a run, written again whenever some are added.
+    """Facts of a run. Adding some rewrites the file.
 
     Args:
         directory: of the run.
-        facts: known when it begins.
-        earlier: the manifest of the sittings before, where the run goes on; what it says stays.
-        step: the step that it goes on after.
+        facts: known at the start.
+        earlier: manifest of the resumed run, whose facts are kept.
+        step: last step before the resume.
     """
 
     def __init__(self, directory: RunDirectory, facts: dict[str, Any], earlier: dict[str, Any] | None = None,
@@ -36,7 +36,7 @@ class Manifest:
         self.facts: dict[str, Any] = begun
         if earlier:
             gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason", "stopped_by", "model_files")
-            # From step 1 on nothing is left of what the sittings before did, nor of how they did it.
+            # A run that starts again from step 1 keeps nothing of the earlier attempts but their start time.
             stays = earlier.keys() - gone if step else {"started"}
             kept = {name: fact for name, fact in earlier.items() if name in stays}
             sitting = {"step": step, "time": begun["started"], "world_size": facts.get("world_size"),
@@ -50,7 +50,7 @@ class Manifest:
         self.directory.write_json("manifest.json", self.facts)
 
     def end(self, status: str, **facts: Any) -> None:
-        """The last word: `done`, `stopped`, `interrupted` or `failed`."""
+        """Record the final status: `done`, `stopped`, `interrupted` or `failed`."""
         self.add(status=status, ended=_now(), **facts)
 
 
@@ -59,7 +59,7 @@ def _now() -> str:
 
 
 def text_fingerprints(tokenizer: Any) -> dict[str, str]:
-    """Hashes of what decides token ids: tokenizer and chat template."""
+    """Hashes of tokenizer and chat template, which determine token ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     template = json.dumps(getattr(tokenizer, "chat_template", None))

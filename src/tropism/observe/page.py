@@ -1,4 +1,4 @@
-"""Pages for a browser: one file each, with no script and nothing from the network."""
+"""HTML pages: one self-contained file each, without scripts or network access."""
 
 from importlib import resources
 from typing import Any
@@ -7,11 +7,11 @@ import jinja2
 
 
 def render_page(template: str, **values: Any) -> str:
-    """A page from one of the templates beside this file; every value is escaped.
+    """Render a template of `observe/pages`. All values are escaped.
 
     Args:
-        template: name of the file.
-        values: what it shows.
+        template: file name.
+        values: variables of the template.
     """
     environment = jinja2.Environment(loader=jinja2.FunctionLoader(_read), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)

@@ -1,4 +1,4 @@
-"""The run directory: a contract that training writes and everything else reads."""
+"""The run directory: the files that training writes and other commands read."""
 
 import json
 import math
@@ -11,58 +11,56 @@ from typing import Any
 import yaml
 
 from tropism.errors import OutputError, OutputExistsError
-from tropism.observe.files import append_line, meant_by, write_whole
+from tropism.files import append_line, check_writable, meant_by, write_whole
+from tropism.observe.lock import BEGUN, GUARD
 
 GROWING = ("metrics.jsonl", "samples.jsonl", "notices.jsonl", "skipped.jsonl")
-"""Files of a run that grow line by line; a run that goes on cuts them back to where it goes on."""
+"""Files that grow line by line. A resumed run truncates them to its checkpoint."""
 
-_REPLACED = re.compile(r"config\.yaml|lock|[a-z]+\.json")
-"""What is written under another name first, and then renamed."""
+_REPLACED = re.compile(r"config\.yaml|writable|[a-z]+\.json")
+"""Files that are written under a temporary name, then renamed."""
 
 
 class RunDirectory:
-    """Writes the files of a run. Files that are read while a run goes on are replaced whole or appended by line."""
+    """Writes the files of a run. They can be read at any time: each is replaced atomically or appended by line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def refuse_if_used(self) -> None:
-        """Stop before anything is spent.
+        """Check that the directory is empty or absent.
 
         Raises:
-            OutputExistsError: if the directory holds anything, but what a kill leaves before a run has begun.
+            OutputExistsError: if it contains anything but the files that a kill at the start leaves.
         """
         path = self.path
         if path.exists() and (not path.is_dir() or not all(_is_left_over(entry.name) for entry in path.iterdir())):
-            on = f", or go on with the run that is there: tropism resume {path}" if self.holds_run else ""
-            raise OutputExistsError(f"{path} exists and is not empty; nothing was changed. Choose another place: "
-                                    f"--output {free_name(path)}{on}")
+            on = f", or resume the run in it: tropism resume {path}" if self.holds_run else ""
+            raise OutputExistsError(f"{path} exists and is not empty. Choose another directory, such as --output "
+                                    f"{free_name(path)}{on}")
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run began here, however far it came."""
+        """Whether a run was started here."""
         return any((self.path / name).exists() for name in ("config.yaml", "manifest.json"))
 
     def create(self) -> None:
-        """Make the directory, or look whether the one that is there can be written. What a kill left half written goes.
+        """Create the directory if absent, check that it can be written, and remove incomplete files of a killed run.
 
         Raises:
-            OutputError: if it cannot be made or written.
+            OutputError: if it cannot be created or written.
         """
+        check_writable(self.path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             for entry in self.path.iterdir():
                 if _is_temporary(entry.name):
-                    entry.unlink(missing_ok=True)  # a lock's is gone at once
-            probe = self.path / ".writable"
-            probe.touch()
-            probe.unlink()
+                    entry.unlink(missing_ok=True)
         except OSError as error:
-            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+            raise OutputError.because(self.path, error) from error
 
     @property
     def checkpoints(self) -> Path:
-        """Where the run is kept on the way."""
+        """Directory of checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -71,11 +69,11 @@ class RunDirectory:
         return tuple(self.path / name for name in GROWING)
 
     def offsets(self) -> dict[str, int]:
-        """How long the files are that grow."""
+        """Current sizes of the growing files."""
         return {file.name: file.stat().st_size for file in self.logs if file.exists()}
 
     def truncate(self, offsets: dict[str, int]) -> None:
-        """Cut the files that grow back to what they were; one that is not named goes.
+        """Truncate the growing files to earlier sizes. Files without one are deleted.
 
         Raises:
             OutputError: if the disk refuses.
@@ -92,7 +90,7 @@ class RunDirectory:
                 raise OutputError(f"{file}: cannot be written: {error.strerror}") from error
 
     def records(self) -> list[dict[str, Any]]:
-        """What `metrics.jsonl` holds so far; a last line that a kill cut off is left out."""
+        """Records of `metrics.jsonl` so far, without an incomplete last line."""
         file = self.path / "metrics.jsonl"
         if not file.exists():
             return []
@@ -101,30 +99,30 @@ class RunDirectory:
 
     @property
     def model(self) -> Path:
-        """Where the result goes."""
+        """Directory of the trained model."""
         return self.path / "model"
 
     def write_config(self, options: dict[str, Any]) -> None:
-        """`config.yaml`: every option with its value."""
+        """Write `config.yaml`: every option with its value."""
         self._replace("config.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
 
     def write_json(self, name: str, value: Any) -> None:
-        """A JSON file, replaced whole."""
+        """Write or replace a JSON file."""
         self._replace(name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def append_record(self, record: dict[str, Any]) -> None:
-        """One line of `metrics.jsonl`. A value that is not finite is written as null, and so is visible."""
+        """Append to `metrics.jsonl`. Non-finite values are written as null."""
         finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
                   for key, value in record.items()}
         self._append("metrics.jsonl", finite)
 
     def append_samples(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Lines of `samples.jsonl`."""
+        """Append to `samples.jsonl`."""
         for sample in samples:
             self._append("samples.jsonl", sample)
 
     def append_line(self, name: str, value: dict[str, Any]) -> None:
-        """One line of a file that grows."""
+        """Append a line to one of the growing files."""
         assert name in GROWING
         self._append(name, value)
 
@@ -136,11 +134,11 @@ class RunDirectory:
 
 
 def _is_temporary(name: str) -> bool:
-    return name == ".writable" or _REPLACED.fullmatch(meant_by(name) or "") is not None
+    return _REPLACED.fullmatch(meant_by(name) or "") is not None
 
 
 def _is_left_over(name: str) -> bool:
-    return name == "lock" or _is_temporary(name)
+    return name in ("lock", GUARD, BEGUN) or _is_temporary(name)
 
 
 def free_name(path: Path) -> Path:

@@ -1,10 +1,9 @@
-"""Trackers: the records of `metrics.jsonl`, shown elsewhere too, through the tracker classes of accelerate.
+"""Experiment trackers: send the records of `metrics.jsonl` to the tracker classes of accelerate.
 
-A tracker that fails is left out from then on, with one warning; training never stops for it. No `Accelerator` is
-needed, and accelerate learns nothing of the process group: only the main rank has trackers, and its caller knows.
+A tracker that fails is disabled with one warning, and training continues. No `Accelerator` is needed, and accelerate
+does not see the process group: the caller creates trackers on the main process only.
 """
 
-import difflib
 import importlib
 import json
 import logging
@@ -18,38 +17,38 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from tropism.errors import UsageError
+from tropism.errors import UsageError, did_you_mean, first_line
 
 TRACKERS: tuple[str, ...] = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive",
                              "swanlab")
-"""Known names; each is also the name of the package that it needs. More come from the entry points below."""
+"""Known names. Each is also the name of the required package. Entry points add further ones."""
 
 ENTRY_POINTS = "tropism.trackers"
-"""Entry-point group of other trackers: classes with the methods of `accelerate.tracking.GeneralTracker`."""
+"""Entry-point group for other trackers: classes with the methods of `accelerate.tracking.GeneralTracker`."""
 
 _EXTRAS = frozenset(("tensorboard", "wandb", "trackio", "mlflow"))  # the names that `pip install tropism[...]` knows
 _PROJECT = "tropism"
 
 
 def check(names: Sequence[str]) -> None:
-    """Stop before anything is spent if a tracker cannot work. Imports nothing if there are no names.
+    """Check that trackers can be used. Imports nothing if there are no names.
 
     Raises:
-        UsageError: for an unknown name, or a package that is missing, too old or broken.
+        UsageError: for an unknown name, or a missing, outdated or broken package.
     """
     for name in _clean(names):
         if name in TRACKERS:
             missing = [package for package in ("accelerate", name) if not _installed(package)]
             if missing:
                 what = f"'tropism[{name}]'" if name in _EXTRAS else " ".join(missing)
-                raise UsageError(f"tracker '{name}' needs {' and '.join(missing)}: pip install {what}")
+                raise UsageError(f"tracker '{name}' requires {' and '.join(missing)}. Run: pip install {what}")
         try:
             _class(name)
         except UsageError:
             raise
         except Exception as error:
-            raise UsageError(f"tracker '{name}' cannot be loaded: {_first_line(error)}. Install its package again, "
-                             "or leave it out") from error
+            raise UsageError(f"tracker '{name}' cannot be loaded: {_reason(error)}. Reinstall its package, or remove "
+                             "it from --track") from error
 
 
 class Trackers:
@@ -57,10 +56,10 @@ class Trackers:
 
     Args:
         names: of `TRACKERS` or of installed entry points.
-        run_name: what the run is called there.
-        directory: where trackers that write files put them.
-        config: options of the run; nested names are joined by dots, None is left out, lists become text.
-        warn: is told, once per tracker, what failed.
+        run_name: name of the run in the tracker.
+        directory: for trackers that write files.
+        config: options of the run. Nested names are joined by dots, None is omitted, lists become text.
+        warn: receives one message per failed tracker.
     """
 
     def __init__(self, names: Sequence[str], run_name: str, directory: Path, config: dict[str, Any],
@@ -78,11 +77,11 @@ class Trackers:
                 self._running[name] = tracker
 
     def log(self, record: Mapping[str, Any], step: int, split: str) -> None:
-        """One record; what is no number stays out. Keys are shown as `split/key`."""
+        """Send the numbers of a record, with keys `split/key`."""
         numbers = {key: value if isinstance(value, (int, float)) else float(value)
                    for key, value in record.items() if isinstance(value, Real)}
         for name, tracker in list(self._running.items()):
-            border = "_" if name == "clearml" else "/"  # clearml parts titles by train_ and eval_
+            border = "_" if name == "clearml" else "/"  # clearml separates titles by train_ and eval_
             with self._guarded(name, f"failed at step {step}"), _without_state():
                 tracker.log({f"{split}{border}{key}": value for key, value in numbers.items()}, step=step)
 
@@ -95,22 +94,22 @@ class Trackers:
 
     @contextmanager
     def _guarded(self, name: str, what: str) -> Iterator[None]:
-        """An error of a tracker ends that tracker, not the run."""
+        """Disable a tracker that raises."""
         try:
             yield
         except Exception as error:
             self._running.pop(name, None)
-            self._warn(f"tracker '{name}' {what}: {_first_line(error)}. It gets no more records; training is not "
-                       "affected, and metrics.jsonl is complete")
+            self._warn(f"tracker '{name}' {what}: {_reason(error)}. It is disabled. Training continues, and "
+                       "metrics.jsonl is complete")
 
 
 def _clean(names: Iterable[str]) -> list[str]:
-    """Names as they may come out of a comma-separated list."""
+    """Names of a comma-separated list, stripped and without repetitions."""
     return list(dict.fromkeys(name.strip() for name in names if name.strip()))
 
 
 def _installed(package: str) -> bool:
-    """Whether a package can be imported; a mere folder of its name, as trackers leave behind, is none."""
+    """Whether a package can be imported. A directory of that name, which trackers leave behind, is not one."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -123,25 +122,22 @@ def _class(name: str) -> Any:
     """The class of a tracker.
 
     Raises:
-        UsageError: if the name is unknown, or unknown to the accelerate that is installed.
+        UsageError: if the name is unknown, or unsupported by the installed accelerate.
     """
     if name in TRACKERS:
         accelerate = importlib.import_module("accelerate.tracking")
         if name not in accelerate.LOGGER_TYPE_TO_CLASS:
-            raise UsageError(f"tracker '{name}' is unknown to the accelerate that is installed: "
+            raise UsageError(f"tracker '{name}' is not supported by the installed accelerate. Run: "
                              "pip install --upgrade accelerate")
         return accelerate.LOGGER_TYPE_TO_CLASS[name]
     others = _others()
     if name not in others:
-        known = [*TRACKERS, *others]
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        raise UsageError(f"unknown tracker '{name}'{f'; did you mean {near[0]!r}?' if near else ''} "
-                         f"Known: {', '.join(known)}")
+        raise UsageError(f"unknown tracker '{name}'. {did_you_mean(name.lower(), [*TRACKERS, *others])}")
     return others[name].load()
 
 
 def _make(name: str, run_name: str, directory: Path) -> Any:
-    """A tracker, not yet started."""
+    """Create a tracker without starting it."""
     kind = _class(name)
     directory.mkdir(parents=True, exist_ok=True)
     if name in TRACKERS:
@@ -150,13 +146,13 @@ def _make(name: str, run_name: str, directory: Path) -> Any:
         tracker = kind(run_name, str(directory))
     else:
         tracker = kind(run_name)
-    # Else its methods would ask accelerate which rank this is, and accelerate might start a process group to know.
+    # Otherwise its methods ask accelerate for the rank, which may start a process group.
     tracker.main_process_only = False
     return tracker
 
 
 def _arguments(name: str, run_name: str, directory: Path) -> dict[str, Any]:
-    """What accelerate's class takes. It calls the project `run_name` where a service has projects."""
+    """Arguments of accelerate's class, in which `run_name` is the project for services with projects."""
     def project(variable: str) -> str:
         return os.environ.get(variable) or _PROJECT
 
@@ -165,7 +161,7 @@ def _arguments(name: str, run_name: str, directory: Path) -> dict[str, Any]:
         "wandb": {"run_name": project("WANDB_PROJECT"), "name": os.environ.get("WANDB_NAME") or run_name,
                   "dir": os.environ.get("WANDB_DIR") or str(directory)},
         "trackio": {"run_name": project("TRACKIO_PROJECT"), "name": run_name},
-        "mlflow": {"experiment_name": _PROJECT, "run_name": run_name},  # the class itself heeds MLFLOW_EXPERIMENT_NAME
+        "mlflow": {"experiment_name": _PROJECT, "run_name": run_name},  # the class reads MLFLOW_EXPERIMENT_NAME
         "comet_ml": {"run_name": project("COMET_PROJECT_NAME")},
         "aim": {"run_name": run_name, "logging_dir": str(directory)},
         "clearml": {"project_name": project("CLEARML_PROJECT"),
@@ -178,7 +174,7 @@ def _arguments(name: str, run_name: str, directory: Path) -> dict[str, Any]:
 
 
 class _PlainLogger(logging.LoggerAdapter[logging.Logger]):
-    """The methods of accelerate's logger, without its question for the rank."""
+    """The methods of accelerate's logger, without its lookup of the rank."""
 
     def warning_once(self, message: str, *args: Any, **kwargs: Any) -> None:
         self.warning(message, *args, **kwargs)
@@ -186,10 +182,10 @@ class _PlainLogger(logging.LoggerAdapter[logging.Logger]):
 
 @contextmanager
 def _without_state() -> Iterator[None]:
-    """Lend accelerate's tracker module a plain logger: its own refuses to work before the state of ranks is set up,
-    and setting that up may start a process group, choose a device or change the number of threads."""
+    """Give accelerate's tracker module a plain logger. Its own requires a state whose setup may start a process group,
+    select a device or change the number of threads."""
     module = sys.modules.get("accelerate.tracking")
-    if module is None:  # a tracker of someone else, which does not use it
+    if module is None:  # a third-party tracker that does not use it
         yield
         return
     own = module.__dict__.get("logger")
@@ -201,7 +197,7 @@ def _without_state() -> Iterator[None]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Options as every tracker takes them."""
+    """Options as flat names with plain values."""
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -214,6 +210,6 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bo
             yield name, str(value)
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}" if text else type(error).__name__
+def _reason(error: Exception) -> str:
+    name, text = type(error).__name__, first_line(error).rstrip(".")
+    return name if text == name else f"{name}: {text}"

@@ -14,7 +14,8 @@ from tropism.config import ConvertOptions
 from tropism.data.formats import pair_by_prompt
 from tropism.data.rows import Dropped, RawRow, Row
 from tropism.data.sources import resolve as sources
-from tropism.errors import DataError, OutputError
+from tropism.errors import DataError
+from tropism.files import write_whole
 from tropism.observe.console import Voice
 
 _REPORTED = 1000  # records between two movements of the bar
@@ -111,12 +112,8 @@ def write_json(account: Account, path: Path) -> None:
     Raises:
         OutputError: if it cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(account.to_json(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8",
-                        errors="backslashreplace")
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+    text = json.dumps(account.to_json(), ensure_ascii=False, indent=1) + "\n"
+    write_whole(path, text.encode(errors="backslashreplace"), parents=True)
 
 
 def show(account: Account, path: Path, voice: Voice) -> None:

@@ -1,6 +1,5 @@
 """The file that is written: JSON Lines, Parquet or CSV; whole or not at all."""
 
-import contextlib
 import csv
 import gzip
 import json
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tropism.data.sources.files import DataFile
-from tropism.errors import DataError, OutputError, UsageError, first_line
+from tropism.errors import DataError, UsageError, first_line
+from tropism.files import check_writable, replacing
 
 KINDS = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
 
@@ -46,13 +46,7 @@ def check_target(path: Path, to: str) -> None:
                          ".parquet")
     if os.path.lexists(path):
         raise UsageError(f"{path} exists already; nothing was changed")
-    probe = _hidden(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+    check_writable(path.parent, path)
 
 
 @contextmanager
@@ -66,10 +60,12 @@ def writing(path: Path) -> Iterator[Write]:
         DataError: for a record that the kind of file cannot hold as it is.
         OutputError: if the disk refuses.
     """
-    kind, temporary = kind_of(path), _hidden(path)
-    spool = temporary.with_name(temporary.name + ".rows")
+    kind = kind_of(path)
     columnar = kind in (".parquet", ".csv")
-    try:
+    with replacing(path) as temporary, ExitStack() as leftovers:
+        spool, table = (temporary.with_name(temporary.name + ending) for ending in (".rows", kind))
+        for left in (spool, table):
+            leftovers.callback(left.unlink, missing_ok=True)
         with ExitStack() as stack:
             file: BinaryIO = stack.enter_context((spool if columnar else temporary).open("wb"))
             if kind.endswith(".gz"):  # without time and name: the same rows are the same bytes
@@ -82,22 +78,11 @@ def writing(path: Path) -> Iterator[Write]:
 
             yield write
         if columnar:
-            (_parquet if kind == ".parquet" else _csv)(spool, temporary, path)
-            _check_again(spool, temporary, path)
+            (_parquet if kind == ".parquet" else _csv)(spool, table, path)
+            _check_again(spool, table, path)
+            table.replace(temporary)
         if os.path.lexists(path):
             raise UsageError(f"{path} exists already; nothing was changed")
-        temporary.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        for left in (temporary, spool):
-            with contextlib.suppress(OSError):
-                left.unlink(missing_ok=True)
-
-
-def _hidden(path: Path) -> Path:
-    """A name beside the file that a reader of the directory passes over, with the same ending."""
-    return path.with_name(f".{os.getpid()}.{path.name}")
 
 
 def _line(value: Any) -> bytes:

@@ -1,9 +1,7 @@
 """What a model thinks of some rows: per row, and as figures of the whole set. Nothing is trained."""
 
-import contextlib
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +21,7 @@ from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tree import PromptTree, score_key
 from tropism.distributed import World, connect
 from tropism.errors import OutputError, UsageError
+from tropism.files import check_writable, replacing, write_whole
 from tropism.losses.divergence import reverse_kl
 from tropism.model import load
 from tropism.model.base_weights import base_hash, recorded_hash
@@ -31,7 +30,6 @@ from tropism.model.head.divergence import Comparison
 from tropism.model.language_model import LanguageModel, summed
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
-from tropism.observe.files import temporary_of, write_whole
 from tropism.train.evaluation.evaluator import ranking
 from tropism.train.frozen.score_store import ROWS
 from tropism.train.frozen.teacher import LiveTeacher, shared_vocabulary
@@ -246,23 +244,19 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
         OutputError: if the disk refuses.
     """
     check_target(path)
-    temporary = temporary_of(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".parquet":
-            import pyarrow
-            from pyarrow import parquet
+        with replacing(path, parents=True) as temporary:
+            if path.suffix == ".parquet":
+                import pyarrow
+                from pyarrow import parquet
 
-            parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
-        else:
-            # A column of dates, say, is written as text.
-            lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-            # Half a surrogate pair, which JSON may spell, is spelled again: its escape is JSON's own.
-            temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-        temporary.replace(path)
-    except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+                parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+            else:
+                # A column of dates, say, is written as text.
+                lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+                # Half a surrogate pair, which JSON may spell, is spelled again: its escape is JSON's own.
+                temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    except ValueError as error:  # of pyarrow
         raise OutputError.because(path, error) from error
 
 
@@ -272,8 +266,7 @@ def write_figures(content: dict[str, Any], path: Path) -> None:
     Raises:
         OutputError: if the disk refuses.
     """
-    check_writable(path)
-    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode(), parents=True)
 
 
 def check_target(path: Path) -> None:
@@ -287,22 +280,7 @@ def check_target(path: Path) -> None:
         raise UsageError(f"{path}: scores are written as .jsonl or .parquet")
     if path.exists():
         raise UsageError(f"{path} exists already; nothing was changed")
-    check_writable(path)
-
-
-def check_writable(path: Path) -> None:
-    """Find out whether a file can be put there.
-
-    Raises:
-        OutputError: if not.
-    """
-    probe = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OutputError.because(path, error) from error
+    check_writable(path.parent, path)
 
 
 def original_columns(data: str) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from tropism.data.row_blocks import BLOCK_ROWS, Block
 from tropism.data.rows import Dropped, EncodedRow, Row
 from tropism.data.tokenization.render import Renderer
-from tropism.errors import TropismError
+from tropism.errors import OutputError, TropismError
 
 _BLOCKS_BEFORE_WORKERS = 4  # rendered in this process first, since starting workers takes as long as some blocks
 _MOST_WORKERS = 8
@@ -69,8 +69,7 @@ class BlockCache:
     @staticmethod
     def save(block: Block, path: Path) -> None:
         """Write a block. If that fails, the block is rendered again next time."""
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OutputError):
             block.write(path)
 
 

@@ -16,11 +16,11 @@ import torch
 from tropism.distributed.state import TrainingState, check_plain, read_whole
 from tropism.distributed.world import World
 from tropism.errors import OutputError, TropismError, UsageError
+from tropism.files import write_whole
 from tropism.methods import Method
 from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.model.save import export
 from tropism.observe.console import Voice
-from tropism.observe.files import write_whole
 from tropism.observe.lock import lend
 from tropism.observe.metrics import direction
 from tropism.observe.rundir import RunDirectory

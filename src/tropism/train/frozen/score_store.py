@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -155,19 +154,3 @@ def _models(root: Path) -> list[Path]:
     """Directories of the store that hold scores; whatever else lies there is not ours."""
     files = (file for pattern in ("*/meta.json", "*/*.npz", "*/*.safetensors") for file in root.glob(pattern))
     return sorted({file.parent for file in files if re.fullmatch("[0-9a-f]{32}", file.parent.name)})
-
-
-def check_writable(root: Path) -> None:
-    """Find out before the reference pass whether its scores can be kept.
-
-    Raises:
-        OutputError: if not.
-    """
-    probe = root / f".writable.{os.getpid()}"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OutputError(f"{root}: the reference store cannot be written: {error.strerror}; name another place with "
-                          "--store") from error

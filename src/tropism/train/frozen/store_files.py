@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tropism.errors import OutputError
-from tropism.observe.files import write_whole
+from tropism.files import write_whole
 
 
 def publish(directory: Path, meta: dict[str, Any], name: str, content: bytes, what: str) -> None:
@@ -20,10 +19,7 @@ def publish(directory: Path, meta: dict[str, Any], name: str, content: bytes, wh
         OutputError: if the disk refuses.
     """
     failure = f"the {what} store cannot be written"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError.because(directory, error, len(content), failure) from error
     if not (directory / "meta.json").exists():
-        write_whole(directory / "meta.json", (json.dumps(meta, indent=2) + "\n").encode(), failure)
+        write_whole(directory / "meta.json", (json.dumps(meta, indent=2) + "\n").encode(), failure,
+                    parents=True)
     write_whole(directory / name, content, failure)

@@ -12,6 +12,7 @@ from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.distributed.world import World
 from tropism.errors import ModelError
+from tropism.files import check_writable
 from tropism.methods import Method
 from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
@@ -19,7 +20,6 @@ from tropism.model.layout_check import choose_layout
 from tropism.observe.console import Voice
 from tropism.train.engine import Engine
 from tropism.train.evaluation.evaluator import evenly
-from tropism.train.frozen.score_store import check_writable
 from tropism.train.memory import keep_freed_memory
 from tropism.train.optimizer import build_updater
 from tropism.train.options import RunOptions
@@ -103,7 +103,8 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     if world.device.type == "cpu":
         keep_freed_memory(world.mesh is None)
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
-        world.on_main(lambda: check_writable(inputs.store))
+        world.on_main(lambda: check_writable(
+            inputs.store, what="the reference store cannot be written", advice="Choose another place with --store"))
     module, facts = inputs.policy.begin(numerics, options.seed, inputs.voice,
                                         method.needs_reference and inputs.reference is None)
     preemption.check()
