@@ -26,6 +26,11 @@ def did_you_mean(name: str, known: Iterable[str], style: str = "{}") -> str:
     return f"Did you mean {style.format(close[0])}?" if close else f"Known: {', '.join(map(style.format, names))}"
 
 
+def count_of(count: int, noun: str) -> str:
+    """A count with its noun: `1 row`, `2 rows`, `12,000 rows`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 class TropismError(Exception):
     """Base of all errors meant for a user's eyes. `exit_code` is what the command line returns."""
 

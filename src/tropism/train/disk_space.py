@@ -1,4 +1,4 @@
-"""Whether the disk has room for the result and the checkpoints, checked before step 1."""
+"""Check before step 1 that the disk has room for the result and the checkpoints."""
 
 import math
 
@@ -15,10 +15,10 @@ from tropism.train.options import RunOptions
 
 def check_disk_space(engine: Engine, options: RunOptions, directory: RunDirectory, saver: Saver | None,
                      schedule: Steps) -> None:
-    """Check that the result fits beside the checkpoints that are kept.
+    """Check that the result and the kept checkpoints fit on the disk.
 
     Raises:
-        OutputError: with the bytes that are needed and free.
+        OutputError: with the required and the free bytes.
     """
     copies, beside = 1, 0
     saves = fewest_saves(options, schedule)
@@ -30,7 +30,7 @@ def check_disk_space(engine: Engine, options: RunOptions, directory: RunDirector
 
 
 def fewest_saves(options: RunOptions, schedule: Steps) -> int:
-    """Checkpoints that the run writes at the least; how many a time interval gives is not known beforehand."""
+    """The smallest number of checkpoints that the run writes. Time intervals count as none: their number is unknown."""
     every, steps = Interval.parse(options.save_every or 0), schedule.total_steps
     best = int(options.keep_best is not None)
     if not every.every:
