@@ -141,7 +141,7 @@ BASE = ["--model", "m", "--data", "d", "--output", "o"]
     (["dpo", *BASE, "--desirable-weight", "2"], "--desirable-weight: unknown"),
     (["kto", *BASE, "--kd-weight", "0.3"], "kd_weight has no effect without a teacher"),
     (["sft", *BASE, "--beta", "0.1"], "--beta: unknown"),
-    (["sft", *BASE, "--eval-every", "often"], "--eval-every: 'often' is not an interval; it takes steps (50), epochs"),
+    (["sft", *BASE, "--eval-every", "often"], "--eval-every: 'often' is not a valid interval. Use steps (50), epochs"),
     (["sft", *BASE, "--save-every", "0"], "--save-every: Input should be greater than or equal to 1"),
     (["sft", *BASE, "--max-time", "3"], "--max-time: '3' is no time; it takes 90s, 30min, 3h"),
     (["resume"], "needs a run directory"),
@@ -252,8 +252,8 @@ def test_data_errors(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, t
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
-    (["--max-length", "4096"], "made for at most 512 tokens"),
-    (["--max-length", "64", "--max-prompt-length", "64"], "leaves nothing"),
+    (["--max-length", "4096"], "--max-length 4096 exceeds the limit of the model, 512 tokens"),
+    (["--max-length", "64", "--max-prompt-length", "64"], "leaves no tokens of --max-length 64"),
     (["--eval-fraction", "0.1", "--eval-data", "x.jsonl"], "exclude each other"),
     (["--model", "/nowhere/model"], "no such directory"),
     (["--data", "/nowhere/data.jsonl"], "no such file"),

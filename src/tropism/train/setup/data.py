@@ -190,7 +190,7 @@ def check_classes(rows: Sequence[EncodedRow], source: str) -> None:
     """
     desirable = sum(map(bool, labels_of(rows)))
     if desirable in (0, len(rows)):
-        raise DataError(f"{source}: {desirable} desirable and {len(rows) - desirable} undesirable training rows, but "
+        raise DataError(f"{source}: {desirable} desirable / {len(rows) - desirable} undesirable training rows, but "
                         "this method requires both classes. To train on desirable completions only, use `tropism sft`.")
 
 
