@@ -95,7 +95,7 @@ def test_only_finished_ones_are_listed(written: checkpoint.Checkpoint) -> None:
     (root / "step-00000020" / "state").mkdir(parents=True)
     (root / "something else").mkdir()
     assert [one.step for one in checkpoint.listed(root)] == [3, 12]
-    checkpoint.set_aside(root / "step-00000012")
+    checkpoint.invalidate(root / "step-00000012")
     assert [one.step for one in checkpoint.listed(root)] == [3]
 
 
@@ -203,7 +203,7 @@ def test_one_that_is_set_aside_does_not_come_back(written: checkpoint.Checkpoint
     """C1: killed between the new one's COMPLETE and the old one's end, there are two of one step."""
     shutil.copytree(written.path, written.path.with_name("step-00000003.new"))
     assert checkpoint.listed(written.path.parent) == [written]
-    checkpoint.set_aside(written.path)
+    checkpoint.invalidate(written.path)
     assert checkpoint.listed(written.path.parent) == []
 
 

@@ -20,13 +20,13 @@ def check_disk_space(engine: Engine, options: RunOptions, directory: RunDirector
     Raises:
         OutputError: with the required and the free bytes.
     """
-    copies, beside = 1, 0
+    copies, saved_bytes = 1, 0
     saves = fewest_saves(options, schedule)
     if saver is not None and saves:
         together = min(saves, options.keep + 1 + bool(options.keep_best)) if options.keep else saves
         more = max(0, together - len(saver.finished()))
-        beside, copies = more * saver.estimate_bytes(), copies + more * options.checkpoint_model
-    save.check_space(engine.model.module, directory.path, getattr(torch, options.export_dtype), copies, beside)
+        saved_bytes, copies = more * saver.estimate_bytes(), copies + more * options.checkpoint_model
+    save.check_space(engine.model.module, directory.path, getattr(torch, options.export_dtype), copies, saved_bytes)
 
 
 def fewest_saves(options: RunOptions, schedule: Steps) -> int:

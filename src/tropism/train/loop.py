@@ -90,7 +90,7 @@ class TrainingLoop:
             outcome = train_step(self.engine, packs)
             state.add(outcome, packs)
             first.look(outcome)
-            self.preemption.took("step", time.monotonic() - began)
+            self.preemption.record_time("step", time.monotonic() - began)
             due = timers.after(state.step, self.preemption, self.saver, self.evaluate is not None)
             if due.log:
                 self._log()
@@ -199,7 +199,7 @@ class TrainingLoop:
     def _pause(self, what: str, began: float) -> None:
         """Exclude time that was not spent in a step."""
         seconds = time.monotonic() - began
-        self.preemption.took(what, seconds)
+        self.preemption.record_time(what, seconds)
         self.state.window.pause(seconds)
 
 

@@ -56,7 +56,7 @@ class Preemption:
             raise KeyboardInterrupt
         self._signal = self._signal or int(number)
 
-    def took(self, what: str, seconds: float) -> None:
+    def record_time(self, what: str, seconds: float) -> None:
         """Record how long a step, an evaluation or a save took. The longest so far is what the next one is given."""
         self.longest[what] = max(self.longest.get(what, 0.0), seconds)
 

@@ -84,7 +84,7 @@ class Window:
         own = torch.stack([outcome.tally.stacked(keys, device) for outcome in self.pending])
         pooled = engine.world.sum(own)
         finite = torch.stack([outcome.finite for outcome in self.pending]).tolist()
-        self.skipped += tolerance.see(engine.world, self.pending, finite, rows)
+        self.skipped += tolerance.check(engine.world, self.pending, finite, rows)
         for row, fine in zip(pooled.cpu().unbind(), finite, strict=True):
             self.rows.append(row if fine else torch.zeros_like(row))
         applied = [outcome for outcome, fine in zip(self.pending, finite, strict=True) if fine]

@@ -29,8 +29,8 @@ from tropism.errors import CheckpointError, OutputError
 from tropism.observe.checksums import checksums, file_hash
 
 SCHEMA_VERSION = 1
-_BESIDE = ".new"
-_NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_BESIDE)})?")
+_STAGED = ".new"
+_NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_STAGED)})?")
 _CHUNK_BYTES = 2**22
 
 
@@ -86,9 +86,9 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         OutputError: if it cannot be written, with the required and the free bytes. The partial checkpoint is removed.
     """
     place = place_of(root, step)
-    beside = _beside(place)
-    only_beside = (beside / "COMPLETE").is_file() and not (place / "COMPLETE").is_file()  # killed before the rename
-    path = place if only_beside else beside
+    staged = _staged(place)
+    only_staged = (staged / "COMPLETE").is_file() and not (place / "COMPLETE").is_file()  # killed before the rename
+    path = place if only_staged else staged
 
     def make_room() -> None:
         remove(path)
@@ -124,7 +124,7 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         raise OutputError(f"{place}: the checkpoint could not be written: {reason}. Its tensors need {needed:,} bytes, "
                           f"and {free:,} bytes are free. Earlier checkpoints are unchanged.") from error
     try:
-        if path == beside:
+        if path == staged:
             remove(place)
             path.rename(place)
     except OSError as error:
@@ -140,15 +140,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def set_aside(path: Path) -> None:
+def invalidate(path: Path) -> None:
     """Make a checkpoint invalid. Its files stay until the next one is written."""
-    for place in (_beside(path), path):
+    for place in (_staged(path), path):
         (place / "COMPLETE").unlink(missing_ok=True)
 
 
-def _beside(place: Path) -> Path:
+def _staged(place: Path) -> Path:
     """The path under which a checkpoint is written before it is renamed."""
-    return place.with_name(place.name.removesuffix(_BESIDE) + _BESIDE)
+    return place.with_name(place.name.removesuffix(_STAGED) + _STAGED)
 
 
 def verify(path: Path) -> dict[str, Any]:

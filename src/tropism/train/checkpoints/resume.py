@@ -233,6 +233,6 @@ def begin_again(directory: RunDirectory, origin: Origin) -> None:
         OutputError: if a file cannot be changed.
     """
     for path in origin.aside:
-        checkpoint.set_aside(path)
+        checkpoint.invalidate(path)
     directory.truncate(origin.trainer["offsets"] if origin.trainer else {})
 

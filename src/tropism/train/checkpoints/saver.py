@@ -84,12 +84,12 @@ class Saver:
         self.root = directory.checkpoints
         self.best: tuple[int, float] | None = None
         self._copy: dict[str, Any] = {}
-        self._beside = self.world.apart() if self.together else None
+        self._background = self.world.apart() if self.together else None
         if self.together:
             self.world.together(self._see)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        preemption.took("save", self.estimate_bytes() / _SLOWEST_DISK)
+        preemption.record_time("save", self.estimate_bytes() / _SLOWEST_DISK)
         self.world.on_main(self._begin_with_best)
 
     @property
@@ -208,7 +208,7 @@ class Saver:
                     everything = whole | {name: whole[other] for name, other in tied.items() if other in whole}
                     write_model({name.removeprefix("model/"): tensor for name, tensor in everything.items()
                                  if name.startswith("model/")}, path)
-            size = checkpoint.write(self.root, step, tensors, trainer, model, self.directory.logs, self._beside)
+            size = checkpoint.write(self.root, step, tensors, trainer, model, self.directory.logs, self._background)
             if not self.world.is_main:
                 return
             self._publish(step)
@@ -216,7 +216,7 @@ class Saver:
             self._failure = error
             return
         seconds = time.monotonic() - began
-        self.preemption.took("save", trainer["stall_s"] + seconds)
+        self.preemption.record_time("save", trainer["stall_s"] + seconds)
         self.voice.say(f"checkpoint: step {step}, {size / 2**20:.1f} MiB, written in the background in {seconds:.2f} "
                        f"s; training paused for {trainer['stall_s']:.3f} s")
 

@@ -103,7 +103,7 @@ class Tolerance:
         self.mode = mode
         self.in_a_row = 0
 
-    def see(self, world: World, outcomes: Sequence[StepOutcome], finite: Sequence[bool],
+    def check(self, world: World, outcomes: Sequence[StepOutcome], finite: Sequence[bool],
             rows: Sequence[EncodedRow]) -> list[BadStep]:
         """The steps of a window that were not applied. All processes call this together.
 

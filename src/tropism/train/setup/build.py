@@ -104,7 +104,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
         keep_freed_memory(world.mesh is None)
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
         world.on_main(lambda: check_writable(inputs.store))
-    module, facts = inputs.policy.begin(numerics, options.seed, inputs.voice,
+    module, facts = inputs.policy.build(numerics, options.seed, inputs.voice,
                                         method.needs_reference and inputs.reference is None)
     preemption.check()
     probes = probe_trees(inputs.data.train, numerics.microbatch_tokens)

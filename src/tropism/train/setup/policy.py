@@ -216,7 +216,7 @@ class PolicyBuilder:
         world.on_main(lambda: adapter_files.load_values(module, directory))
         world.broadcast_into([weight.detach() for weight in adapters.kept_parameters(module)])
 
-    def begin(self, numerics: Numerics, seed: int, voice: Voice, is_reference: bool) -> tuple[Any, dict[str, Any]]:
+    def build(self, numerics: Numerics, seed: int, voice: Voice, is_reference: bool) -> tuple[Any, dict[str, Any]]:
         """The policy's module, and facts about its adapter for the manifest. Logs what is trained.
 
         Args:
