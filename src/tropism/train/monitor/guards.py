@@ -253,8 +253,8 @@ def _distance(guards: Guards, metrics: Mapping[str, float]) -> _Found:
     per = " per token" if subject.per_token else ""
     return from_start, (
         f"the policy is far from its start: {what} rose by {from_start * scale:.3g} nats{per} (times beta: "
-        f"{from_start:.3g}). Read some completions before you trust the metrics. To stay closer, use a lower --learning-rate, a "
-        "higher --beta or fewer steps.")
+        f"{from_start:.3g}). Read some completions before you trust the metrics. To stay closer, use a lower "
+        "--learning-rate, a higher --beta or fewer steps.")
 
 
 def _saturated(guards: Guards, metrics: Mapping[str, float]) -> _Found:
