@@ -65,10 +65,10 @@ def run(options: MethodOptions, voice: Voice | None = None, began: float | None 
     """Train as the options say.
 
     Args:
-        began: when the time of the run began to count, of the monotonic clock; by default now.
+        began: start of the run's time limit, by the monotonic clock. Default: now.
 
     Raises:
-        TropismError: a subclass that says what is wrong and what to do; before the first step wherever it can be.
+        TropismError: a subclass that names the problem and the remedy, before the first step where possible.
     """
     began = time.monotonic() if began is None else began
     with connect() as world:
@@ -82,11 +82,11 @@ class Run:
         options: all of them.
         world: this process among the others.
         voice: speaks to the user.
-        objects: what was given in Python.
+        objects: objects that a Python caller passes in place of names.
 
     Attributes:
-        inputs: what the run is made of, checked before a model is loaded.
-        trained: the weights may no longer be those of the start.
+        inputs: everything that the run needs, checked before a model is loaded.
+        trained: the weights may have changed since the start.
     """
 
     def __init__(self, options: MethodOptions, world: World, voice: Voice | None = None,
@@ -95,7 +95,7 @@ class Run:
         given = any(getattr(objects, name) is not None for name in ("model", "reference", "teacher"))
         self.world = parallelize(
             world, options.parallel,
-            "a module that is given stays whole in each process; name the model instead" if given else "")
+            "does not support models that are passed as modules. Pass the model by name." if given else "")
         self.options = options
         self.objects = objects
         self.voice = voice or Voice(loud=world.is_main)
@@ -131,8 +131,8 @@ class Run:
                            evaluation=[row.with_shared_lengths() for row in data.evaluation])
         prints = self.world.gather(data.fingerprints())
         if any(other != prints[0] for other in prints):
-            raise UsageError("the processes read different data. Give all of it to each of them, without a "
-                             "DistributedSampler: the steps are divided over processes later")
+            raise UsageError("the processes read different data. Pass all of the data to every process, without a "
+                             "DistributedSampler. Tropism divides each step over the processes.")
         check_metric(options.keep_best, method, bool(data.evaluation))
         make_rule(options.stop_metric, options.stop_patience, options.stop_delta, method, bool(data.evaluation))
         schedule = check_partners(objects.steps, data.train, method) if objects.steps else (
@@ -143,7 +143,7 @@ class Run:
                          self.values.get("reference") == "live")
 
     def _other(self, name: str) -> models.ModelOrModule | None:
-        """Another model of the run, as a module or by its name; None if there is none."""
+        """The reference or teacher, as a module or by its name; None if the run has none."""
         given, value = getattr(self.objects, name), self.values.get(name)
         if given is not None or value is None or (name, value) == ("reference", "live"):
             return models.given(given, name)
@@ -167,21 +167,21 @@ class Run:
         return data
 
     def fit(self, began: float | None = None) -> RunResult:
-        """Train or resume, and leave a run directory. A `Run` trains once: the model is then no longer what it was.
+        """Train or resume, and write the run directory. A `Run` trains once, because training changes the model.
 
         Args:
-            began: as `run` takes it.
+            began: as in `run`.
 
         Raises:
-            StoppedEarly: if it was stopped, or its time was up; it can be resumed.
+            StoppedEarly: if a signal or the time limit stopped it; it can be resumed.
         """
         if self.trained:
-            raise UsageError("this trainer has trained already; make a new one. To resume its run, give that one the "
-                             "same model by name, or as a newly loaded module, and resume='auto'")
+            raise UsageError("this trainer has already trained. Create a new one. To resume the run, pass the new one "
+                             "the same model, by name or as a newly loaded module, and call fit(resume='auto').")
         began = time.monotonic() if began is None else began
         directory = RunDirectory(Path(self.options.output).expanduser())
         with Ownership(directory.path, self.voice.warn) as ownership:
-            if self.options.resume != "never":  # nobody may change it while it is read
+            if self.options.resume != "never":  # no other process may change it while it is read
                 self.world.on_main(lambda: ownership.take() if directory.holds_run else None)
             return self._fit(directory, ownership, began)
 
@@ -214,7 +214,7 @@ class Run:
             self.preemption = Preemption(self.world)  # a request to stop ends with this call
 
     def _take_result(self, directory: RunDirectory) -> None:
-        """A run that was done before: a module that was given, or built, gets the weights that it ended with."""
+        """Load the final weights of a finished run into the module that was passed in or built."""
         self.trained = self.done_before = True
         if self.objects.model is not None or self._built is not None:
             policy, numerics = self.inputs.policy, self.inputs.numerics
@@ -245,7 +245,7 @@ class Run:
 
     def _train(self, directory: RunDirectory, manifest: Manifest | None, origin: Origin | None,
                initial: dict[str, torch.Tensor] | None, began: float) -> RunResult:
-        """Train, and leave the model.
+        """Train, and export the model.
 
         Raises:
             StoppedEarly: if it was stopped before the end; it can be resumed.
@@ -266,7 +266,7 @@ class Run:
         else:
             state.restore(trainer)
             if state.step == inputs.schedule.total_steps != state.evaluation.get("step"):
-                state.evaluation_due = True  # the run was extended or cut: its end is here now
+                state.evaluation_due = True  # its length was changed, so that it ends here
             observers.restore(trainer["guards"])
             if origin is not None and not origin.finished and not state.evaluation_due:
                 state.ending = observers.ending
@@ -291,7 +291,7 @@ class Run:
                       self._stop_ids, world, self.voice)
 
     def _checkpoint_facts(self) -> dict[str, Any]:
-        """What a checkpoint belongs to."""
+        """What identifies the run in a checkpoint."""
         frozen = {name: str(self.facts[name]) for name in ("policy", "reference", "teacher") if name in self.facts}
         return {"fingerprints": self._fingerprints() | frozen, "options": self._written(), "libraries": libraries(),
                 "world_size": self.world.size, "stop_ids": self._stop_ids}
@@ -301,23 +301,23 @@ class Run:
         return sorted(self.inputs.data.renderer.stop_ids)
 
     def _written(self) -> dict[str, Any]:
-        """Every option with the value that it had."""
+        """Every option with its effective value."""
         distilled = isinstance(self.options, TeacherOptions)
         of_teacher: dict[str, Any] = teachers.effective(self.options) if distilled else {}  # type: ignore[arg-type]
         return (self.options.dump() | effective(self.inputs.method, self.values) | of_teacher
                 | {"precision": self.inputs.numerics.precision, "resume": "never", "fall_back": False})
 
     def _fingerprints(self) -> dict[str, str]:
-        """Of everything that decides which ids are trained on, and in which steps."""
+        """Hashes of everything that determines the token ids of each step."""
         given = {} if self.objects.steps is None else {"steps": steps_fingerprint(self.objects.steps)}
         return self.inputs.data.fingerprints() | text_fingerprints(self.inputs.tokenizer) | given
 
     def _begin(self, directory: RunDirectory, origin: Origin | None = None) -> Manifest:
-        """Make the run directory and write what is known before the model is loaded, or bring an existing one back to
-        the step that is resumed."""
+        """Create the run directory, or reset an existing one to the step that is resumed, and write the facts that are
+        known before the model is loaded."""
         options = self.options
         if origin is None:
-            directory.refuse_if_used()  # by a process that was faster, and has ended since
+            directory.refuse_if_used()  # another process may have run here since the first check
         directory.create()
         if origin is not None:
             resume.begin_again(directory, origin)
@@ -339,7 +339,7 @@ class Run:
         """The engine, built once; each part is checked as soon as it can be.
 
         Args:
-            fresh: policy and reference must agree: the run does not resume after step 1.
+            fresh: check that policy and reference agree; False if the run resumes after step 1.
         """
         if self._built is None:
             built = build_engine(self.inputs, self.preemption)
@@ -358,19 +358,19 @@ class Run:
 
     @property
     def engine(self) -> Engine:
-        """The engine; `build` makes it."""
+        """The engine, once `build` has made it."""
         assert self._built is not None
         return self._built.engine
 
     @property
     def planner(self) -> StepPlanner:
-        """What prepares the engine's steps."""
+        """Prepares the steps of the engine."""
         assert self._built is not None
         return self._built.planner
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the models, for the manifest."""
+        """Facts about the models, for the manifest."""
         assert self._built is not None
         return self._built.facts
 
@@ -384,19 +384,20 @@ class Run:
             return self.evaluator(engine, self.preemption.interruptible(report))
 
     def evaluate(self) -> dict[str, float]:
-        """The evaluation record of the policy as it is now.
+        """Evaluate the current policy on the held-out rows.
 
         Raises:
             UsageError: if no rows are held out.
         """
         if not self.inputs.data.evaluation:
-            raise UsageError("there is nothing to evaluate on: give eval_dataset, or eval_fraction")
+            raise UsageError("no rows to evaluate. Pass eval_dataset or eval_fraction.")
         if self.done_before and self._built is None:
-            raise UsageError(f"the run was done before; its evaluations are in {self.options.output}, and `tropism "
-                             f"evaluate {self.options.output}` makes others")
+            raise UsageError(f"the run in {self.options.output} was already done, so no model was loaded. Its "
+                             "evaluations are in metrics.jsonl. For a new one, run: "
+                             f"tropism evaluate {self.options.output}")
         return self._evaluate(self.build())
 
     def release(self) -> None:
-        """Let weights that the given optimizer does not hold learn again."""
+        """Make the weights that the user's optimizer does not hold trainable again."""
         for parameter in self._built.idle if self._built else ():
             parameter.requires_grad_(True)

@@ -54,7 +54,7 @@ def test_a_base_that_has_changed(train: Callable[..., Any], tiny_model_dir: Path
             export(runs[0], tmp_path / "two", **options)
     assert not (tmp_path / "two").exists()
     assert main(evaluate) == 0
-    assert "trained on other weights than" in " ".join(capsys.readouterr().out.split())
+    assert "base model whose weights differ from those of" in " ".join(capsys.readouterr().out.split())
     assert main(["export", str(runs[0]), "--to", str(tmp_path / "two"), "--merge", "--base", str(kept)]) == 0
     assert torch.equal(*(logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("one", "two")))
 
@@ -70,7 +70,7 @@ def test_a_module_that_has_learned_names_no_base(tiny_model_dir: Path, feedback:
                         output=str(tmp_path / "run"), lora_rank=2, save_every=1, voice=Voice(),
                         learning_rate=1e-2).fit()
     said = " ".join(capsys.readouterr().out.split())
-    assert f"is not what {tiny_model_dir} holds (model.norm.weight differs)" in said
+    assert f"differs from {tiny_model_dir} (in model.norm.weight)" in said
     config = json.loads((result.model / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] is None
     for checkpoint in (None, "last"):
@@ -102,7 +102,7 @@ def test_a_module_from_nowhere_names_no_base(tiny_model_dir: Path, feedback: Pat
                             output=str(tmp_path / f"run{number}"), lora_rank=2 if own is None else None, voice=Voice(),
                             tokenizer=AutoTokenizer.from_pretrained(tiny_model_dir)).fit()
         said = " ".join(capsys.readouterr().out.split())
-        assert ("says of no directory or hub id that it came from there" in said) == (own is None)
+        assert ("has no directory or Hub id as its origin" in said) == (own is None)
         config = json.loads((result.model / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == (str(tiny_model_dir) if own == "." else own)
 
@@ -181,8 +181,8 @@ def test_training_on_from_an_adapter_over_another_base(tiny_model_dir: Path, fee
     shutil.copytree(result, tmp_path / "alone")
     for text in (said(result), said(moved, result), said(base, tmp_path / "alone")):
         assert "other weights" not in text
-        assert "cannot be told" not in text
-    assert f"names {base} as its base, and goes on on {moved}" in said(moved, tmp_path / "alone")
+        assert "cannot check that their weights" not in text
+    assert f"the base model of this adapter is {base}, but it is trained on {moved}" in said(moved, tmp_path / "alone")
     changed(base)
     for text in (said(result), said(base, result), said(base, kept)):
-        assert f"was trained on other weights than {base} has now" in text
+        assert f"trained on a base model whose weights differ from those of {base}" in text

@@ -57,7 +57,7 @@ def test_a_default_may_be_spelled_out_where_a_run_goes_on(tmp_path: Path) -> Non
     """C1: alpha is 2 x rank where nothing else was said."""
     plain = {"lora": {"rank": 4, "alpha": None}}
     assert check_options(plain, {"lora": {"rank": 4, "alpha": 8.0}}, tmp_path) == []
-    with pytest.raises(CheckpointError, match=r"lora\.alpha: 8\.0 when the run began, 9\.0 now"):
+    with pytest.raises(CheckpointError, match=r"--lora\.alpha \(was 8\.0, now 9\.0\)"):
         check_options(plain, {"lora": {"rank": 4, "alpha": 9.0}}, tmp_path)
 
 

@@ -117,12 +117,12 @@ def test_the_reading_is_said(distill: Callable[..., Any]) -> None:
     """L2: which divergence, at which temperature, with or without T^2, over what."""
     voice = Said()
     distill(voice=voice, max_steps=1, divergence="js", temperature=2.0)
-    assert ("js, Jensen-Shannon, mixing weight 0.5, temperature 2, times T^2; live, over the whole "
+    assert ("js, Jensen-Shannon, mixing weight 0.5, temperature 2, times T^2; live, over the full "
             "vocabulary") in voice.text
     voice = Said()
     distill(voice=voice, max_steps=1, temperature=2.0, temperature_scaling=False, top_k=3)
-    assert ("forward_kl, KL(teacher || student), temperature 2, not multiplied by T^2; stored top 3 and the tail as "
-            "one more outcome") in voice.text
+    assert ("forward_kl, KL(teacher || student), temperature 2, not multiplied by T^2; stored top 3 tokens and the "
+            "tail as one more outcome") in voice.text
 
 
 # --- the student that is its teacher, and the teacher that stays what it is -------------------------------------------
@@ -167,7 +167,7 @@ def test_a_padded_head_changes_nothing(distill: Callable[..., Any], tiny_model_d
     said = Said()
     how = {"top_k": top_k, "eval_fraction": 0.3, "precision": "fp64", "export_dtype": "float64"}
     plain, padded = distill(**how), distill(voice=said, **how, teacher=str(padded_teacher_dir))
-    assert "columns beyond the 102 tokens of the tokenizer are left out on both sides" in said.text
+    assert "output columns beyond the tokenizer's 102 tokens are ignored" in said.text
     assert_same_metrics(records(padded), records(plain), 1e-8, 1e-10)
     assert distance(weights(padded.model), weights(plain.model)) < 1e-9
     student, wide = (first(distill(**WHOLE, top_k=top_k, model=str(model), teacher=str(tiny_model_dir)))
@@ -204,7 +204,7 @@ def test_another_token_map_is_refused(distill: Callable[..., Any], teacher_dir: 
     index = build_tokenizer().get_vocab()["k"]
     monkeypatch.setattr(load, "load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     for method in ("kd", "dpo", "kto"):
-        with pytest.raises(ModelError, match=f"teacher: id {index} is 'q' there and 'k' in the model"):
+        with pytest.raises(ModelError, match=f"token id {index} is 'q' in the teacher but 'k' in the student"):
             distill(method, teacher=str(other))
     assert not list(tmp_path.glob("run*"))
 
@@ -213,12 +213,12 @@ def test_a_teacher_with_too_few_rows_is_refused(distill: Callable[..., Any], tin
                                                 tmp_path: Path) -> None:
     """V1: a head that lacks some of the tokenizer's tokens."""
     small = make_model(tmp_path / "small", tiny_model_dir, seed=3, columns=20)
-    with pytest.raises(ModelError, match="smaller of the two heads"):
+    with pytest.raises(ModelError, match="output head of student or teacher has only"):
         distill(teacher=str(small))
 
 
 @pytest.mark.parametrize(("method", "changes", "sentence"), [
-    ("kd", {"top_k": VOCABULARY}, "top_k 102: the vocabulary has 102 tokens"),
+    ("kd", {"top_k": VOCABULARY}, "--top-k 102 must be less than the vocabulary size, 102 tokens"),
     ("dpo", {"teacher": None, "kd_weight": 0.5}, "--kd-weight has no effect without --teacher"),
     ("kto", {"teacher": None, "top_k": 4}, "--top-k has no effect without --teacher"),
     ("dpo", {"teacher": None, "temperature": 2.0}, "--temperature has no effect without --teacher"),

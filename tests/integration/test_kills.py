@@ -201,7 +201,7 @@ def test_the_command_line_stops_in_time_and_goes_on(settings: Callable[..., dict
         began = time.monotonic()
         assert main(["kto", *options(output), "--max-time", "4h"]) == 75
         assert time.monotonic() - began < 4 * 3600
-    assert f"max_time is reached. Go on with: tropism resume {output}" in capsys.readouterr().err
+    assert f"--max-time is reached. Resume with: tropism resume {output}" in capsys.readouterr().err
     assert [one.step for one in checkpoint.listed(output / "checkpoints")] == [3]  # a fourth hour would be too long
     assert main(["resume", str(output), "--max-time", "1h"]) == 0
     same(output, straight)

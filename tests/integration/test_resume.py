@@ -46,7 +46,7 @@ def test_stopping_anywhere_and_going_on_is_the_straight_run(
     wanted, output = straight(case), tmp_path / "run"
     for step in stops:
         stop_after(step)
-        with pytest.raises(StoppedEarly, match=f"it got SIGTERM. Go on with: tropism resume {output}"):
+        with pytest.raises(StoppedEarly, match=f"received SIGTERM. Resume with: tropism resume {output}"):
             start(case, output, resume="auto")
         assert manifest(output)["status"] == "stopped"
     stop_after(0)
@@ -112,8 +112,8 @@ def test_a_finished_run_says_so_and_can_be_extended(start: Start, tmp_path: Path
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     assert main(["resume", str(output), "--max-steps", "10"]) == 0
     out = capsys.readouterr().out
-    assert "max_steps: 7, now 10" in out
-    assert "the learning rate follows its schedule over the new number of steps" in out
+    assert "--max-steps (was 7, now 10)" in out
+    assert "the learning rate schedule now spans the new number of steps" in out
     assert lines(output)[-1]["step"] == 10
     assert manifest(output)["steps"] == 10
 
@@ -132,7 +132,7 @@ def test_a_run_without_a_checkpoint_begins_again(start: Start, straight: Callabl
             start("dpo", output)
     assert lines(output)
     start("dpo", output, resume="auto")
-    assert "stopped before its first checkpoint; it begins at step 1 again" in capsys.readouterr().out
+    assert "stopped before its first checkpoint, so it restarts at step 1" in capsys.readouterr().out
     assert_same_run(output, straight("dpo"))
 
 
@@ -234,7 +234,7 @@ def test_the_limit_on_time_leaves_room_for_the_end(start: Start, straight: Calla
     with monkeypatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: clock() + 3600 * hours)
         patch.setattr(loop, "train_step", slow)
-        with pytest.raises(StoppedEarly, match="max_time is reached"):
+        with pytest.raises(StoppedEarly, match="--max-time is reached"):
             start("kto", tmp_path / "run", max_time="4h")
     last = lines(tmp_path / "run")[-1]
     assert (last["step"], last["split"]) == (3, "eval")  # a fourth hour would have passed the limit

@@ -169,7 +169,7 @@ def test_stopped_twice_in_the_same_evaluation_on_a_full_disk(train: Train, tmp_p
             train("dpo", output=str(output), **options)
         with monkeypatch.context() as disk:
             disk.setattr(checkpoint, "write_tensors", full)
-            with pytest.raises(OutputError, match="What was there before is untouched"):
+            with pytest.raises(OutputError, match="Earlier checkpoints are unchanged"):
                 train("dpo", output=str(output), resume="auto", **options)
     assert kept(output) == [2]
     same(train("dpo", output=str(output), resume="auto", **options).directory, straight.directory)
@@ -277,14 +277,14 @@ def test_state_that_cannot_be_had_is_an_error_of_every_rank(train: Train, monkey
         raise KeyError("weight")
 
     monkeypatch.setattr(keep.TrainingState, "of", broken)
-    with pytest.raises(TropismError, match="the state after step 2 cannot be kept: KeyError"):
+    with pytest.raises(TropismError, match="the state after step 2 cannot be saved: KeyError"):
         train("dpo", max_steps=2, save_every=2)
 
 
 def test_keep_best_needs_an_optimizer_that_can_be_kept(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """C2: as save_every does."""
     monkeypatch.setattr(keep, "why_not_kept", lambda updater: "the optimizer is odd")
-    with pytest.raises(UsageError, match=r"keep_best: the optimizer is odd. Leave keep_best out"):
+    with pytest.raises(UsageError, match=r"keep_best: the optimizer is odd. Remove keep_best"):
         train("dpo", **{**BEST, "keep": 2})
 
 

@@ -200,7 +200,7 @@ def test_a_non_finite_loss_stops_the_run_and_names_the_row(train: Callable[..., 
     monkeypatch.setattr(loop, "train_step", watched)
     paired = LOSSES["paired"]
     monkeypatch.setitem(paired, "sigmoid", replace(paired["sigmoid"], function=poisoned))
-    with pytest.raises(NonFiniteError, match=r"step 3: the loss of 1 rows is not finite: pairs\.jsonl:\d+"):
+    with pytest.raises(NonFiniteError, match=r"step 3: the loss of 1 row is not finite: pairs\.jsonl:\d+"):
         train("dpo", max_steps=5, microbatch_tokens=8192)
     assert torch.equal(next(models[-1].parameters()), before[-1])
     assert torch.isfinite(before[-1]).all()
@@ -222,7 +222,7 @@ def test_an_infinite_log_prob_behind_a_saturated_loss_stops_the_run(train: Calla
         return scores
 
     monkeypatch.setattr(StoredReference, "score", poisoned)
-    with pytest.raises(NonFiniteError, match=r"step 2: the loss of \d rows is not finite: feedback\.jsonl:\d+"):
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss of \d rows? is not finite: feedback\.jsonl:\d+"):
         train("kto", max_steps=5, microbatch_tokens=8192)
 
 
@@ -317,9 +317,9 @@ def test_the_notice_of_large_trees_looks_at_steps(train: Callable[..., Any], tmp
     rows = [{"prompt": f"oak {i % 2} ", "chosen": f"elm {i}", "rejected": f"ash {i}"} for i in range(40)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     train("dpo", data=str(data), max_steps=2, batch_size=2, microbatch_tokens=64)
-    assert "get a pass of their own" not in capsys.readouterr().out
+    assert "gets a pack of its own" not in capsys.readouterr().out
     train("dpo", data=str(data), max_steps=2, batch_size=40, microbatch_tokens=64)
-    assert "2 prompts with their completions exceed" in capsys.readouterr().out
+    assert "is too small for 2 prompts with completions" in capsys.readouterr().out
 
 
 def test_a_policy_of_nans_does_not_agree_with_its_reference(train: Callable[..., Any], tiny_model_dir: Path,

@@ -302,8 +302,8 @@ def test_one_process_goes_on_with_a_run_of_tensor_parallel(tiny_model_dir: Path,
     assert "is not the number of processes, 1" in capsys.readouterr().err
     assert main(["resume", output, "--max-steps=2"]) == 0
     said = capsys.readouterr()
-    assert "config.yaml has parallel.tensor 2, which does not fit 1 processes" in said.err
-    assert "changed: parallel.tensor: 2, now 1" in said.out
+    assert "config.yaml has parallel.tensor 2, which does not fit the number of processes, now 1" in said.err
+    assert "changed: --parallel.tensor (was 2, now 1)" in said.out
 
 
 def test_torchrun_does_not_begin_again_what_was_stopped(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
@@ -316,7 +316,8 @@ def test_torchrun_does_not_begin_again_what_was_stopped(tiny_model_dir: Path, fe
         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=150)
     assert done.returncode == 1
     assert done.stdout.count("plan: ") == 1
-    assert done.stderr.count("tropism: stopped: max_time is reached. There is no checkpoint yet: "
+    assert done.stderr.count("tropism: stopped: --max-time is reached. There is no checkpoint yet, so a resumed run "
+                             "starts at step 1 with the stored scores. Resume with: "
                              "torchrun --nproc-per-node 2 -m tropism resume") == 1, done.stderr
     assert done.stderr.count("Nothing is done: to go on, call torchrun anew") == 1
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "stopped"

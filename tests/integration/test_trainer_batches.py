@@ -256,7 +256,7 @@ ONE_PROMPT = [known([7, 8, 9], [20 + n, 1], label=n % 2 == 0) for n in range(4)]
 def test_a_batch_of_one_prompt(trainer: Any) -> None:
     """K4: refused with the batch's number before anything is spent; taken with rows of its own."""
     loader = [openrlhf_kto(SIX, PAD, "right"), openrlhf_kto(ONE_PROMPT, PAD, "right")]
-    with pytest.raises(UsageError, match=r"step 2: all of its 4 rows have one prompt.*kl_source='batch'"):
+    with pytest.raises(UsageError, match=r"step 2: all 4 rows have the same prompt.*kl_source='batch'"):
         trainer("kto", loader).fit()
     assert trainer("kto", loader, kl_source="batch").fit().steps == 2
     assert trainer("kto", loader, accumulation_steps=2).fit().steps == 1

@@ -65,7 +65,7 @@ def test_fit_and_evaluate_give_typed_results(method: str, small: Any) -> None:
 def test_without_held_out_rows(small: Any) -> None:
     """The first and last train record stand for the evaluation; asking for one is an error that says what to give."""
     trainer = small("dpo")
-    with pytest.raises(UsageError, match="give eval_dataset, or eval_fraction"):
+    with pytest.raises(UsageError, match="eval_dataset or eval_fraction"):
         trainer.evaluate()
     result = trainer.fit()
     first, *_, last = records(result)
@@ -83,7 +83,7 @@ def test_a_trainer_trains_once(small: Any, module: Any) -> None:
     """To go on, a new trainer takes the module as it is now; its reference is that module too."""
     trainer = small("dpo", module)
     first = trainer.fit()
-    with pytest.raises(UsageError, match="has trained already"):
+    with pytest.raises(UsageError, match="has already trained"):
         trainer.fit()
     second = small("dpo", module).fit()
     assert second.before["rewards/margins"] == pytest.approx(0.0, abs=1e-4)

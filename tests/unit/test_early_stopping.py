@@ -47,7 +47,7 @@ def test_a_resumed_run_stops_at_the_same_step(cut: int) -> None:
     after.restore(json.loads(json.dumps(before.state())))
     found = [after.see(place, {"rewards/auc": value}) for place, value in enumerate(values) if place >= cut]
     assert [cut + place for place, now in enumerate(found) if now] == [step for step in (4, 5) if step >= cut]
-    assert "rewards/auc was best at step 1 (0.7)" in after.reason
+    assert "(best: 0.7 at step 1)" in after.reason
 
 
 def test_the_state_of_another_metric_says_nothing() -> None:
@@ -69,7 +69,7 @@ def test_the_reason_names_metric_step_value_and_patience() -> None:
     stopper = EarlyStopping(Rule("loss", 2))
     assert [stopper.see(step, {"loss": value}) for step, value in ((0, 1.0), (10, 0.5), (20, 0.6), (30, 0.7))] == [
         False, False, False, True]
-    assert stopper.reason == "loss was best at step 10 (0.5) and not better for 2 evaluations"
+    assert stopper.reason == "no improvement of loss in 2 evaluations (best: 0.5 at step 10)"
 
 
 def test_an_unknown_metric_is_refused_with_the_known_ones() -> None:
@@ -88,8 +88,8 @@ def test_without_rows_to_evaluate_it_is_refused() -> None:
 
 def test_options_that_would_do_nothing_are_refused() -> None:
     """L3."""
-    for patience, delta, name in ((3, None, "stop_patience"), (None, 0.1, "stop_delta")):
-        with pytest.raises(UsageError, match=f"{name} has no effect without stop_metric"):
+    for patience, delta, name in ((3, None, "--stop-patience"), (None, 0.1, "--stop-delta")):
+        with pytest.raises(UsageError, match=f"{name} has no effect without --stop-metric"):
             make_rule(None, patience, delta, method(), True)
     assert make_rule(None, None, None, method(), False) is None
     assert make_rule("loss", None, None, method(), True) == Rule("loss", DEFAULT_PATIENCE, 0.0)
@@ -98,7 +98,7 @@ def test_options_that_would_do_nothing_are_refused() -> None:
 
 def test_an_evaluation_without_the_metric_is_an_error() -> None:
     """K4: an AUC of one class does not exist; step 0 says so, before anything is trained."""
-    with pytest.raises(UsageError, match="the evaluation at step 0 does not have it; it has loss"):
+    with pytest.raises(UsageError, match=r"is not in the evaluation at step 0\. Its metrics: loss"):
         EarlyStopping(Rule("rewards/auc", 2)).see(0, {"loss": 0.5, "kl": 0.0})
 
 

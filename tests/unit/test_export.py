@@ -215,7 +215,7 @@ def test_a_checkpoint_that_cannot_be_used(run: Path, tmp_path: Path, tiny_model_
     with pytest.raises(CheckpointError, match=r"tokenizer that it was trained with is not to be had: .*another temp"):
         export(run, tmp_path / "out", checkpoint=str(other / "step-00000004"))
     (place / "state" / ".metadata").write_bytes(b"a pickle of somebody else's")
-    with pytest.raises(CheckpointError, match=r"\.metadata: is damaged.*It is the only one of the run"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: corrupted file.*It is the only one of the run"):
         export(run, tmp_path / "out", checkpoint="last")
     assert not (tmp_path / "out").exists()
 

@@ -59,7 +59,7 @@ def falling(step: int) -> dict[str, float]:
 @pytest.mark.parametrize(("subject", "remedies"), [
     (DPO, ("--loss sigmoid,sft", "apo_zero", "--beta", "--learning-rate")),
     (KTO, ("--loss kto,sft", "desirable completions")),
-    (Subject("paired", ("sigmoid", "sft"), 0.1, True), ("Try `--loss apo_zero`",)),
+    (Subject("paired", ("sigmoid", "sft"), 0.1, True), ("Try --loss apo_zero,",)),
 ])
 def test_chosen_that_falls_while_margins_grow_is_told_of(subject: Subject, remedies: tuple[str, ...]) -> None:
     notices = [notice for notice in said(subject, map(falling, range(40))) if notice.guard == "chosen_falls"]

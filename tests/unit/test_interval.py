@@ -19,7 +19,7 @@ def test_what_is_understood(text: int | str, every: float, unit: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "often", "-5", "5.5", "0ep", "ep", "5x", "h", "0min", "1h banana", "1ep2"])
 def test_what_is_refused_names_the_forms(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not an interval; it takes steps \(50\), epochs \(0\.25ep\) or time"):
+    with pytest.raises(ValueError, match=r"is not a valid interval\. Use steps \(50\), epochs \(0\.25ep\) or time"):
         Interval.parse(text)
 
 

@@ -28,12 +28,12 @@ def test_sizes_that_do_not_come_out_are_named(options: dict[str, int], world: in
 
 
 @pytest.mark.parametrize(("options", "whole", "learns", "sentence"), [
-    ({"offload": True}, "", True, "parallel.offload needs weights that are parallelize"),
-    ({"reduce_once": True}, "", True, "parallel.reduce_once has no effect"),
-    ({"shard": 2}, "a module stays whole", True, "parallel.shard: a module stays whole"),
-    ({"tensor": 2}, "a module stays whole", True, "parallel.tensor: a module stays whole"),
-    ({"replicate": 3}, "a module stays whole", True, "parallel.replicate: a module stays whole"),
-    ({"reduce_once": True}, "a module stays whole", True, "parallel.reduce_once: a module stays whole")])
+    ({"offload": True}, "", True, "--parallel.offload requires weights that are sharded"),
+    ({"reduce_once": True}, "", True, "--parallel.reduce-once has no effect"),
+    ({"shard": 2}, "does not support modules", True, "--parallel.shard does not support modules"),
+    ({"tensor": 2}, "does not support modules", True, "--parallel.tensor does not support modules"),
+    ({"replicate": 3}, "does not support modules", True, "--parallel.replicate does not support modules"),
+    ({"reduce_once": True}, "does not support modules", True, "--parallel.reduce-once does not support modules")])
 def test_options_without_effect_are_refused(options: dict[str, int], whole: str, learns: bool, sentence: str) -> None:
     """L3."""
     with pytest.raises(UsageError, match=sentence):

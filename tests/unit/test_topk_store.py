@@ -195,7 +195,7 @@ def _not_a_number(ids: Any, logps: Any, tail: Any) -> TopkEntry:
 def test_what_no_teacher_says_stops_the_run(tmp_path: Path, spoil: Callable[..., TopkEntry]) -> None:
     """R4, L4: an intact file of probabilities that do not add up to 1 is an error, with the remedy."""
     store_at(tmp_path).add({key(0): entry(0), key(1): spoil(*entry(1))}, 50)
-    with pytest.raises(ReferenceMismatchError, match="do not add up to 1") as caught:
+    with pytest.raises(ReferenceMismatchError, match="do not sum to 1") as caught:
         store_at(tmp_path)
     assert f"tropism store clean --store {tmp_path}" in str(caught.value)
 
@@ -269,7 +269,7 @@ def test_space_is_checked_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store.check_space(9 * 2**30)
     with pytest.raises(OutputError) as caught:
         store.check_space(10 * 2**30)
-    assert "will take 10.00 GiB, and 10.00 GiB are free" in str(caught.value)
+    assert "need 10.00 GiB, but only 10.00 GiB are free" in str(caught.value)
     assert "--top-k" in str(caught.value)
     assert "--store" in str(caught.value)
     assert not (tmp_path / "not").exists()

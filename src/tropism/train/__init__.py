@@ -1,1 +1,1 @@
-"""The step, the loop, evaluation, the reference and its store."""
+"""Training: the step, the loop, evaluation, checkpoints, and the frozen models with their store."""

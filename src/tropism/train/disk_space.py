@@ -1,4 +1,4 @@
-"""Whether the disk has room for the result and the checkpoints, checked before step 1."""
+"""Check before step 1 that the disk has room for the result and the checkpoints."""
 
 import math
 
@@ -15,22 +15,22 @@ from tropism.train.options import RunOptions
 
 def check_disk_space(engine: Engine, options: RunOptions, directory: RunDirectory, saver: Saver | None,
                      schedule: Steps) -> None:
-    """Check that the result fits beside the checkpoints that are kept.
+    """Check that the result and the kept checkpoints fit on the disk.
 
     Raises:
-        OutputError: with the bytes that are needed and free.
+        OutputError: with the required and the free bytes.
     """
-    copies, beside = 1, 0
+    copies, saved_bytes = 1, 0
     saves = fewest_saves(options, schedule)
     if saver is not None and saves:
         together = min(saves, options.keep + 1 + bool(options.keep_best)) if options.keep else saves
         more = max(0, together - len(saver.finished()))
-        beside, copies = more * saver.estimate_bytes(), copies + more * options.checkpoint_model
-    save.check_space(engine.model.module, directory.path, getattr(torch, options.export_dtype), copies, beside)
+        saved_bytes, copies = more * saver.estimate_bytes(), copies + more * options.checkpoint_model
+    save.check_space(engine.model.module, directory.path, getattr(torch, options.export_dtype), copies, saved_bytes)
 
 
 def fewest_saves(options: RunOptions, schedule: Steps) -> int:
-    """Checkpoints that the run writes at the least; how many a time interval gives is not known beforehand."""
+    """The smallest number of checkpoints that the run writes. Time intervals count as none: their number is unknown."""
     every, steps = Interval.parse(options.save_every or 0), schedule.total_steps
     best = int(options.keep_best is not None)
     if not every.every:

@@ -1,4 +1,4 @@
-"""What a step works with."""
+"""The models, method and optimizer that a training step uses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from tropism.train.step_statistics import RunningMean
 
 @dataclass(frozen=True)
 class Engine:
-    """What a step works with."""
+    """The models, method and optimizer of a run, ready for a step."""
 
     model: LanguageModel
     reference: Reference | None
@@ -37,25 +37,25 @@ class Engine:
     """Running mean of the rewards, for BCO."""
     rounding: float = 0.0
     """Largest difference between our log-prob of a completion and the model's own, measured at start, in nats per
-    root of its tokens; what bfloat16 explains."""
+    square root of its tokens. It is the effect of bfloat16."""
     router_loss: RouterLoss | None = None
     """The routers' load-balancing loss, if it is trained on."""
 
     @property
     def modules(self) -> dict[str, Any]:
-        """The models in memory, by what they are to the run."""
+        """The models in memory, by their role in the run."""
         held = {"policy": self.model, "reference": getattr(self.reference, "model", None),
                 "teacher": getattr(self.teacher, "model", None)}
         return {name: model.module for name, model in held.items() if model is not None}
 
     @property
     def metric_keys(self) -> tuple[str, ...]:
-        """Keys of a step's tally, the same on every rank."""
+        """Keys of a step's tally, the same on every process."""
         return self.method.metric_keys + ((KEY,) if self.router_loss is not None else ())
 
     def score(self, trees: Sequence[PromptTree], batch: Batch, tree: TreePass | None = None,
               routed: RouterLogits | None = None, distill: bool = True) -> Scored:
-        """What the losses are a function of, for the completions of a batch on the model's device.
+        """The inputs of the losses, for the completions of a batch on the model's device.
 
         Args:
             trees: in the batch's order.
@@ -73,7 +73,7 @@ class Engine:
         return Scored(out.logps, reference, batch.lengths, out.divergence, out.confidence)
 
     def noise(self, scored: Scored) -> Tensor:
-        """`[C]` how large a reward can be through rounding alone; 0 for one that is no difference."""
+        """`[C]` the largest reward that rounding alone can cause; 0 if rewards are not differences."""
         beta = self.method.beta
         if not self.method.needs_reference:
             return torch.zeros_like(scored.logps.detach())

@@ -1,4 +1,4 @@
-"""The last word of a run that did not come to its end: in its manifest, and as an error that says what to do."""
+"""How a failed or stopped run ends: an entry in its manifest, and an error that says what to do."""
 
 import os
 from contextlib import suppress
@@ -14,18 +14,18 @@ from tropism.train.checkpoints import files as checkpoint
 
 def record_failure(directory: RunDirectory, manifest: Manifest | None, error: BaseException, world: World,
                    microbatch_tokens: int, by_name: bool) -> None:
-    """The manifest's last word, and the error in the words of this run where it needs any. All ranks call this, those
-    of a run that was stopped together.
+    """Write the end of the run to its manifest, and raise a clearer error if there is one. All processes call this;
+    those of a stopped run call it together.
 
     Args:
         directory: of the run.
-        manifest: on the rank that writes it.
-        error: with which it ends.
+        manifest: on the process that writes it.
+        error: that ended the run.
         microbatch_tokens: tokens of a pack.
-        by_name: all that the run is made of is named by its options, so the command line can go on with it.
+        by_name: the options name everything that the run uses, so the command line can resume it.
 
     Raises:
-        TropismError: in place of an error that says too little.
+        TropismError: in place of an error that does not say what to do.
     """
     if isinstance(error, StoppedEarly):
         kept = world.broadcast(bool(checkpoint.listed(directory.checkpoints)) if world.is_main else False)
@@ -34,23 +34,23 @@ def record_failure(directory: RunDirectory, manifest: Manifest | None, error: Ba
     clear = _in_words(error, world, microbatch_tokens)
     if manifest is not None:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        with suppress(OutputError):  # a disk that is full or gone; the error itself says more
+        with suppress(OutputError):  # the disk is full or gone; the original error says more
             manifest.end(status, error=str(clear or error) or type(error).__name__)
     if clear is not None:
         raise clear from error
 
 
 def _advice(directory: RunDirectory, world: World, by_name: bool, kept: bool) -> str:
-    """How to go on with a run that was stopped."""
-    command = f"tropism resume {directory.path}" if by_name else "resume='auto' in Python"
+    """How to resume a run that was stopped."""
+    command = f"tropism resume {directory.path}" if by_name else "fit(resume='auto') of a new trainer"
     if by_name and world.size > 1:
         command = f"{_launch(world.size)} -m {command} (or, in one process, {command})"
-    return f"Go on with: {command}" if kept else (f"There is no checkpoint yet: {command} begins at step 1, with the "
-                                                  "scores that are in the store")
+    return f"Resume with: {command}" if kept else ("There is no checkpoint yet, so a resumed run starts at step 1 "
+                                                   f"with the stored scores. Resume with: {command}")
 
 
 def _launch(size: int) -> str:
-    """The command that starts as many processes, as far as it can be told from one of them."""
+    """The command that starts the same number of processes, as far as one process can know it."""
     machines, here = (os.environ.get(name, "") for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if machines.isdecimal() and int(machines) > 1:
         return f"torchrun, as before on {machines} machines, with"
@@ -58,11 +58,11 @@ def _launch(size: int) -> str:
 
 
 def _in_words(error: BaseException, world: World, microbatch_tokens: int) -> TropismError | None:
-    """An error that says too little in the words of this run."""
+    """A clearer error in place of this one; None if it is clear already."""
     first, _, _ = str(error).partition("\n")
     if world.size > 1 and lost_another(error):
-        return TropismError(f"another process of the run has failed; the first error of the log says why ({first})")
+        return TropismError(f"another process of the run failed ({first}). The first error in the log is the cause.")
     if isinstance(error, torch.OutOfMemoryError):
-        return TropismError(f"the GPU ran out of memory; --microbatch-tokens below {microbatch_tokens} takes less, and "
-                            f"changes no result ({first})")
+        return TropismError(f"the GPU is out of memory ({first}). Use --microbatch-tokens below {microbatch_tokens}: "
+                            "it needs less memory and does not change results.")
     return None

@@ -1,4 +1,4 @@
-"""How often something is done: every so many steps, epochs or minutes."""
+"""Intervals of steps, epochs or time: how often to log, evaluate and save."""
 
 import math
 import re
@@ -12,11 +12,11 @@ Unit = Literal["steps", "epochs", "seconds"]
 _SECONDS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(min|[smhd])")
 FORMS = "steps (50), epochs (0.25ep) or time (90s, 30min, 2h)"
-_HAIR = 1e-9  # of an epoch's multiple: epochs are sums of fractions
+_HAIR = 1e-9  # tolerance, as a share of the interval: epochs are sums of fractions
 
 
 def seconds_of(text: str) -> float | None:
-    """`90s`, `30min`, `2h`, `1h30min` in seconds; None if it is no duration."""
+    """`90s`, `30min`, `2h`, `1h30min` in seconds; None if it is not a duration."""
     text = text.strip().lower()
     parts = _DURATION.findall(text)
     if not parts or "".join(re.sub(r"\s", "", text).split()) != "".join(number + unit for number, unit in parts):
@@ -26,10 +26,10 @@ def seconds_of(text: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """How often; 0 for never.
+    """A number of steps, epochs or seconds; 0 means never.
 
     Args:
-        every: how many of its unit.
+        every: length, in `unit`.
         unit: what is counted.
     """
 
@@ -38,7 +38,7 @@ class Interval:
 
     @classmethod
     def parse(cls, value: int | str) -> "Interval":
-        """An interval as options write it.
+        """The interval that an option names.
 
         Raises:
             ValueError: with the forms that are accepted.
@@ -50,15 +50,15 @@ class Interval:
             return cls(float(found[1]), "epochs")
         if seconds := seconds_of(text):
             return cls(seconds, "seconds")
-        raise ValueError(f"{value!r} is not an interval; it takes {FORMS}")
+        raise ValueError(f"{value!r} is not a valid interval. Use {FORMS}")
 
 
 class Due:
-    """Says after each step whether it is time.
+    """Decides after each step whether an interval has passed.
 
     Args:
         interval: how often.
-        epochs_after: epochs gone through after a step.
+        epochs_after: epochs completed after a step.
         clock: seconds.
     """
 
@@ -70,7 +70,7 @@ class Due:
         self._last = clock()
 
     def after(self, step: int) -> bool:
-        """Whether it is time after this step. Of steps and epochs it is a function of the step alone."""
+        """Whether the interval has passed. For steps and epochs this depends on the step number alone."""
         interval = self.interval
         if not interval.every:
             return False
@@ -81,7 +81,7 @@ class Due:
         return self._multiples(step) > (self._multiples(step - 1) if step > 1 else 0)
 
     def done(self) -> None:
-        """It was done; time counts from here."""
+        """Start the next interval of time."""
         self._last = self._clock()
 
     def _multiples(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""What the losses of a step take from all of its units, found by passes without gradient before any backward pass."""
+"""Values that the losses need from all units of a step, computed without gradients before the backward passes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ class LookAhead:
         self._inputs = self._from_all_packs(step.packs)
 
     def tree_pass(self, batch: Batch) -> TreePass | None:
-        """How a pack's trees are computed: prompts are kept if mismatched completions continue them."""
+        """A new pass over a pack's trees. It keeps the prompts if mismatched completions continue them."""
         return self.engine.model.tree_pass(batch, record=self.step.leaves is not None)
 
     def routed(self) -> RouterLogits | None:
@@ -46,7 +46,7 @@ class LookAhead:
         return RouterLogits() if self._router else None
 
     def inputs(self, number: int, prompts: TreePass | None) -> StepInputs:
-        """What the losses of pack `number` take from the step.
+        """The inputs of the losses of pack `number` that depend on the whole step.
 
         Args:
             prompts: the pack's own pass; mismatched completions of a step of one pack continue it.
@@ -61,7 +61,7 @@ class LookAhead:
 
     @torch.no_grad()
     def _from_all_packs(self, packs: Sequence[Pack]) -> list[StepInputs]:
-        """What each pack takes from the step besides the reference point. The router loss sees the same pass."""
+        """The inputs of each pack except the reference point. The router loss uses the same passes."""
         engine, method, router = self.engine, self.engine.method, self._router
         if not method.looks_ahead:
             if router:

@@ -1,4 +1,4 @@
-"""The training loop. It reads like the algorithm; what observes it answers, and the loop acts on the answer."""
+"""The training loop. It reads like the algorithm; observers return an answer, and the loop acts on it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from tropism.train.step import train_step
 from tropism.train.step_packs import StepPacks, StepPlanner
 
 Evaluate = Callable[[Engine], dict[str, float]]
-"""Gives the metrics of the policy as it is now."""
+"""Returns the metrics of the current policy."""
 Observe = Callable[[Record], str | None]
 """Looks at a record. Returns why the run ends with this step, or None to continue."""
 
@@ -73,7 +73,7 @@ class TrainingLoop:
     state: RunState = field(default_factory=RunState)
 
     def run(self) -> None:
-        """Train until the schedule, an observer or a request ends the run, after what the last step still owes.
+        """Train until the schedule, an observer or a request ends the run.
 
         Raises:
             NothingLearnedError: if the first step with a learning rate above 0 changes no weight.
@@ -90,7 +90,7 @@ class TrainingLoop:
             outcome = train_step(self.engine, packs)
             state.add(outcome, packs)
             first.look(outcome)
-            self.preemption.took("step", time.monotonic() - began)
+            self.preemption.record_time("step", time.monotonic() - began)
             due = timers.after(state.step, self.preemption, self.saver, self.evaluate is not None)
             if due.log:
                 self._log()
@@ -105,7 +105,7 @@ class TrainingLoop:
         self._wait()
 
     def _catch_up(self, total: int) -> None:
-        """What the step before the first one still owes: a record, an evaluation, a checkpoint."""
+        """Emit the record, evaluation or checkpoint that the step before the first one has not produced yet."""
         state = self.state
         last = 0 < state.step == total
         if last and state.window.steps:
@@ -144,7 +144,7 @@ class TrainingLoop:
         self._emit(Record(state.step, "train", metrics, skipped))
 
     def _evaluate(self) -> None:
-        """Emit the evaluation that is due. If it is interrupted, the run is saved and still owes it."""
+        """Emit the evaluation that is due. If it is interrupted, the run is saved with the evaluation still due."""
         assert self.evaluate is not None
         began = time.monotonic()
         try:
@@ -170,7 +170,7 @@ class TrainingLoop:
             self._save()
 
     def _save(self) -> None:
-        """Begin to write a checkpoint; it is written beside the next steps."""
+        """Start to write a checkpoint in the background."""
         began = time.monotonic()
         self.state.window.settle(self.engine, self.planner.rows, self.state.tolerance)
         if self.saver is not None:
@@ -183,7 +183,7 @@ class TrainingLoop:
             self.saver.wait()
 
     def _stop(self, request: int) -> None:
-        """Save the run, then evaluate it if there is time. The checkpoint does not know of that evaluation, as in a run
+        """Save the run, then evaluate it if there is time. The checkpoint does not contain that evaluation, as in a run
         that is not stopped.
 
         Raises:
@@ -197,9 +197,9 @@ class TrainingLoop:
         raise StoppedEarly(self.preemption.reason(request))
 
     def _pause(self, what: str, began: float) -> None:
-        """Leave out time that was not spent in a step."""
+        """Exclude time that was not spent in a step."""
         seconds = time.monotonic() - began
-        self.preemption.took(what, seconds)
+        self.preemption.record_time(what, seconds)
         self.state.window.pause(seconds)
 
 
@@ -224,8 +224,8 @@ class _Timers:
         self.world = planner.world
 
     def after(self, step: int, preemption: Preemption, saver: Saver | None, evaluates: bool) -> _Now:
-        """All processes ask together. The main process decides what depends on a clock; any of them may want to
-        stop."""
+        """All processes call this together. The main process decides what depends on a clock; any process can request
+        a stop."""
         last = step == self.total
         found = [last or (one.after(step) and (self.world.is_main or one.interval.unit != "seconds"))
                  for one in self.dues]

@@ -1,4 +1,4 @@
-"""Memory of the process: what it peaked at, and how the C library hands it out."""
+"""Memory of the process: its peak, and how the C library allocates it."""
 
 import ctypes
 import resource
@@ -11,12 +11,15 @@ _LARGEST, _SMALLEST = 2**30, 2**20
 
 
 def keep_freed_memory(keep: bool = True) -> None:
-    """Let glibc reuse freed tensors instead of returning each to the kernel; or return each of a MiB and more at once,
-    where whole layers come and go and would leave gaps that nothing fits.
+    """Let glibc reuse freed tensors instead of returning each to the kernel.
 
-    By default every tensor above some hundred KiB is mapped and unmapped anew, and the kernel zeroes its pages at
-    first touch: on a CPU that costs more than the element-wise operations themselves. Elsewhere than on glibc this
-    does nothing. A user's own MALLOC_* or GLIBC_TUNABLES settings of these thresholds are overruled.
+    By default every tensor above some hundred KiB is mapped and unmapped again, and the kernel zeroes its pages at
+    first touch. On a CPU that costs more than the element-wise operations themselves. Without glibc this does
+    nothing. It overrides MALLOC_* and GLIBC_TUNABLES settings of these thresholds.
+
+    Args:
+        keep: False returns tensors of 1 MiB and more to the kernel at once. Sharded models need this: they allocate
+            and free full layers, which would leave gaps that nothing fits.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -87,7 +87,7 @@ class Observers:
         if self._trackers is not None:
             self._trackers.log(record.metrics, record.step, record.split)
         for bad in record.skipped:
-            self.voice.warn(f"{bad}. The step was skipped")
+            self.voice.warn(f"{bad}. The step was skipped.")
             self._append("skipped.jsonl", bad.to_json())
         if record.split == "train":
             for found in self.guards.see(record.step, record.metrics):
@@ -96,7 +96,7 @@ class Observers:
             self._progress(record)
             return None
         if self.keep_best is not None and self.keep_best not in record.metrics:
-            raise UsageError(f"--keep-best {self.keep_best}: not a metric of this evaluation. It has "
+            raise UsageError(f"--keep-best {self.keep_best} is not a metric of this evaluation. Its metrics: "
                              f"{', '.join(sorted(record.metrics))}")
         if self.early_stopping is not None and self.early_stopping.see(record.step, record.metrics):
             self.voice.say(f"step {record.step}: early stopping: {self.early_stopping.reason}")
@@ -108,7 +108,7 @@ class Observers:
 
     @property
     def ending(self) -> str | None:
-        """Why the run has ended, if it has: it can be killed between its last save and its end."""
+        """Why the run has ended; None if it has not. A run can be killed between its last save and its end."""
         return self.early_stopping.reason if self.early_stopping is not None and self.early_stopping.over else None
 
     def state(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Observers:
                 "stopper": self.early_stopping.state() if self.early_stopping else None}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`; what it does not have starts anew."""
+        """Continue from `state()`; what it lacks starts from zero."""
         if state.get("guards"):
             self.guards.restore(state["guards"])
         if self.early_stopping is not None and state.get("stopper"):
@@ -125,7 +125,7 @@ class Observers:
 
 
 def shown(metrics: dict[str, float]) -> dict[str, str]:
-    """The figures of a train record that stand beside the progress bar."""
+    """The metrics of a train record that the progress bar shows."""
     figures = {"loss": f"{metrics['loss']:.4f}"} if "loss" in metrics else {}
     if "rewards/margins" in metrics:
         figures["margin"] = f"{metrics['rewards/margins']:+.4f}"

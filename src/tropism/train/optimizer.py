@@ -1,4 +1,4 @@
-"""Optimizer and learning rate. The rate is a function of the step number, so it needs no state."""
+"""Optimizer and learning rate. The rate is a function of the step number and needs no state."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ def build_optimizer(name: str, owned: Owned, weight_decay: float) -> torch.optim
         UsageError: if nothing is trainable.
     """
     if not owned.parts:
-        raise UsageError("the model has no trainable weights")
+        raise UsageError("the model has no trainable weights. Set requires_grad on those to train.")
     groups = [{"params": [p for p in owned.parts if p.dim() >= 2], "weight_decay": weight_decay},
               {"params": [p for p in owned.parts if p.dim() < 2], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
@@ -34,15 +34,15 @@ def build_optimizer(name: str, owned: Owned, weight_decay: float) -> torch.optim
 
 
 def trainable(module: Any) -> Owned:
-    """The weights of a module that learn."""
+    """The trainable weights of a module."""
     return Owned([parameter for parameter in module.parameters() if parameter.requires_grad])
 
 
 def learning_rates(schedule: str, peak: float, steps: int, warmup_ratio: float) -> Callable[[int], float]:
     """The learning rate of step k, from 1.
 
-    Warm-up step k has k / warm-up steps of the peak; after it comes transformers' schedule of that name, begun so
-    that the first step after warm-up has the peak. No step has rate 0 unless the peak is 0.
+    Warm-up step k has k / warm-up steps of the peak; after it the schedule of that name in transformers follows,
+    aligned so that the first step after warm-up has the peak. No step has rate 0 unless the peak is 0.
     """
     warmup = min(steps, -(-int(steps * warmup_ratio * 1_000_000) // 1_000_000))
     scratch = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -63,15 +63,15 @@ class Updater(Protocol):
     owned: Owned
 
     def apply(self, step: int, finite: torch.Tensor) -> float:
-        """Apply the gradients of step `step` (from 1), or nothing where `finite` is False; its learning rate."""
+        """Apply the gradients of step `step` (from 1), or nothing if `finite` is False. Returns the learning rate."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Plain values beside the optimizer's own state."""
+        """Plain values that are not in the optimizer's own state."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state()`."""
+        """Continue from `state()`."""
         ...
 
 
@@ -104,7 +104,7 @@ class Scheduled:
 
 
 class Given:
-    """An optimizer, and perhaps a scheduler, that the user brought. They keep their own learning rate.
+    """An optimizer, and an optional scheduler, from the user. They keep their own learning rate.
 
     Args:
         optimizer: over weights of the model.
@@ -117,7 +117,7 @@ class Given:
         self.owned = Owned(parameters_of(optimizer))
 
     def apply(self, step: int, finite: torch.Tensor) -> float:
-        """As `Updater` says. Not every optimizer can leave a step out on the device, so the host asks."""
+        """As `Updater` says. Not every optimizer can skip a step on the device, so the host waits for `finite`."""
         rate = float(self.optimizer.param_groups[0]["lr"])
         if bool(finite):
             self.optimizer.step()
@@ -137,10 +137,10 @@ class Given:
 
 
 def why_not_kept(updater: Updater) -> str | None:
-    """Why no checkpoint could hold an optimizer or scheduler that the user brought; None if one can."""
+    """Why a checkpoint cannot hold the user's optimizer or scheduler; None if it can."""
     optimizer = updater.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return f"the optimizer, a {type(optimizer).__name__}, is no torch.optim.Optimizer"
+        return f"the optimizer, a {type(optimizer).__name__}, is not a torch.optim.Optimizer"
     try:
         for group in optimizer.param_groups:
             check_plain({name: value for name, value in group.items() if name != "params"}, "the optimizer")
@@ -152,7 +152,7 @@ def why_not_kept(updater: Updater) -> str | None:
 
 def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any = None,
                   scheduler: Any = None) -> tuple[Updater, list[torch.nn.Parameter]]:
-    """What changes a model's weights: our optimizer and schedule, or those that the user brought.
+    """The updater of a model: our optimizer and schedule, or the user's.
 
     Args:
         module: the policy.
@@ -161,7 +161,7 @@ def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any =
         optimizer, scheduler: the user's own.
 
     Returns:
-        The updater, and weights that learn no more because the user's optimizer does not hold them.
+        The updater, and the weights that were frozen because the user's optimizer does not hold them.
     """
     if optimizer is None:
         rate = learning_rates(options.schedule, options.learning_rate, steps, options.warmup_ratio)
@@ -170,18 +170,18 @@ def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any =
     updater = Given(optimizer, scheduler)
     held = {id(parameter) for parameter in updater.owned.weights}
     idle = [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in held]
-    for parameter in idle:  # no gradient that nobody would use
+    for parameter in idle:  # do not compute gradients that no optimizer uses
         parameter.requires_grad_(False)
     return updater, idle
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """What it changes."""
+    """The parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_given(optimizer: Any, module: Any) -> None:
-    """An optimizer that the user brought must change this model's weights.
+    """Check that the user's optimizer holds weights of this model.
 
     Raises:
         UsageError: if it holds others.
@@ -190,12 +190,12 @@ def check_given(optimizer: Any, module: Any) -> None:
         return
     own = {id(parameter) for parameter in module.parameters()}
     if not all(id(parameter) in own for parameter in parameters_of(optimizer)):
-        raise UsageError("optimizer holds weights that are not the model's: build it from model.parameters() of the "
-                         "module that is passed as model")
+        raise UsageError("optimizer holds weights that are not the model's. Create it from model.parameters() of the "
+                         "module that you pass as model.")
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finite: torch.Tensor) -> None:
-    """Apply the gradients, or nothing at all where `finite` (a boolean scalar on the device) is False."""
+    """Apply the gradients, or nothing if `finite` (a boolean scalar on the device) is False."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.grad_scale = None

@@ -1,5 +1,5 @@
-"""Stopping in time: signals, and a limit on the time of a run. What stops is asked for at any moment and happens at the
-next step, or at the next pack of a pass over the data; all ranks stop together."""
+"""Stopping a run early, by a signal or a time limit. A request can come at any moment; the run stops after the current
+step, or after the current pack of a pass over the data. All processes stop together."""
 
 import signal
 import threading
@@ -14,18 +14,18 @@ from tropism.errors import StoppedEarly
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
 _TIME = 1
 _MARGIN_S = 2.0
-"""For what is not measured: records, trackers, the interpreter's end."""
+"""Time reserve for what is not measured: records, trackers, the exit of the interpreter."""
 _MARGIN_SHARE = 0.02
-"""Of the limit: no step is exactly as long as the longest so far."""
+"""Time reserve as a share of the limit, since a step can take longer than the longest so far."""
 
 
 class Preemption:
-    """Whether a run shall stop before its end.
+    """Decides whether a run must stop before its end.
 
     Args:
-        world: who has to agree.
-        limit_s: how long the run may take, from `began`; None for as long as it takes.
-        began: when it began, of the monotonic clock.
+        world: the processes, which must agree.
+        limit_s: time limit of the run from `began`; None for no limit.
+        began: start of the run, by the monotonic clock.
     """
 
     def __init__(self, world: World, limit_s: float | None = None, began: float | None = None) -> None:
@@ -34,12 +34,12 @@ class Preemption:
         self.began = time.monotonic() if began is None else began
         self.longest = {"step": 0.0, "evaluate": 0.0, "stall": 0.0, "save": 0.0}
         self.saved = False
-        """Whether the run is on the disk as it stands: nothing needs time any more but what is going on."""
+        """The current state is saved, so no time needs to be reserved for a save."""
         self._signal = 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Answer signals as long as this lasts. Only a main thread can, elsewhere nothing changes."""
+        """Handle signals inside the block. Only the main thread can; in other threads nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -51,17 +51,17 @@ class Preemption:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        """A first signal asks; a second Ctrl-C does not wait."""
+        """The first signal requests a stop; a second Ctrl-C interrupts at once."""
         if self._signal and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = self._signal or int(number)
 
-    def took(self, what: str, seconds: float) -> None:
-        """A step, an evaluation or a save took so long; the next one may take as long as the longest so far."""
+    def record_time(self, what: str, seconds: float) -> None:
+        """Record how long a step, an evaluation or a save took. The longest so far is what the next one is given."""
         self.longest[what] = max(self.longest.get(what, 0.0), seconds)
 
     def request(self, last: bool = False, evaluating: bool = False) -> int:
-        """This rank's own wish, between two steps: 0 to go on, else what `agreed` takes.
+        """This process's request between two steps: 0 to continue, else what `reason` takes.
 
         Args:
             last: no further step comes.
@@ -70,7 +70,7 @@ class Preemption:
         if self._signal or self.limit_s is None:
             return self._signal << 1
         longest = self.longest
-        ahead = longest["evaluate"] + longest["save"]  # what a stop takes
+        ahead = longest["evaluate"] + longest["save"]  # the duration of a stop
         if not last:
             ahead += longest["step"] + longest["evaluate"] * evaluating
         return _TIME if self._left() < ahead else 0
@@ -81,19 +81,19 @@ class Preemption:
         return self.limit_s - margin - (time.monotonic() - self.began)
 
     def reason(self, request: int) -> str:
-        """A wish that all ranks agreed on, in words."""
-        return "max_time is reached" if request == _TIME else f"it got {signal.Signals(request >> 1).name}"
+        """The request that all processes agreed on, in words."""
+        return "--max-time is reached" if request == _TIME else f"received {signal.Signals(request >> 1).name}"
 
     @staticmethod
     def leaves_time(request: int) -> bool:
-        """Whether a stop is early enough for a last evaluation. After a signal a kill may follow at any moment."""
+        """Whether there is time for a last evaluation. After a signal a kill can follow at any moment."""
         return request == _TIME
 
     def check(self) -> None:
-        """Stop here if that was asked for; called by all ranks alike, where nothing needs to be kept.
+        """Stop here if requested. All processes call this together, where nothing needs to be saved.
 
         Raises:
-            StoppedEarly: on every rank.
+            StoppedEarly: on every process.
         """
         own = self._signal << 1
         if not own and self.limit_s is not None and self._left() < (0.0 if self.saved else self.longest["save"]):
@@ -103,10 +103,10 @@ class Preemption:
             raise StoppedEarly(self.reason(request))
 
     def interruptible(self, report: Callable[..., None]) -> Callable[..., None]:
-        """A progress report, called by all ranks alike, that also stops a pass over the data between two packs.
+        """A progress report that can also stop a pass over the data between two packs. All processes call it together.
 
         Raises:
-            StoppedEarly: from the report, on every rank.
+            StoppedEarly: from the report, on every process.
         """
         def watched(done: int, total: int) -> None:
             report(done, total)

@@ -1,4 +1,4 @@
-"""Records of `metrics.jsonl`, and the window of steps that the next train record sums up."""
+"""Records of `metrics.jsonl`, and the window of steps that the next train record summarizes."""
 
 import time
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class Window:
         self.tokens += tokens
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was no step's."""
+        """Exclude time that was not spent in a step."""
         self.began += seconds
 
     @property
@@ -73,10 +73,10 @@ class Window:
         return self.seconds + time.monotonic() - self.began
 
     def settle(self, engine: Engine, rows: Any, tolerance: Tolerance) -> None:
-        """Read what is pending: the one place where the host waits for the device. All ranks call it together.
+        """Read the pending steps. Only here the host waits for the device. All processes call this together.
 
         Raises:
-            NonFiniteError: if a step was not finite and is not tolerated; it changed nothing. Its rows are named.
+            NonFiniteError: if a step was not finite and the run must stop. It names the rows. The step changed nothing.
         """
         if not self.pending:
             return
@@ -84,7 +84,7 @@ class Window:
         own = torch.stack([outcome.tally.stacked(keys, device) for outcome in self.pending])
         pooled = engine.world.sum(own)
         finite = torch.stack([outcome.finite for outcome in self.pending]).tolist()
-        self.skipped += tolerance.see(engine.world, self.pending, finite, rows)
+        self.skipped += tolerance.check(engine.world, self.pending, finite, rows)
         for row, fine in zip(pooled.cpu().unbind(), finite, strict=True):
             self.rows.append(row if fine else torch.zeros_like(row))
         applied = [outcome for outcome, fine in zip(self.pending, finite, strict=True) if fine]
@@ -94,7 +94,7 @@ class Window:
         self.pending = []
 
     def read(self, engine: Engine, rows: Any, tolerance: Tolerance) -> dict[str, float]:
-        """The metrics of all its steps, as `settle` says."""
+        """The metrics of all its steps. Settles first."""
         self.settle(engine, rows, tolerance)
         metrics = engine.method.combine(means(engine.metric_keys, torch.stack(self.rows).sum(0)))
         if engine.router_loss is not None:

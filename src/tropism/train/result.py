@@ -1,4 +1,4 @@
-"""What a run leaves: the exported model, and figures from its first and its last record."""
+"""The result of a run: the exported model, and metrics from its first and its last record."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 
 from tropism.distributed.shard import gathered
 from tropism.distributed.world import World
-from tropism.errors import OutputError
+from tropism.errors import OutputError, count_of
 from tropism.model import save
 from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.observe.checksums import checksums
@@ -24,7 +24,7 @@ from tropism.train.run_state import RunState
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left behind.
+    """The result of a run.
 
     Args:
         directory: the run directory.
@@ -55,7 +55,7 @@ def first_and_last(directory: RunDirectory) -> tuple[dict[str, float], dict[str,
 
 
 def result_of(directory: RunDirectory, manifest: dict[str, Any]) -> RunResult:
-    """What a finished run left behind.
+    """The result of a finished run.
 
     Raises:
         OutputError: if its files cannot be read.
@@ -112,7 +112,7 @@ def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, 
         reason = {"reason": state.ending, "stopped_by": "stop_metric"} if state.ending else {}
         manifest.end("done", steps=steps, planned_steps=total_steps, seconds=round(seconds, 3),
                      model_files=checksums(directory.model), stop_ids=list(stop_ids), **reason)
-    what = f"{held_out} held-out rows" if held_out else "training steps, first and last"
+    what = count_of(held_out, "held-out row") if held_out else "first and last training record"
     voice.before_after(f"{what}: before and after", before, after, leave_out=BOOKKEEPING)
-    voice.say(f"model: {directory.model}  ({steps} steps, {seconds:.0f} s)")
+    voice.say(f"model: {directory.model}  ({count_of(steps, 'step')}, {seconds:.0f} s)")
     return RunResult(directory.path, directory.model, steps, seconds, before, after, samples)

@@ -1,4 +1,4 @@
-"""The routers' load-balancing loss of a step: pooled over packs and ranks, so that it depends on neither."""
+"""The routers' load-balancing loss of a step, pooled over packs and processes so that it depends on neither."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from tropism.observe.metrics import Tally
 from tropism.train.step_packs import Pack
 
 KEY = "router_aux"
+_FLAG = f"--{OPTION.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class RouterLoss:
     """The load-balancing loss of a run.
 
     Args:
-        weight: what it is multiplied with.
+        weight: factor of the loss.
         experts: of the policy.
     """
 
@@ -35,23 +36,23 @@ class RouterLoss:
         return StepRouterLoss(self, model, world, packs)
 
     def with_loss(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """A train record whose `loss` has the load-balancing loss in it, weighted."""
+        """A train record whose `loss` includes the weighted load-balancing loss."""
         if KEY not in metrics or "loss" not in metrics:
             return dict(metrics)
         return {**metrics, "loss": metrics["loss"] + self.weight * metrics[KEY]}
 
 
 class StepRouterLoss:
-    """The loss of one step. What is differentiated for a pack needs the load of the whole step.
+    """The loss of one step. The gradient of each pack depends on the expert load of the whole step.
 
-    That load comes from a look ahead; a step of one pack per rank takes it from the pass that is differentiated.
-    All ranks have equally many packs, so they call everything here together.
+    A pass without gradients finds that load; a step of one pack per process takes it from its only pass. All
+    processes have the same number of packs, and call everything here together.
 
     Args:
         balance: of the run.
         model: the policy.
-        world: whose ranks share the step.
-        packs: of this rank.
+        world: the processes that share the step.
+        packs: of this process.
     """
 
     def __init__(self, balance: RouterLoss, model: LanguageModel, world: World, packs: Sequence[Pack]) -> None:
@@ -60,7 +61,7 @@ class StepRouterLoss:
         self._pooled: Tensor | None = None
 
     def look_ahead(self) -> None:
-        """A pass over the packs for nothing but this loss, where there are several."""
+        """Find the expert load by a pass over the packs, if there are several."""
         if len(self.packs) > 1:
             for pack in self.packs:
                 routed, batch = RouterLogits(), pack.batch.to(self.model.device)
@@ -68,11 +69,11 @@ class StepRouterLoss:
                 self.see(routed, pack)
 
     def see(self, routed: RouterLogits, pack: Pack) -> None:
-        """Count the choices of a pack, in a pass over all of them."""
+        """Add the expert load of a pack."""
         self._own += expert_counts(routed.logits, self._weights(pack), self.balance.experts.top_k)
 
     def share(self, routed: RouterLogits, pack: Pack, tally: Tally) -> Tensor:
-        """What a pack adds to the scalar that is differentiated: its part of the step's loss, weighted."""
+        """The weighted part of a pack in the step's loss, to be differentiated."""
         weights, top_k = self._weights(pack), self.balance.experts.top_k
         if self._pooled is None:
             own = self._own if len(self.packs) > 1 else expert_counts(routed.logits, weights, top_k)
@@ -87,9 +88,9 @@ class StepRouterLoss:
 
 
 def token_weights(pack: Pack, model: LanguageModel) -> Tensor:
-    """`[B * L]` how often each token of a pack counts: as often as its rows would feed it if each were computed alone.
+    """`[B * L]` how often each token of a pack counts: as often as its rows contain it if computed one by one.
 
-    The beginnings of sides that `ld_alpha` looks at besides are no rows of their own.
+    The shared beginnings of completions that `ld_alpha` adds do not count as rows.
     """
     completions = sum(len(tree.completions) for tree in pack.trees)
     counts = torch.bincount(pack.units.members[:, :2].flatten(), minlength=completions).tolist()
@@ -101,23 +102,23 @@ def build_router_loss(weight: float, model: LanguageModel, trees: Sequence[Promp
     """The load-balancing loss with this weight; None if it is 0.
 
     Args:
-        trees: a small batch, on which is tried whether the model tells what its routers say.
+        trees: a small batch, on which the model's router logits are checked.
 
     Raises:
-        ModelError: if it does not.
+        ModelError: if the model returns no usable router logits.
     """
     if not weight:
         return None
     experts = Experts.of(model.module.config)
-    assert experts is not None  # refused before the model was loaded
+    assert experts is not None  # checked before the model was loaded
     routed, batch = RouterLogits(), collate(trees, model.layout).to(model.device)
     model.hidden(batch, model.tree_pass(batch), routed)
     expected = (batch.input_ids.numel(), experts.number)
     for layer in routed.logits:
         if layer.shape != expected:
-            raise ModelError(f"{OPTION}: the model's router logits are {tuple(layer.shape)}, not one for each token "
-                             f"and expert {expected}; leave {OPTION} out")
+            raise ModelError(f"{_FLAG} does not support this model: its router logits have shape {tuple(layer.shape)} "
+                             f"instead of (tokens, experts) {expected}. Remove {_FLAG}.")
         if bool((layer >= 0).all()) and torch.allclose(layer.sum(-1), torch.ones_like(layer[:, 0]), atol=1e-2):
-            raise ModelError(f"{OPTION}: what this model's code calls router logits are probabilities already; leave "
-                             f"{OPTION} out")
+            raise ModelError(f"{_FLAG} does not support this model: it returns router probabilities instead of logits. "
+                             f"Remove {_FLAG}.")
     return RouterLoss(weight, experts)

@@ -1,4 +1,4 @@
-"""The state of a run between two optimizer steps: what a checkpoint keeps beside the tensors."""
+"""The state of a run between two optimizer steps: everything in a checkpoint except the tensors."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from tropism.train.step_packs import StepPacks
 
 @dataclass
 class RunState:
-    """Where a run is. The loop owns it: nobody else changes it while the loop runs.
+    """The progress of a run. Only the loop changes it while it runs.
 
     Args:
         step: the last optimizer step that was done.

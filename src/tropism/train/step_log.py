@@ -1,4 +1,4 @@
-"""What an optimizer step leaves for the log; the host does not wait for the device here."""
+"""The outcome of an optimizer step, for the log. The host does not wait for the device here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from tropism.train.step_statistics import ReferencePoint
 
 @dataclass
 class StepOutcome:
-    """What a step leaves for the log; everything is still on the device."""
+    """The outcome of a step, for the log. All tensors are still on the device."""
 
     step: int
     tally: Tally

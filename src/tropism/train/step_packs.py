@@ -1,4 +1,4 @@
-"""A step made ready on the host: trees shared over ranks, packed and laid out. No result depends on how."""
+"""Prepares a step on the host: trees are divided over processes, packed and laid out. No result depends on how."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ class Pack:
     Args:
         trees: the trees, in the batch's order.
         batch: their tensors.
-        units: the rows that look at them.
+        units: the rows that use them.
         rows: which rows those are.
-        counts: what each term of the method would divide by, over these rows.
+        counts: the denominator of each term of the method, over these rows.
     """
 
     trees: tuple[PromptTree, ...]
@@ -64,16 +64,16 @@ class Leaves(MismatchedPack):
 
 @dataclass(frozen=True)
 class StepPacks:
-    """What this rank does in a step.
+    """The work of this process in a step.
 
     Args:
         step: its number, from 1.
-        units: units of the step over all ranks.
-        counts: what each term of the method divides by: units or tokens of the step, over all ranks.
-        packs, mismatched: of this rank; every rank has equally many, empty ones included.
-        leaves: in place of `mismatched`, where the whole step is one pack per rank.
-        flat_tokens: prompt + completion tokens of all ranks' rows, as if flat.
-        computed_tokens: tokens of all ranks' packs.
+        units: units of the step over all processes.
+        counts: the denominator of each term of the method: units or tokens of the step, over all processes.
+        packs, mismatched: of this process; every process has the same number, including empty ones.
+        leaves: in place of `mismatched`, if the step is one pack per process.
+        flat_tokens: prompt + completion tokens of the rows of all processes, without prompt sharing.
+        computed_tokens: tokens of the packs of all processes.
     """
 
     step: int
@@ -88,7 +88,7 @@ class StepPacks:
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """Prepares steps for one rank."""
+    """Prepares steps for one process."""
 
     rows: Sequence[EncodedRow]
     schedule: Steps
@@ -108,7 +108,7 @@ class StepPlanner:
         exceed a pack.
 
         Args:
-            report: called with (steps done, steps in all) now and then, by all ranks alike.
+            report: called with (steps done, total steps) now and then, by all processes together.
         """
         found: list[PromptTree] = []
         oversized: set[bytes] = set()
@@ -130,14 +130,14 @@ class StepPlanner:
         return found, len(oversized)
 
     def _heavy_rows(self) -> npt.NDArray[np.bool_]:
-        """`[n]` rows of prompts whose completions might not fit into a pack if all of them met in one step."""
+        """`[n]` rows of prompts whose completions may not fit into a pack if one step has all of them."""
         facts = facts_of(self.rows)
         tokens = np.bincount(facts.prompt_numbers, facts.prompt_tokens * facts.sides + facts.tokens.sum(axis=1))
         heavy: npt.NDArray[np.bool_] = (tokens > self.microbatch_tokens)[facts.prompt_numbers]
         return heavy
 
     def packs_of(self, step: int) -> StepPacks:
-        """Everything of a step that does not need the model."""
+        """Prepare everything of a step that does not need the model."""
         indices = self.schedule.step(step)
         planted = build_trees(self.rows, indices)
         partners: list[Mismatched] = []
@@ -165,7 +165,7 @@ class StepPlanner:
             sum(tokens_in_layout(tree, self.layout) for tree in trees) - saved)
 
     def _packs(self, trees: Sequence[PromptTree], shares: Sequence[Sequence[int]]) -> list[list[int]]:
-        """This rank's packs as indices of trees, with empty ones up to the largest number that any rank has."""
+        """This process's packs as indices of trees, with empty packs up to the largest number of any process."""
         filled = [[[rank[i] for i in pack] for pack in self._fill([trees[i] for i in rank])] for rank in shares]
         own = filled[self.world.part]
         return own + [[]] * (max(map(len, filled)) - len(own))
@@ -181,7 +181,7 @@ def own_trees(rows: Sequence[EncodedRow], schedule: Steps) -> list[PromptTree]:
 
 
 def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method, max_length: int) -> list[PromptTree]:
-    """Trees and, where the method needs them and they exist, mismatched trees of some rows taken together."""
+    """Trees of some rows, and their mismatched trees if the method needs them and they exist."""
     trees = [entry.tree for entry in build_trees(rows, indices)]
     if method.needs_reference_point and has_partners(rows, indices):
         trees += [entry.tree for entry in mismatched_trees(rows, indices, max_length)]
@@ -189,22 +189,22 @@ def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method
 
 
 def has_partners(rows: Sequence[EncodedRow], indices: Sequence[int]) -> bool:
-    """Whether each of some rows has a completion of another prompt to be compared with."""
+    """Whether each of some rows has a completion of another prompt as its mismatched completion."""
     return (all(rows[index].partner is not None for index in indices)
             or len({rows[index].prompt_key for index in indices}) > 1)
 
 
 def check_partners(steps: GivenSchedule, rows: Sequence[EncodedRow], method: Method) -> GivenSchedule:
-    """Steps that were given, if each has a partner for each of its rows, where the method needs them.
+    """Check that each given step has mismatched completions for all of its rows, if the method needs them.
 
     Raises:
-        UsageError: naming the first step that has not.
+        UsageError: for the first step that has not.
     """
     for number, own in enumerate(steps.steps, start=1):
         if method.needs_reference_point and not has_partners(rows, own):
-            raise UsageError(f"step {number}: all of its {len(own)} rows have one prompt, and KTO needs completions of "
-                             "another prompt in the same step; mix the batches, set accumulation_steps, or take "
-                             "kl_source='batch'")
+            raise UsageError(f"step {number}: all {len(own)} rows have the same prompt, but KTO needs completions of "
+                             "another prompt in the same step. Shuffle the rows before batching, raise "
+                             "accumulation_steps, or use kl_source='batch'.")
     return steps
 
 

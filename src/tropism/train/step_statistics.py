@@ -1,4 +1,4 @@
-"""What some losses take from the whole step: ranks of log-ratios (AOT), and the running mean of rewards (BCO)."""
+"""Statistics of a whole step that some losses need: reference point (KTO), ranks (AOT), mean of rewards (BCO)."""
 
 import math
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from tropism.losses.transport import partners
 from tropism.methods import Method, StepInputs, Units
 
 ScoredPacks = Sequence[tuple[Scored, Units]]
-"""Packs of this rank as a pass without gradient found them; None for an empty one."""
+"""Packs of this process with their scores, from a pass without gradients."""
 
 
 class RunningMean:
-    """Mean of all rewards seen in training, on the device. A step that is not finite leaves no trace in it.
+    """Mean of all rewards in training, on the device. Steps that are not finite do not count.
 
     Args:
-        sums: `[2]` sum and count so far, or None where nothing was seen.
+        sums: `[2]` sum and count so far; None before the first step.
     """
 
     def __init__(self, sums: Tensor | None = None) -> None:
@@ -30,18 +30,18 @@ class RunningMean:
 
     @property
     def value(self) -> Tensor:
-        """The mean; 0 while nothing was seen."""
+        """The mean; 0 before the first step."""
         if self.sums is None:
             return torch.zeros((), dtype=torch.float64)
         return self.sums[0] / self.sums[1].clamp(min=1)
 
     def propose(self, sums: Tensor) -> Tensor:
-        """The mean with `[2]` sum and count of one more step, which counts once it is settled."""
+        """The mean including `[2]` sum and count of one more step. Call `settle` to keep it."""
         self._next = sums if self.sums is None else self.sums + sums
         return self._next[0] / self._next[1]
 
     def settle(self, finite: Tensor) -> None:
-        """Keep what was proposed, or forget it where `finite`, a scalar on the device, is False."""
+        """Keep the proposed sums, or drop them if `finite`, a scalar on the device, is False."""
         if self._next is not None:
             before = torch.zeros_like(self._next) if self.sums is None else self.sums
             self.sums, self._next = torch.where(finite, self._next, before), None
@@ -51,12 +51,12 @@ class RunningMean:
         return None if self.sums is None else self.sums.tolist()
 
     def restore(self, state: list[float] | None, device: torch.device) -> None:
-        """Go on from `state()`."""
+        """Continue from `state()`."""
         self.sums = None if state is None else torch.tensor(state, dtype=torch.float64, device=device)
 
 
 def rewards_of_step(method: Method, found: ScoredPacks, device: torch.device) -> Tensor:
-    """`[2]` sum and count of this rank's rewards."""
+    """`[2]` sum and count of this process's rewards."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for scored, units in found:
         rewards = method.unit_rewards(scored, units)
@@ -66,9 +66,9 @@ def rewards_of_step(method: Method, found: ScoredPacks, device: torch.device) ->
 
 def ranks_of_step(method: Method, found: ScoredPacks, rows: Sequence[tuple[int, ...]], world: World,
                   device: torch.device) -> list[StepInputs]:
-    """For each pair of this rank's packs, what stands at its rank among all pairs of the step.
+    """For each pair of this process's packs, the values at the same rank among all pairs of the step.
 
-    Pairs are sorted in the order of their rows, so that the result does not depend on packs or ranks.
+    Pairs are sorted in the order of their rows, so that the result does not depend on packs or processes.
     """
     own: dict[int, tuple[float, ...]] = {}
     for (scored, units), indices in zip(found, rows, strict=True):
@@ -108,7 +108,7 @@ class ReferencePoint:
 
     Args:
         value: max(0, raw): clamped after pooling.
-        raw: mean log-ratio of the mismatched completions, over the units of all ranks.
+        raw: mean log-ratio of the mismatched completions, over the units of all processes.
         stderr: its standard error over the distinct mismatched pairs; NaN if there are fewer than two.
     """
 
@@ -118,7 +118,7 @@ class ReferencePoint:
 
 
 def reference_moments(logratios: Tensor, counts: Tensor) -> Tensor:
-    """`[5]` sums that pool over packs and ranks: S and n over units; m, sum and sum of squares over pairs."""
+    """`[5]` sums that pool over packs and processes: S and n over units; m, sum and sum of squares over pairs."""
     logratios = logratios.double()  # the spread of large log-ratios is a small difference of large squares
     return torch.stack(((counts * logratios).sum(), counts.sum(),
                         torch.ones_like(logratios).sum(), logratios.sum(), (logratios * logratios).sum()))

@@ -1,1 +1,1 @@
-"""Checkpoints: files, saving, finding, resuming."""
+"""Checkpoints: their files, saving, finding and resuming."""

@@ -1,14 +1,14 @@
-"""A checkpoint on the disk: written whole, or not there.
+"""Checkpoint files. A checkpoint is complete, or it does not count.
 
     RUN/checkpoints/step-00000100/state/         tensors, by torch.distributed.checkpoint
-                                  trainer.json   everything else that the run needs to go on
-                                  model/         the model as Hugging Face loads it, where that was asked for
+                                  trainer.json   everything else that is needed to resume
+                                  model/         the model as Hugging Face loads it, with --checkpoint-model
                                   files.json     size and hash of every file above
-                                  COMPLETE       the hash of files.json; written last, after all else is on the disk
+                                  COMPLETE       the hash of files.json; written last, once all else is on the disk
 
-It is written under the name `step-00000100.new`, and takes the place of an earlier one of its step when it is complete.
+It is written as `step-00000100.new`, and replaces an earlier checkpoint of the same step once it is complete.
 
-Nothing is opened before its hash was compared with the one that was written: the metadata of `state/` is a pickle.
+A file is opened only after its hash was checked, because the metadata of `state/` is a pickle.
 """
 
 import json
@@ -29,21 +29,21 @@ from tropism.errors import CheckpointError, OutputError
 from tropism.observe.checksums import checksums, file_hash
 
 SCHEMA_VERSION = 1
-_BESIDE = ".new"
-_NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_BESIDE)})?")
+_STAGED = ".new"
+_NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_STAGED)})?")
 _CHUNK_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that was finished; whether it is still whole is another question (`verify`)."""
+    """A checkpoint that was completed. `verify` checks that it is still intact."""
 
     path: Path
     step: int
 
     @property
     def state(self) -> Path:
-        """Where its tensors lie."""
+        """Directory of its tensors."""
         return self.path / "state"
 
 
@@ -53,13 +53,13 @@ def place_of(root: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a directory's name says, if it says one; also where it is not in its place yet."""
+    """The step in a directory's name, with or without `.new`; None for other names."""
     found = _NAME.fullmatch(path.name)
     return int(found[1]) if found else None
 
 
 def listed(root: Path) -> list[Checkpoint]:
-    """Finished checkpoints in RUN/checkpoints, oldest first; of a step the one in its place, where that is finished."""
+    """Complete checkpoints in RUN/checkpoints, oldest first. `.new` counts only if its step has no other."""
     found = [Checkpoint(path, step) for path in (root.iterdir() if root.is_dir() else ())
              if (step := step_of(path)) is not None and (path / "COMPLETE").is_file()]
     by_step = {one.step: one for one in sorted(found, key=lambda one: one.path.name, reverse=True)}
@@ -69,26 +69,26 @@ def listed(root: Path) -> list[Checkpoint]:
 def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, Any],
           model: Callable[[Path], None] | None = None, synced: tuple[Path, ...] = (),
           world: World | None = None) -> int:
-    """Write a checkpoint. One of the same step counts until this one does.
+    """Write a checkpoint. An earlier one of the same step stays valid until this one is complete.
 
     Args:
         root: RUN/checkpoints.
         tensors: on the CPU.
         trainer: plain values.
         model: writes a model directory to a path.
-        synced: files whose size the checkpoint remembers; they are brought to the disk before it counts.
-        world: the processes that write their tensors together, and call this together; by default this one alone.
+        synced: files whose size the checkpoint records. They are flushed to the disk before it is complete.
+        world: processes that write their tensors and call this together; by default only this one.
 
     Returns:
         Its size in bytes.
 
     Raises:
-        OutputError: if the disk refuses, with the bytes that are needed and free. What was written of it is removed.
+        OutputError: if it cannot be written, with the required and the free bytes. The partial checkpoint is removed.
     """
     place = place_of(root, step)
-    beside = _beside(place)
-    only_beside = (beside / "COMPLETE").is_file() and not (place / "COMPLETE").is_file()  # was killed before the rename
-    path = place if only_beside else beside
+    staged = _staged(place)
+    only_staged = (staged / "COMPLETE").is_file() and not (place / "COMPLETE").is_file()  # killed before the rename
+    path = place if only_staged else staged
 
     def make_room() -> None:
         remove(path)
@@ -99,7 +99,7 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
             make_room()
             write_tensors(tensors, path / "state")
         else:
-            path = world.broadcast(path)  # they look at the disk at different times
+            path = world.broadcast(path)  # processes see the disk at different times
             world.on_main(make_room)
             write_tensors(tensors, path / "state", world)
             if not world.is_main:
@@ -121,75 +121,78 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         free = _free(root)
         needed = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        raise OutputError(f"{place}: the checkpoint could not be written: {reason}. It takes {needed} bytes for its "
-                          f"tensors, and {free} bytes are free. What was there before is untouched") from error
+        raise OutputError(f"{place}: the checkpoint could not be written: {reason}. Its tensors need {needed:,} bytes, "
+                          f"and {free:,} bytes are free. Earlier checkpoints are unchanged.") from error
     try:
-        if path == beside:
+        if path == staged:
             remove(place)
             path.rename(place)
     except OSError as error:
-        raise OutputError(f"{place}: an earlier checkpoint of this step cannot be replaced: {error.strerror}. The new "
-                          f"one is {path}") from error
+        raise OutputError(f"{place}: cannot replace the earlier checkpoint of this step: {error.strerror}. The new "
+                          f"checkpoint is {path}") from error
     return sum(entry["bytes"] for entry in files.values())
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, which stops to count before its files begin to go."""
+    """Remove a checkpoint. COMPLETE goes first, so that a partly removed one does not count."""
     (path / "COMPLETE").unlink(missing_ok=True)
     if path.exists():
         shutil.rmtree(path)
 
 
-def set_aside(path: Path) -> None:
-    """Let a checkpoint no longer count. Its files stay until the next one is written."""
-    for place in (_beside(path), path):
+def invalidate(path: Path) -> None:
+    """Make a checkpoint invalid. Its files stay until the next one is written."""
+    for place in (_staged(path), path):
         (place / "COMPLETE").unlink(missing_ok=True)
 
 
-def _beside(place: Path) -> Path:
-    """Where a checkpoint is written before it takes its place."""
-    return place.with_name(place.name.removesuffix(_BESIDE) + _BESIDE)
+def _staged(place: Path) -> Path:
+    """The path under which a checkpoint is written before it is renamed."""
+    return place.with_name(place.name.removesuffix(_STAGED) + _STAGED)
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Compare every file with what was written, and hand out `trainer.json`.
+    """Check the hash of every file.
+
+    Returns:
+        The content of `trainer.json`.
 
     Raises:
-        CheckpointError: with a sentence of its own for each thing that can be wrong.
+        CheckpointError: naming the file and what is wrong with it.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such checkpoint")
+        raise CheckpointError(f"{path}: checkpoint not found")
     _check_version(path / "trainer.json")
     if not (path / "COMPLETE").is_file():
-        raise CheckpointError(f"{path}: was never finished (it has no file COMPLETE)")
+        raise CheckpointError(f"{path}: incomplete checkpoint (no file COMPLETE)")
     if not (path / "files.json").is_file():
-        raise CheckpointError(f"{path / 'files.json'}: is missing")
+        raise CheckpointError(f"{path / 'files.json'}: not found")
     if file_hash(path / "files.json") != (path / "COMPLETE").read_bytes().decode(errors="replace").strip():
-        raise CheckpointError(f"{path / 'files.json'}: is damaged, or COMPLETE is: its hash is not the one in COMPLETE")
+        raise CheckpointError(f"{path / 'files.json'}: corrupted file: its hash is not the one in COMPLETE")
     files = json.loads((path / "files.json").read_text(encoding="utf-8"))
     for name, entry in files.items():
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{file}: is missing")
+            raise CheckpointError(f"{file}: not found")
         if file.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{file}: is damaged: it has {file.stat().st_size} bytes of {entry['bytes']}")
+            raise CheckpointError(f"{file}: corrupted file: {file.stat().st_size:,} of {entry['bytes']:,} bytes")
     with ThreadPoolExecutor() as pool:
         for name, digest in zip(files, pool.map(lambda name: file_hash(path / name), files), strict=True):
             if digest != files[name]["blake2b"]:
-                raise CheckpointError(f"{path / name}: is damaged: its content is not what was written")
+                raise CheckpointError(f"{path / name}: corrupted file: its hash is not the one in files.json")
     trainer: dict[str, Any] = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
     return trainer
 
 
 def _check_version(file: Path) -> None:
-    """Before hashes: another version may hash in another way. What cannot be read is damaged, and found to be."""
+    """Runs before the hashes are checked, since another version may hash differently. Skips unreadable files."""
     try:
         version = json.loads(file.read_text(encoding="utf-8"))["schema_version"]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if version != SCHEMA_VERSION:
-        raise CheckpointError(f"{file}: has schema version {version}, and this version of Tropism reads "
-                              f"{SCHEMA_VERSION}")
+        raise CheckpointError(f"{file}: unsupported schema version {version} (this version of Tropism reads version "
+                              f"{SCHEMA_VERSION})")
 
 
 def _sync(path: Path) -> None:

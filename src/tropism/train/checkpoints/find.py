@@ -1,4 +1,4 @@
-"""What a run goes on from: the newest checkpoint in its directory that is whole."""
+"""Finds the checkpoint that a run resumes from: the newest intact one, or the one that the user names."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tropism.errors import CheckpointError, UsageError
+from tropism.errors import CheckpointError, UsageError, first_line
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.files import Checkpoint
@@ -15,17 +15,17 @@ from tropism.train.checkpoints.files import Checkpoint
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run goes on from.
+    """The state that a run resumes from.
 
     Args:
-        manifest: of the sittings before.
-        options: with which it ran.
-        checkpoint: where it goes on; None to begin at step 1.
+        manifest: of the run so far.
+        options: of the run so far.
+        checkpoint: to resume from; None to start at step 1.
         trainer: content of its `trainer.json`.
-        notes: what a person should know of how it was chosen.
-        aside: checkpoints that no longer count if it goes on from here.
-        named: this checkpoint was asked for by its path.
-        problem: why there is no checkpoint, where those of a finished run cannot be used.
+        notes: for the log: why this checkpoint was chosen.
+        aside: later checkpoints, which become invalid when the run resumes here.
+        named: the user named this checkpoint by its path.
+        problem: why no checkpoint of a finished run can be used; empty if one can.
     """
 
     manifest: dict[str, Any]
@@ -39,37 +39,37 @@ class Origin:
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end, and is not to go back from there."""
+        """Whether the run is done, and the user does not go back to an earlier checkpoint."""
         return self.manifest.get("status") == "done" and not self.named
 
     @property
     def step(self) -> int:
-        """The last step that is kept."""
+        """The step of the checkpoint; 0 without one."""
         return self.checkpoint.step if self.checkpoint else 0
 
 
 def find(directory: RunDirectory, resume: str, fall_back: bool = False) -> Origin | None:
-    """What there is to go on from; None for a run that begins.
+    """The state to resume from; None for a new run.
 
     Args:
         directory: of the run.
         resume: `never`, `auto`, or the run's directory or one of its checkpoints.
-        fall_back: take an earlier checkpoint where a later one is damaged.
+        fall_back: if the newest checkpoint is corrupted, use the newest intact one.
 
     Raises:
-        OutputExistsError: if the directory holds something that is no run, or `resume` is `never`.
-        UsageError: if a path leads elsewhere.
-        CheckpointError: if there is nothing to go on from although it was named, or it is damaged.
+        OutputExistsError: if the directory holds other files, or a run and `resume` is `never`.
+        UsageError: if `resume` is neither the run directory nor a checkpoint in it, or there is no run.
+        CheckpointError: if the checkpoint is not found or corrupted.
     """
     named = None
     if resume not in ("auto", "never"):
         named = Path(resume).expanduser().resolve()
         own = directory.path.resolve()
         if named != own and named.parent != directory.checkpoints.resolve():
-            raise UsageError(f"resume {resume}: is neither {directory.path} nor a checkpoint in it; a run goes on in "
-                             "its own directory, so name that one as output")
+            raise UsageError(f"--resume {resume} is neither {directory.path} nor a checkpoint in it. A run resumes in "
+                             "its own directory, so pass that directory as --output.")
         if not directory.holds_run:
-            raise UsageError(f"{directory.path}: there is no run to go on with (no config.yaml and manifest.json)")
+            raise UsageError(f"{directory.path}: no run to resume: config.yaml and manifest.json not found")
     if resume == "never" or not directory.holds_run:
         directory.refuse_if_used()
         return None
@@ -85,25 +85,25 @@ def find(directory: RunDirectory, resume: str, fall_back: bool = False) -> Origi
 
 
 def _read(file: Path, parse: Any) -> dict[str, Any]:
-    """A file of the run directory; empty if the run did not come to write it."""
+    """The content of a file of the run directory; empty if the run was stopped before it wrote the file."""
     try:
         found = parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{file}: cannot be read, so the run cannot go on: {error}") from error
+        raise CheckpointError(f"{file}: cannot be read, so the run cannot be resumed: {first_line(error)}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{file}: cannot be read, so the run cannot go on")
+        raise CheckpointError(f"{file}: invalid content, so the run cannot be resumed")
     return found
 
 
 def _choose(directory: RunDirectory, manifest: dict[str, Any], options: dict[str, Any], wanted: Path | None,
             fall_back: bool) -> Origin:
-    """The newest checkpoint that is whole, or the one that was named."""
+    """The newest checkpoint, or the newest intact one with `fall_back`, or the one that the user named."""
     finished = checkpoint.listed(directory.checkpoints)
     if wanted is not None and wanted.name not in {one.path.name for one in finished}:
-        checkpoint.verify(wanted)  # says what is wrong with it
-        raise CheckpointError(f"{wanted}: is no checkpoint of this run")
+        checkpoint.verify(wanted)  # raises if something is wrong with it
+        raise CheckpointError(f"{wanted}: not a checkpoint of this run")
     tried = [one for one in reversed(finished) if wanted is None or one.path.name == wanted.name]
     notes: list[str] = []
     for one in tried:
@@ -112,14 +112,14 @@ def _choose(directory: RunDirectory, manifest: dict[str, Any], options: dict[str
         except CheckpointError as error:
             if not fall_back or wanted is not None:
                 raise CheckpointError(f"{error}. {_others(directory, finished, one)}") from error
-            notes.append(f"left out: {error}")
+            notes.append(f"skipped checkpoint: {error}")
             continue
         aside = tuple(other.path for other in finished if other.step > one.step)
         return Origin(manifest, options or trainer["options"], one, trainer, tuple(notes), aside, wanted is not None)
     if notes:
-        raise CheckpointError(f"{directory.checkpoints}: no checkpoint is whole: {'; '.join(notes)}")
-    return Origin(manifest, options, None, None, (f"{directory.path}: stopped before its first checkpoint; it begins "
-                                                  "at step 1 again",))
+        raise CheckpointError(f"{directory.checkpoints}: no intact checkpoint: {'; '.join(notes)}")
+    return Origin(manifest, options, None, None, (f"{directory.path}: stopped before its first checkpoint, so it "
+                                                  "restarts at step 1",))
 
 
 def _verified(directory: RunDirectory, one: Checkpoint) -> dict[str, Any]:
@@ -127,18 +127,17 @@ def _verified(directory: RunDirectory, one: Checkpoint) -> dict[str, Any]:
     for name, size in trainer["offsets"].items():
         file = directory.path / name
         if (file.stat().st_size if file.is_file() else 0) < size:
-            raise CheckpointError(f"{file}: is shorter than when {one.path.name} was written ({size} bytes), so its "
-                                  "records cannot be continued")
+            raise CheckpointError(f"{file}: truncated file: it had {size:,} bytes when {one.path.name} was written")
     return trainer
 
 
 def _others(directory: RunDirectory, finished: list[Checkpoint], bad: Checkpoint) -> str:
-    """Which other checkpoint is whole, for the error of one that is not."""
+    """What to do about a corrupted checkpoint."""
     for one in reversed(finished):
         if one != bad:
             try:
                 _verified(directory, one)
             except CheckpointError:
                 continue
-            return f"{one.path.name} is whole: --fall-back goes on from the newest one that is"
-    return "No other checkpoint of the run is whole; --output NEW begins anew"
+            return f"To resume from {one.path.name}, the newest intact checkpoint, pass --fall-back."
+    return "The run has no other intact checkpoint. Use --output NEW to start a new run."

@@ -1,4 +1,4 @@
-"""Going on with a run: whether it is still the same run, and giving a checkpoint to its engine."""
+"""Resuming a run: checks that it is still the same run, and loads a checkpoint into its engine."""
 
 import importlib.metadata
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from tropism.train.engine import Engine
 from tropism.train.options import ParallelOptions
 
 MAY_CHANGE = frozenset((
-    # how long, how often something is looked at, and what is kept
+    # length of the run, intervals, and what is kept
     "max_steps", "epochs", "max_time", "eval_every", "log_every", "save_every", "eval_limit", "keep", "keep_best",
     "checkpoint_model", "on_nonfinite", "stop_metric", "stop_patience", "stop_delta",
     "track", "log_dir", "export_dtype",
@@ -32,10 +32,10 @@ MAY_CHANGE = frozenset((
 _GROUPS = ("parallel", "lora")
 
 _BY_FINGERPRINT = frozenset(("model", "data", "eval_data", "chat_template", "reference", "teacher"))
-"""Options that name something which may lie elsewhere now: what it holds is compared, by its fingerprint."""
+"""Options that name files or models, which may have moved. Their content is compared, by its fingerprint."""
 
 _CALLED = {"data": "the training data", "eval_data": "the evaluation data", "tokenizer": "the tokenizer",
-           "template": "the chat template", "steps": "the division of the data into steps",
+           "template": "the chat template", "steps": "the rows of each step",
            "policy": "the initial weights of the model", "reference": "the reference", "teacher": "the teacher",
            "layout": "the layout"}
 
@@ -83,20 +83,20 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
 
 
 def _stops_otherwise(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the rule of early stopping is another one now."""
+    """Whether the rule of early stopping has changed."""
     return any(recorded.get(name) != now.get(name) for name in ("stop_metric", "stop_patience", "stop_delta"))
 
 
 def check_options(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> list[str]:
-    """Compare the options with those the run began with.
+    """Compare the options with those of the run so far.
 
     Returns:
-        What may differ and does, in words.
+        Permitted changes, in words.
 
     Raises:
-        CheckpointError: naming every option that may not differ, with both values.
+        CheckpointError: naming every changed option that must not change, with both values.
     """
-    wrong, changed = [], []
+    wrong, changed = [], {}
     recorded, now = _filled(flat(recorded)), _filled(flat(now))
     for name in sorted(recorded.keys() & now.keys()):
         before, value = recorded[name], now[name]
@@ -104,19 +104,20 @@ def check_options(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Pa
             continue
         by_name = name in _BY_FINGERPRINT and None not in (before, value) and "live" not in (before, value)
         if name in MAY_CHANGE:
-            changed.append(f"{name}: {_spell(before)}, now {_spell(value)}")
+            changed[name] = _change(name, before, value)
         elif not by_name:
-            wrong.append(f"{name}: {_spell(before)} when the run began, {_spell(value)} now")
+            wrong.append(_change(name, before, value))
     if wrong:
-        raise CheckpointError(f"{place}: cannot go on with other options than it began with: {'; '.join(wrong)}. "
-                              "--output NEW begins another run")
-    if {"max_steps", "epochs"} & {entry.split(":")[0] for entry in changed}:
-        changed.append("the learning rate follows its schedule over the new number of steps from here on")
-    return changed
+        raise CheckpointError(f"{place}: cannot resume: these options changed: {', '.join(wrong)}. "
+                              "Use --output NEW to start a new run.")
+    notes = list(changed.values())
+    if {"max_steps", "epochs"} & changed.keys():
+        notes.append("the learning rate schedule now spans the new number of steps")
+    return notes
 
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with those of groups by their names on the command line."""
+    """Options with those of groups by their names on the command line, such as `lora.rank`."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name in _GROUPS and isinstance(value, Mapping):
@@ -127,11 +128,15 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filled(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with a default that is a function of others."""
+    """Options, with defaults that depend on other options filled in."""
     rank = options.get("lora.rank")
     if rank is None or options.get("lora.alpha") is not None:
         return options
     return {**options, "lora.alpha": 2.0 * rank}
+
+
+def _change(name: str, before: Any, now: Any) -> str:
+    return f"--{name.replace('_', '-')} (was {_spell(before)}, now {_spell(now)})"
 
 
 def _spell(value: Any) -> str:
@@ -139,24 +144,24 @@ def _spell(value: Any) -> str:
 
 
 def check_same(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Path, reasons: str = "") -> None:
-    """Compare fingerprints, or other facts, of the run with those it began with.
+    """Compare fingerprints, or other facts, with those of the run so far.
 
     Args:
-        reasons: what else differs, as a possible reason.
+        reasons: other differences, as possible reasons.
 
     Raises:
-        CheckpointError: naming each that differs.
+        CheckpointError: naming everything that differs.
     """
     wrong = [called for name, called in _CALLED.items()
              if name in recorded and name in now and recorded[name] != now[name]]
     if wrong:
         what = " and ".join(filter(None, (", ".join(wrong[:-1]), wrong[-1])))
-        raise CheckpointError(f"{place}: cannot go on, because {what} {'are' if len(wrong) > 1 else 'is'} not what the "
-                              f"run began with{reasons}. --output NEW begins another run")
+        raise CheckpointError(f"{place}: cannot resume: {what} changed since the run started{reasons}. Use --output "
+                              "NEW to start a new run.")
 
 
 def libraries_that_differ(recorded: Mapping[str, str]) -> list[str]:
-    """`torch 2.11 when the run began, 2.13 now` for each library of the manifest with another version."""
+    """`torch 2.11 when the run started, 2.13 now` for each library whose version changed."""
     differ = []
     for name, version in recorded.items():
         try:
@@ -164,23 +169,23 @@ def libraries_that_differ(recorded: Mapping[str, str]) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             now = "missing"
         if now != version:
-            differ.append(f"{name} {version} when the run began, {now} now")
+            differ.append(f"{name} {version} when the run started, {now} now")
     return differ
 
 
 def possible_reasons(manifest: Mapping[str, Any], device: str) -> str:
-    """What else differs and is part of how a fingerprint comes about: libraries, and the kind of device."""
+    """Changes that can change a fingerprint: versions of libraries, and the kind of device."""
     differ = libraries_that_differ(manifest.get("libraries", {}))
     before = str(manifest.get("device", device)).partition(":")[0]
-    differ += [f"device {before} when the run began, {device} now"] if before != device else []
+    differ += [f"device {before} when the run started, {device} now"] if before != device else []
     return "".join(f"; {entry}" for entry in differ)
 
 
 def load(engine: Engine, origin: Origin) -> None:
-    """Give a checkpoint to an engine that was built from the initial weights. All ranks call this together.
+    """Load a checkpoint into an engine that was built from the initial weights. All processes call this together.
 
     Raises:
-        CheckpointError: naming what is missing or does not fit; nothing was changed then.
+        CheckpointError: if something is missing or does not fit. Nothing is changed then.
     """
     one, trainer = origin.checkpoint, origin.trainer
     assert one is not None
@@ -208,26 +213,27 @@ def load(engine: Engine, origin: Origin) -> None:
 
 def _paired(ours: list[Any], theirs: list[Any], path: Path) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
     if len(ours) != len(theirs):
-        raise CheckpointError(f"{path}: the optimizer has {len(theirs)} groups of weights there and {len(ours)} in "
-                              "this run")
+        raise CheckpointError(f"{path}: the checkpoint's optimizer has {len(theirs)} parameter groups, but this run's "
+                              f"has {len(ours)}")
     return zip(ours, theirs, strict=True)
 
 
 def _group(mine: dict[str, Any], theirs: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Options of a group as they were kept: JSON has no tuples."""
+    """Options of a saved group, with tuples restored, which JSON does not have."""
     if sorted(mine["params"]) != sorted(theirs["params"]):
         differ = sorted(set(mine["params"]) ^ set(theirs["params"]))
-        raise CheckpointError(f"{path}: the optimizer's groups hold other weights there: {', '.join(differ[:3])}")
+        raise CheckpointError(f"{path}: the checkpoint's optimizer holds other weights than this run's: "
+                              f"{', '.join(differ[:3])}")
     return {name: tuple(value) if isinstance(mine.get(name), tuple) else value for name, value in theirs.items()}
 
 
 def begin_again(directory: RunDirectory, origin: Origin) -> None:
-    """Bring the run directory to where the origin stands: later records go, later checkpoints no longer count.
+    """Reset the run directory to its origin: remove later records, and invalidate later checkpoints.
 
     Raises:
-        OutputError: if the disk refuses.
+        OutputError: if a file cannot be changed.
     """
     for path in origin.aside:
-        checkpoint.set_aside(path)
+        checkpoint.invalidate(path)
     directory.truncate(origin.trainer["offsets"] if origin.trainer else {})
 

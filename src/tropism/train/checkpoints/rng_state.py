@@ -1,4 +1,4 @@
-"""States of random number generators as plain values. No result of ours depends on them; a user's code may draw."""
+"""States of random number generators as plain values. Only user code draws from them; no result of Tropism does."""
 
 import base64
 import random
@@ -9,7 +9,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """States of torch, numpy and Python, and of the GPU where there is one."""
+    """States of torch, numpy and Python, and of the GPU if there is one."""
     kind, keys, *rest = np.random.get_state()
     version, internal, gauss = random.getstate()
     found: dict[str, Any] = {
@@ -21,7 +21,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on from `random_state()`."""
+    """Restore `random_state()`."""
     torch.set_rng_state(torch.from_numpy(_array(state["torch"], np.uint8)))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, _array(keys, np.uint32), *rest))

@@ -1,4 +1,4 @@
-"""Keeping a run while it goes on: tensors are copied within a step and written beside the next ones."""
+"""Saves checkpoints during training: tensors are copied between two steps, and written in the background."""
 
 import json
 import math
@@ -34,40 +34,39 @@ from tropism.train.preemption import Preemption
 from tropism.train.run_state import RunState
 
 _SLOWEST_DISK = 100e6
-"""Bytes per second that the first save is expected to write, before any was measured."""
+"""Assumed bytes per second of the first save, before one was measured."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay.
+    """Which checkpoints to keep.
 
     Args:
-        newest: how many of the newest; 0 for all.
-        best: metric by which one more stays, if it is not among them: the best of those that were evaluated at their
-            own step.
+        newest: number of newest ones to keep; 0 keeps all.
+        best: metric of one more to keep: the best of those that were evaluated at their own step.
     """
 
     newest: int = 2
     best: str | None = None
 
     def kept(self, steps: list[int], best: int | None) -> set[int]:
-        """Those that stay, of finished ones."""
+        """The steps to keep, of complete checkpoints."""
         newest = sorted(steps)[-self.newest:] if self.newest else steps
         return {*newest, *([best] if best in steps else [])}
 
 
 class Saver:
-    """Writes checkpoints of a run, one at a time. The main rank writes, with all others where the model is sharded.
+    """Writes checkpoints of a run, one at a time. The main process writes, or all of them if the model is sharded.
 
     Args:
-        engine: what is kept.
+        engine: to be saved.
         directory: of the run.
-        facts: fingerprints, options, libraries and world size that the checkpoints belong to.
-        retention: which checkpoints stay.
-        preemption: learns how long a save takes.
-        voice: says a line for each save.
-        guards: gives the state of whatever watches the records.
-        model: writes the weights of a state dict as a model directory; None for none.
+        facts: fingerprints, options, libraries and world size of the run.
+        retention: which checkpoints to keep.
+        preemption: is told how long a save takes.
+        voice: logs a line for each save.
+        guards: returns the state of the observers.
+        model: writes a state dict as a model directory; None to write none.
     """
 
     def __init__(self, engine: Engine, directory: RunDirectory, facts: Mapping[str, Any], retention: Retention,
@@ -85,27 +84,27 @@ class Saver:
         self.root = directory.checkpoints
         self.best: tuple[int, float] | None = None
         self._copy: dict[str, Any] = {}
-        self._beside = self.world.apart() if self.together else None
+        self._background = self.world.apart() if self.together else None
         if self.together:
             self.world.together(self._see)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        preemption.took("save", self.estimate_bytes() / _SLOWEST_DISK)
+        preemption.record_time("save", self.estimate_bytes() / _SLOWEST_DISK)
         self.world.on_main(self._begin_with_best)
 
     @property
     def together(self) -> bool:
-        """Whether all ranks write, each its part."""
+        """Whether all processes write, each its part."""
         return self.world.mesh is not None
 
     def _see(self) -> None:
-        """A part that lay on a disk of its own would be of no use."""
+        """Check that all processes write to the same disk."""
         place = self.directory.path
         if not place.is_dir() or "config.yaml" not in os.listdir(place):
-            raise OutputError(f"{place}: not every process sees it; it must lie on a disk that all of them see")
+            raise OutputError(f"{place}: not visible to every process. Use an --output on a shared disk.")
 
     def estimate_bytes(self) -> int:
-        """About what one checkpoint takes, before there is one."""
+        """Approximate size of a checkpoint."""
         names, state = adapter_weight_names(self.engine.model.module), self.engine.model.module.state_dict()
         weights = sum(weight.numel() * weight.itemsize for name, weight in state.items()
                       if names is None or name in names)
@@ -114,23 +113,23 @@ class Saver:
             weight.numel() * weight.itemsize for weight in self.engine.updater.owned.weights)
 
     def finished(self) -> list[checkpoint.Checkpoint]:
-        """What is there already."""
+        """The complete checkpoints of the run."""
         return checkpoint.listed(self.root)
 
     @property
     def failed(self) -> bool:
-        """A save in the background has failed; `wait` says how."""
+        """Whether a save in the background failed. `wait` raises its error."""
         return self._failure is not None
 
     def wants(self, state: RunState) -> bool:
-        """Whether the evaluation of this step is better than that of any checkpoint. All ranks call this together."""
+        """Whether this step's evaluation is better than that of any checkpoint. All processes call this together."""
         if self.retention.best is None:
             return False
         own = self.world.is_main and self._beats(state.step, state.evaluation)
         return bool(self.world.max([int(own)])[0])
 
     def save(self, state: RunState) -> None:
-        """Copy what is to be kept, and begin to write it. All ranks call this together.
+        """Copy the state, and start to write it. All processes call this together.
 
         Raises:
             OutputError: if the save before this one failed, or something cannot be copied.
@@ -142,8 +141,8 @@ class Saver:
                 self._begin(state)
             except TropismError:
                 raise
-            except Exception as error:  # of an optimizer that was given; the other ranks would wait for us
-                raise OutputError(f"{self.root}: the state after step {state.step} cannot be kept: "
+            except Exception as error:  # from the user's optimizer; the other processes would wait
+                raise OutputError(f"{self.root}: the state after step {state.step} cannot be saved: "
                                   f"{type(error).__name__}: {error}") from error
 
         if self.together:
@@ -152,7 +151,7 @@ class Saver:
             self.world.on_main(begin)
 
     def wait(self) -> None:
-        """Come back when the save in hand is on the disk. All ranks call this together.
+        """Wait until the current save is on the disk. All processes call this together.
 
         Raises:
             OutputError: if it could not be written.
@@ -160,7 +159,7 @@ class Saver:
         self.world.together(self._join)
 
     def leave(self) -> None:
-        """Let the save in hand come to its end, where something else has gone wrong: it was begun before that."""
+        """Let the current save finish after another error: it was started before that."""
         try:
             self._join()
         except TropismError as error:
@@ -191,14 +190,14 @@ class Saver:
         if self._beats(state.step, state.evaluation):
             self.best = state.step, state.evaluation[str(self.retention.best)]
         trainer["stall_s"] = time.monotonic() - began
-        # A daemon: whoever leaves the run in a hurry does not wait for it, and what is unfinished does not count.
+        # A daemon: an interrupted run does not wait for it, and an incomplete checkpoint does not count.
         self._thread = threading.Thread(target=self._write, args=(state.step, tensors, weights.tied, trainer),
                                         name="checkpoint", daemon=True)
         lend(self.directory.path, self._thread)  # first: an interrupt may come between these two
         self._thread.start()
 
     def _write(self, step: int, tensors: dict[str, Any], tied: dict[str, str], trainer: dict[str, Any]) -> None:
-        """In the background: write, publish, tidy up."""
+        """In the background: write a checkpoint, then remove old ones."""
         began = time.monotonic()
         try:
             write_model = self.model
@@ -209,20 +208,20 @@ class Saver:
                     everything = whole | {name: whole[other] for name, other in tied.items() if other in whole}
                     write_model({name.removeprefix("model/"): tensor for name, tensor in everything.items()
                                  if name.startswith("model/")}, path)
-            size = checkpoint.write(self.root, step, tensors, trainer, model, self.directory.logs, self._beside)
+            size = checkpoint.write(self.root, step, tensors, trainer, model, self.directory.logs, self._background)
             if not self.world.is_main:
                 return
             self._publish(step)
-        except BaseException as error:  # told at the next step, by whoever asks
+        except BaseException as error:  # raised by the next `wait`
             self._failure = error
             return
         seconds = time.monotonic() - began
-        self.preemption.took("save", trainer["stall_s"] + seconds)
-        self.voice.say(f"checkpoint: step {step}, {size / 2**20:.1f} MiB in {seconds:.2f} s beside the training, which "
-                       f"stood still for {trainer['stall_s']:.3f} s")
+        self.preemption.record_time("save", trainer["stall_s"] + seconds)
+        self.voice.say(f"checkpoint: step {step}, {size / 2**20:.1f} MiB, written in the background in {seconds:.2f} "
+                       f"s; training paused for {trainer['stall_s']:.3f} s")
 
     def _publish(self, step: int) -> None:
-        """Say which is the best, and remove those that need not stay."""
+        """Record the best checkpoint, and remove those that are not kept."""
         try:
             self._write_best()
             finished = checkpoint.listed(self.root)
@@ -232,7 +231,7 @@ class Saver:
                 if checkpoint.step_of(path) is not None and path not in paths:
                     checkpoint.remove(path)
         except OSError as error:
-            raise OutputError(f"{self.root}: cannot be tidied up: {error.strerror}") from error
+            raise OutputError(f"{self.root}: old checkpoints cannot be removed: {error.strerror}") from error
 
     def _write_best(self) -> None:
         if self.best is None:
@@ -243,7 +242,7 @@ class Saver:
             write_whole(self.root / "best.json", (json.dumps(best, indent=2) + "\n").encode())
 
     def _beats(self, step: int, evaluation: dict[str, Any]) -> bool:
-        """Whether a checkpoint of this step is better than the best before it. An older evaluation says nothing."""
+        """Whether a checkpoint of this step is better than the best so far. Needs an evaluation of the same step."""
         metric = self.retention.best
         if metric is None or evaluation.get("step") != step or not math.isfinite(evaluation.get(metric, math.nan)):
             return False
@@ -251,7 +250,7 @@ class Saver:
         return self.best is None or (value > self.best[1] if direction(metric) == "higher" else value < self.best[1])
 
     def _begin_with_best(self) -> None:
-        """The best of the checkpoints that are there and count, which need not be those of the last sitting."""
+        """Find the best of the complete checkpoints of the run."""
         for one in checkpoint.listed(self.root) if self.retention.best else ():
             try:
                 evaluation = json.loads((one.path / "trainer.json").read_text(encoding="utf-8"))["evaluation"]
@@ -266,10 +265,10 @@ class Saver:
 
 
 def check_metric(metric: str | None, method: Method, has_evaluation: bool) -> None:
-    """Stop before anything is spent where no evaluation could say which checkpoint is the best.
+    """Check before a model is loaded that the evaluations have the metric of `--keep-best`.
 
     Raises:
-        UsageError: naming the metrics that there are.
+        UsageError: with the known metrics.
     """
     if metric is None:
         return
@@ -282,8 +281,8 @@ def make_saver(engine: Engine, directory: RunDirectory, options: RunOptions, fac
     """The saver that the options ask for; None if the optimizer's state cannot be saved.
 
     Args:
-        facts: as `Saver` takes them; `stop_ids` are the ids that end a completion.
-        tokenizer: written beside the weights with `--checkpoint-model`.
+        facts: as in `Saver`; `stop_ids` are the ids that end a completion.
+        tokenizer: saved with the weights if `--checkpoint-model` is set.
 
     Raises:
         UsageError: if checkpoints are asked for and the optimizer's state cannot be saved.
@@ -292,8 +291,8 @@ def make_saver(engine: Engine, directory: RunDirectory, options: RunOptions, fac
     if reason is not None:
         for name in ("save_every", "keep_best"):
             if getattr(options, name):
-                raise UsageError(f"{name}: {reason}. Leave {name} out, or let Tropism make the optimizer")
-        voice.warn(f"this run cannot be resumed if it is stopped: {reason}")
+                raise UsageError(f"{name}: {reason}. Remove {name}, or let Tropism create the optimizer.")
+        voice.warn(f"a stopped run cannot be resumed: {reason}")
         return None
 
     def write_model(weights: dict[str, Any], path: Path) -> None:

@@ -57,7 +57,7 @@ def resamples(prompts: Sequence[Hashable]) -> Iterator[Array]:
 
 
 def interval(values: Array) -> tuple[float, float] | None:
-    """The middle 95 % of resampled values, or None if none of them exists."""
+    """The middle 95% of resampled values, or None if none of them exists."""
     values = values[np.isfinite(values)]
     if not len(values):
         return None

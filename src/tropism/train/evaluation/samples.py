@@ -1,4 +1,4 @@
-"""Some held-out prompts, answered before and after training."""
+"""Completions of held-out prompts, sampled before and after training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from tropism.model.language_model import LanguageModel, computing
 from tropism.train.engine import Engine
 
 NEW_TOKENS = 64
-_TOGETHER = 16  # prompts that are answered side by side
+_TOGETHER = 16  # prompts in a batch
 
 
 def sample_prompts(rows: Sequence[EncodedRow], count: int) -> list[EncodedRow]:
@@ -29,7 +29,7 @@ def sample_prompts(rows: Sequence[EncodedRow], count: int) -> list[EncodedRow]:
 @torch.no_grad()
 def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], stop_ids: Sequence[int],
            new_tokens: int = NEW_TOKENS) -> list[str]:
-    """The model's greedy answer to each row's prompt."""
+    """The model's greedy completion of each row's prompt."""
     answers = []
     with (attention(model.module, plain_implementation(model.module)),
           computing(model.module, model.precision, model.device)):
@@ -45,7 +45,7 @@ def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], sto
 
 
 def _pad_left(prompts: Sequence[TokenIds], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts of unequal length as `[B, L]` ids and mask, ending together where answers begin."""
+    """Prompts of unequal length as `[B, L]` ids and mask, aligned at the end, where completions start."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -56,12 +56,12 @@ def _pad_left(prompts: Sequence[TokenIds], pad: int) -> tuple[torch.Tensor, torc
 
 
 class Sampler:
-    """Asks the same prompts before and after training.
+    """Completes the same prompts before and after training.
 
     Args:
-        rows: held-out rows, or training rows where nothing is held out.
-        held_out: which of the two they are.
-        count: prompts to ask; one that leaves no room for an answer is not asked.
+        rows: held-out rows, or training rows if none are held out.
+        held_out: whether the rows are held out.
+        count: number of prompts. Prompts that leave no room for a completion are not used.
         tokenizer, stop_ids: as in `answer`.
         max_positions: the longest sequence of the model, in tokens.
     """
@@ -75,11 +75,11 @@ class Sampler:
         self.stop_ids = stop_ids
 
     def ask(self, model: LanguageModel) -> list[str]:
-        """Answers of the model as it is."""
+        """Completions of the current model."""
         return answer(model, self.tokenizer, self.rows, self.stop_ids)
 
     def ask_together(self, engine: Engine) -> list[str]:
-        """Answers of the policy: from the main process, or from all together if they share the model."""
+        """Completions of the policy: from the main process, or from all processes if the model is sharded."""
         if engine.world.mesh is not None:
             return engine.world.computed(lambda: self.ask(engine.model))
         return engine.world.on_main(lambda: self.ask(engine.model)) or []

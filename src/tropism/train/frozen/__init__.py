@@ -1,1 +1,1 @@
-"""Models that do not learn: reference and teacher, and the stores of their scores."""
+"""Frozen models, reference and teacher, and the stores of their scores."""

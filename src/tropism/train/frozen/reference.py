@@ -1,4 +1,4 @@
-"""The reference: a frozen scorer whose log-probs are computed once, before step 1, and kept in the store."""
+"""The reference: a frozen model whose log-probs are computed once, before step 1, and stored."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ class Reference(Protocol):
 
 
 def freeze(model: LanguageModel) -> LanguageModel:
-    """A frozen copy in memory; what does not learn is not copied."""
+    """A frozen copy in memory. Weights that do not learn are shared, not copied."""
     shared: dict[int, Any] = {id(weight): weight for weight in model.module.parameters() if not weight.requires_grad}
     module = copy.deepcopy(model.module, shared).requires_grad_(False)
     return LanguageModel(module, model.layout, model.precision, model.device)
@@ -65,7 +65,7 @@ class StoredReference:
         """
         values = [self.scores.get(key) for tree in trees for key in tree.score_keys]
         if None in values:
-            raise ReferenceMismatchError("a completion has no reference score; this is a bug in the schedule")
+            raise ReferenceMismatchError("a completion has no reference score. This is a bug. Please report it.")
         return torch.tensor(values, dtype=torch.float64, device=batch.lengths.device)
 
 
@@ -151,17 +151,17 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
 
 
 def check_vocabulary(other: Any, policy: Any, name: str = "reference") -> None:
-    """Policy and reference, or student and teacher, must give every id the same token.
+    """Check that reference and policy, or teacher and student, have the same token for every id.
 
     Raises:
-        ModelError: naming the first id that differs.
+        ModelError: for the first id that differs.
     """
     ours, theirs = ({index: token for token, index in tokenizer.get_vocab().items()}
                     for tokenizer in (policy, other))
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
-            raise ModelError(f"{name}: id {index} is {theirs.get(index)!r} there and {ours.get(index)!r} in the "
-                             "model; what two such models say of a token cannot be compared")
+            raise ModelError(f"token id {index} is {theirs.get(index)!r} in the {name} but {ours.get(index)!r} in the "
+                             f"{'student' if name == 'teacher' else 'policy'}; both need the same tokenizer")
 
 
 def rounds(packs: Sequence[list[PromptTree]], ranks: int) -> list[list[list[PromptTree]]]:
@@ -177,6 +177,6 @@ def _score_pack(model: LanguageModel, pack: Sequence[PromptTree]) -> dict[bytes,
     values = model.logps(batch).tolist()
     for value, ids in zip(values, (tree.prompt_ids for tree in pack for _ in tree.completions), strict=True):
         if not math.isfinite(value) or value >= 0:
-            raise ReferenceMismatchError(f"the reference gives a completion the log-prob {value} (its prompt begins "
-                                         f"with ids {ids[:8].tolist()}); nothing was trained")
+            raise ReferenceMismatchError(f"the reference gives a completion the log-prob {value} (its prompt starts "
+                                         f"with token ids {ids[:8].tolist()}). Nothing was trained.")
     return dict(zip((key for tree in pack for key in tree.score_keys), values, strict=True))

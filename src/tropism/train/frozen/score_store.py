@@ -3,9 +3,9 @@
     STORE/<fingerprint of weights, config and numerics>/meta.json
                                                        /<hash>.npz   keys [n, 16] uint8, logps [n] float64, checksum
 
-An entry is filed under a hash of (prompt ids, completion ids), so tokenizer, template and limits act through the
-ids and a stale hit is impossible. Files are written whole under another name and then renamed: a killed run leaves
-complete files only, and two runs may write side by side.
+The key of an entry is a hash of (prompt ids, completion ids). Tokenizer, template and limits act through the ids, so a
+stale hit is impossible. Files are written under a temporary name and then renamed: a killed run leaves complete files
+only, and several runs can write at the same time.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from tropism.train.frozen.store_files import publish
 from tropism.train.frozen.topk_store import TopKStore
 
 ROWS = "rows"
-"""Directory of the store that holds rendered rows: blocks by their content (see `data.encode`)."""
+"""Directory of the store that holds rendered rows (see `data.encode`)."""
 
 
 class ScoreStore:
@@ -35,7 +35,7 @@ class ScoreStore:
     Args:
         root: the store's directory.
         fingerprint: of the frozen weights, their config and the numerics.
-        meta: what a person wants to know of them; written once.
+        meta: description of the model for people; written once.
     """
 
     def __init__(self, root: Path, fingerprint: str, meta: dict[str, Any]) -> None:
@@ -44,10 +44,10 @@ class ScoreStore:
         self.damaged: list[Path] = []
 
     def load(self) -> dict[bytes, float]:
-        """All whole entries. A damaged file is left out (its entries are computed again) and listed.
+        """All entries of intact files. Corrupted files go to `damaged`; their entries are computed again.
 
         Raises:
-            ReferenceMismatchError: if an entry of an intact file is no log-prob (not finite, or above 0).
+            ReferenceMismatchError: if an entry of an intact file is not a log-prob: not finite, or not below 0.
         """
         known: dict[bytes, float] = {}
         self.damaged = []
@@ -58,8 +58,8 @@ class ScoreStore:
                 continue
             for key, value in entries.items():
                 if not math.isfinite(value) or value >= 0:
-                    raise ReferenceMismatchError(f"{file}: holds {value} as a log-prob; remove the store with "
-                                                 f"`tropism store clean --store {self.path.parent}`")
+                    raise ReferenceMismatchError(f"{file}: invalid log-prob {value}. Remove the stored scores with: "
+                                                 f"tropism store clean --store {self.path.parent}")
                 known.setdefault(key, value)
         return known
 
@@ -67,7 +67,7 @@ class ScoreStore:
         """Write entries as one file.
 
         Raises:
-            OutputError: if the disk refuses.
+            OutputError: if the file cannot be written.
         """
         if not entries:
             return
@@ -83,11 +83,11 @@ def _checksum(keys: Any, logps: Any) -> str:
 
 
 def _read(file: Path) -> dict[bytes, float] | None:
-    """Entries of a file whose content has the hash that its name says, else None."""
+    """Entries of a file; None if its content does not have the hash in its name."""
     try:
         with np.load(file, allow_pickle=False) as content:
             keys, logps = content["keys"], content["logps"]
-    except Exception:  # a damaged zip fails in many ways, all of which mean the same
+    except Exception:  # a corrupted zip file fails in many ways
         return None
     if keys.ndim != 2 or len(keys) != len(logps) or _checksum(keys, logps) != file.stem:
         return None
@@ -99,10 +99,10 @@ class StoredModel:
     """One line of `tropism store list`.
 
     Args:
-        path: where it lies.
-        meta: what is known of the model.
-        scores: completions that it scores.
-        size_bytes: of its files.
+        path: its directory.
+        meta: description of the model.
+        scores: number of completions with scores.
+        size_bytes: size of its files.
     """
 
     path: Path
@@ -112,7 +112,7 @@ class StoredModel:
 
 
 def entries(root: Path) -> list[StoredModel]:
-    """What a store holds, one entry per frozen model."""
+    """The frozen models in a store."""
     found = []
     for path in _models(root):
         try:
@@ -122,21 +122,21 @@ def entries(root: Path) -> list[StoredModel]:
         files = [*path.glob("*.npz"), *path.glob("*.safetensors")]
         scores = sum(len(read) for file in files if file.suffix == ".npz" and (read := _read(file)) is not None)
         best = TopKStore(root, path.name, {})
-        with contextlib.suppress(ReferenceMismatchError):  # a run would say so; a list shows what is there
+        with contextlib.suppress(ReferenceMismatchError):  # a run would raise it; a list shows all files
             best.open()
         found.append(StoredModel(path, meta, scores + len(best), sum(file.stat().st_size for file in files)))
     return found
 
 
 def rendered_rows(root: Path) -> tuple[int, int]:
-    """Blocks of rendered rows that are kept beside the scores, and their bytes."""
+    """Number of stored blocks of rendered rows, and their size in bytes."""
     files = list((root / ROWS).glob("*/*.arrow"))
     return len(files), sum(file.stat().st_size for file in files)
 
 
 def clean(root: Path, fingerprint: str | None = None) -> int:
-    """Remove the scores of one fingerprint (or its beginning), or all with the rendered rows; returns how many models
-    were removed."""
+    """Remove the scores of one fingerprint (or its prefix), or all scores and rendered rows. Returns the number of
+    removed models."""
     removed = 0
     if fingerprint is None:
         shutil.rmtree(root / ROWS, ignore_errors=True)
@@ -151,6 +151,6 @@ def clean(root: Path, fingerprint: str | None = None) -> int:
 
 
 def _models(root: Path) -> list[Path]:
-    """Directories of the store that hold scores; whatever else lies there is not ours."""
+    """Directories of the store that hold scores. Other files in it are not touched."""
     files = (file for pattern in ("*/meta.json", "*/*.npz", "*/*.safetensors") for file in root.glob(pattern))
     return sorted({file.parent for file in files if re.fullmatch("[0-9a-f]{32}", file.parent.name)})

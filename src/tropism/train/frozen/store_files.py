@@ -1,4 +1,4 @@
-"""Files of the store: written under another name, then renamed, so that a killed run leaves whole files only."""
+"""Writes files of the store under a temporary name, then renames them. A killed run leaves complete files only."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,15 @@ from tropism.files import write_whole
 
 
 def publish(directory: Path, meta: dict[str, Any], name: str, content: bytes, what: str) -> None:
-    """Put a file into a directory of the store, which is made with its `meta.json` if it is new.
+    """Write a file into a directory of the store, which is created with its `meta.json` if it is new.
 
     Args:
-        meta: what a person wants to know of the directory; written once.
+        meta: description of the directory for people; written once.
         name: of the file.
-        what: whose store this is, for the error.
+        what: name of the store in the error.
 
     Raises:
-        OutputError: if the disk refuses.
+        OutputError: if the file cannot be written.
     """
     failure = f"the {what} store cannot be written"
     if not (directory / "meta.json").exists():

@@ -1,4 +1,4 @@
-"""The teacher: a frozen model that says how likely every token was, live or from the store of its likeliest tokens."""
+"""The teacher: a frozen model, live or as a store of its most likely tokens."""
 
 import hashlib
 import time
@@ -32,13 +32,13 @@ _WRITE_EVERY_BYTES = 2**26
 
 
 class Teacher(Protocol):
-    """Says what the supervised tokens of some trees are compared with."""
+    """Provides the targets for the supervised tokens of some trees."""
 
     comparison: Comparison
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what decides what it says."""
+        """Hash of everything that its targets depend on."""
         ...
 
     def targets(self, trees: Sequence[PromptTree], batch: Batch) -> Targets:
@@ -60,7 +60,7 @@ def compare_as(options: TeacherOptions, vocabulary: int) -> Comparison:
 
 
 def describe(options: TeacherOptions) -> str:
-    """Which divergence this is, in words."""
+    """A description of the divergence, for the log."""
     name = options.divergence or "forward_kl"
     reading = {"forward_kl": "KL(teacher || student)", "reverse_kl": "KL(student || teacher)",
                "js": "Jensen-Shannon", "skew": "KL(teacher || mix of both)", "tvd": "total variation"}[name]
@@ -68,13 +68,13 @@ def describe(options: TeacherOptions) -> str:
     temperature = options.temperature or 1.0
     scaling = "times T^2" if options.temperature_scaling is not False else "not multiplied by T^2"
     heat = "" if temperature == 1 else f", temperature {temperature:g}, {scaling}"
-    how = (f"stored top {options.top_k} and the tail as one more outcome" if options.top_k
-           else "live, over the whole vocabulary")
+    how = (f"stored top {options.top_k} tokens and the tail as one more outcome" if options.top_k
+           else "live, over the full vocabulary")
     return f"{name}, {reading}{mix}{heat}; {how}"
 
 
 def effective(options: TeacherOptions) -> dict[str, Any]:
-    """Defaults that stand in for what was not given; nothing without a teacher."""
+    """Defaults of the options that are not set; empty without a teacher."""
     if options.teacher is None:
         return {}
     name = options.divergence or "forward_kl"
@@ -84,7 +84,7 @@ def effective(options: TeacherOptions) -> dict[str, Any]:
 
 
 def shared_vocabulary(tokenizer: Any, *heads: int) -> int:
-    """How many ids both models have: those of the tokenizer; further columns of a head are padding.
+    """Number of ids that both models have: those of the tokenizer. Further columns of an output head are padding.
 
     Args:
         heads: rows of each model's head.
@@ -93,7 +93,7 @@ def shared_vocabulary(tokenizer: Any, *heads: int) -> int:
 
 
 class LiveTeacher:
-    """A teacher in memory, exact over the whole vocabulary.
+    """A teacher in memory, exact over the full vocabulary.
 
     Args:
         model: the frozen teacher.
@@ -107,7 +107,7 @@ class LiveTeacher:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of what decides the teacher's log-probs."""
+        """Hash of everything that the teacher's log-probs depend on."""
         return fingerprint(self.model)
 
     @torch.no_grad()
@@ -123,10 +123,10 @@ class LiveTeacher:
 
 
 class StoredTeacher:
-    """A teacher's likeliest tokens from the store. The teacher itself is no longer in memory.
+    """A teacher's most likely tokens from the store. The teacher itself is no longer in memory.
 
     Args:
-        store: opened, and holding every completion that will be asked for.
+        store: opened, with every completion of the run.
         comparison: how the student is compared with it.
     """
 
@@ -152,13 +152,13 @@ class StoredTeacher:
 
         ids, logps, tail = joined(0, torch.int64), joined(1, None), joined(2, None)
         if len(tail) != len(batch.target_ids):
-            raise ReferenceMismatchError("the teacher's store has another number of tokens than the batch; this is a "
-                                         "bug in how it is filed")
+            raise ReferenceMismatchError("the teacher's store and the batch have different numbers of tokens. This is "
+                                         "a bug. Please report it.")
         return TopK(ids, logps, tail)
 
 
 def stored_name(of_model: str, options: TeacherOptions, vocabulary: int) -> str:
-    """The fingerprint under which a teacher's likeliest tokens are stored.
+    """The fingerprint under which a teacher's most likely tokens are stored.
 
     Args:
         of_model: fingerprint of the teacher.
@@ -243,7 +243,7 @@ def _top_k_of(model: LanguageModel, pack: Sequence[PromptTree], comparison: Comp
     hidden = model.hidden(batch, model.tree_pass(batch))  # and with it the head, of a sharded teacher
     best = top_k(hidden, head_of(model.module, model.compute), k, comparison.temperature, comparison.vocabulary)
     if not (bool(torch.isfinite(best.logps).all()) and bool(torch.isfinite(best.tail).all())):
-        raise ReferenceMismatchError("the teacher gives some token a log-prob that is not finite; nothing was trained")
+        raise ReferenceMismatchError("the teacher gives a token a log-prob that is not finite. Nothing was trained.")
     lengths = batch.lengths.tolist()
     parts = [tensor.cpu().split(lengths) for tensor in (best.ids, best.logps, best.tail)]
     keys = [key for tree in pack for key in tree.score_keys]

@@ -1,11 +1,11 @@
-"""The store of a teacher's likeliest tokens, beside the reference scores.
+"""The store of a teacher's most likely tokens.
 
     STORE/<fingerprint of teacher, k, temperature>/meta.json
                                                   /<hash>.safetensors
 
 A file holds, for some (prompt, completion) keys, `keys [n, 16]`, `offsets [n + 1]`, and per supervised token
-`ids [N, k]`, `logps [N, k]` and `tail [N]`. Its name is the hash of its content, checked when it is opened; rows are
-read from the disk when a step asks for them, so memory does not grow with the store.
+`ids [N, k]`, `logps [N, k]` and `tail [N]`. Its name is the hash of its content, which is checked when it is opened.
+A step reads its rows from the disk, so memory does not grow with the store.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _NAMES = ("keys", "offsets", "ids", "logps", "tail")
 
 
 def bytes_per_token(k: int, vocabulary: int, float_bytes: int) -> int:
-    """What a supervised token takes in the store."""
+    """Size of a supervised token in the store."""
     return k * (_id_dtype(vocabulary).itemsize + float_bytes) + float_bytes
 
 
@@ -38,12 +38,12 @@ def _id_dtype(vocabulary: int) -> np.dtype[Any]:
 
 
 class TopKStore:
-    """Likeliest tokens under one teacher.
+    """Most likely tokens under one teacher.
 
     Args:
         root: the store's directory.
         fingerprint: of the teacher, its numerics, k and the temperature.
-        meta: what a person wants to know of it; written once.
+        meta: description of the teacher for people; written once.
     """
 
     def __init__(self, root: Path, fingerprint: str, meta: dict[str, Any]) -> None:
@@ -54,11 +54,11 @@ class TopKStore:
         self._where: dict[bytes, tuple[Path, int, int]] = {}
 
     def open(self) -> None:
-        """Find all whole entries. A damaged file is left out (its entries are computed again) and listed, also if it
-        has been written anew by the time of another call.
+        """Find all entries of intact files. Corrupted files go to `damaged`, and stay there if a later call finds them
+        rewritten; their entries are computed again.
 
         Raises:
-            ReferenceMismatchError: if an intact file holds what no teacher says.
+            ReferenceMismatchError: if an intact file holds invalid probabilities.
         """
         for file in sorted(self.path.glob("*.safetensors")):
             if file not in self._files and not self._open(file) and file not in self.damaged:
@@ -68,14 +68,14 @@ class TopKStore:
         try:
             opened = safe_open(file, framework="numpy")
             arrays = {name: opened.get_tensor(name) for name in _NAMES}
-        except Exception:  # a damaged file fails in many ways, all of which mean the same
+        except Exception:  # a corrupted file fails in many ways
             return False
         if _checksum(arrays) != file.stem:
             return False
         total = np.exp(arrays["logps"].astype(np.float64)).sum(-1) + np.exp(arrays["tail"].astype(np.float64))
         if not np.allclose(total, 1.0, atol=1e-3):
-            raise ReferenceMismatchError(f"{file}: holds probabilities that do not add up to 1; remove the store with "
-                                         f"`tropism store clean --store {self.path.parent}`")
+            raise ReferenceMismatchError(f"{file}: probabilities do not sum to 1. Remove the stored scores with: "
+                                         f"tropism store clean --store {self.path.parent}")
         self._files[file] = opened
         offsets = arrays["offsets"]
         for number, key in enumerate(arrays["keys"]):
@@ -89,14 +89,14 @@ class TopKStore:
         return key in self._where
 
     def read(self, key: bytes) -> TopkEntry:
-        """What the teacher says of the supervised tokens of one completion.
+        """The teacher's most likely tokens for the supervised tokens of one completion.
 
         Raises:
-            ReferenceMismatchError: if it is not there.
+            ReferenceMismatchError: if the store does not have it.
         """
         if key not in self._where:
-            raise ReferenceMismatchError(f"a completion has no entry in the teacher's store {self.path}; with several "
-                                         "machines the store must lie on a disk that all of them see")
+            raise ReferenceMismatchError(f"a completion has no entry in the teacher's store {self.path}. With several "
+                                         "machines, use a --store on a shared disk.")
         file, start, end = self._where[key]
         opened = self._files[file]
         ids, logps, tail = (opened.get_slice(name)[start:end] for name in ("ids", "logps", "tail"))
@@ -106,7 +106,7 @@ class TopKStore:
         """Write entries as one file.
 
         Raises:
-            OutputError: if the disk refuses.
+            OutputError: if the file cannot be written.
         """
         if not entries:
             return
@@ -119,16 +119,16 @@ class TopKStore:
         publish(self.path, self.meta, f"{_checksum(arrays)}.safetensors", content, "teacher's")
 
     def check_space(self, needed_bytes: int) -> None:
-        """Find out before the teacher's pass whether it fits on the disk.
+        """Check before the teacher's pass that its result fits on the disk.
 
         Raises:
-            OutputError: saying how much is needed and how much is free.
+            OutputError: with the required and the free space.
         """
         parent = next(path for path in (self.path, *self.path.parents) if path.exists())
         free = shutil.disk_usage(parent).free
         if free < needed_bytes * 1.05:
-            raise OutputError(f"{self.path.parent}: the teacher's top-k will take {needed_bytes / 2**30:.2f} GiB, and "
-                              f"{free / 2**30:.2f} GiB are free; a smaller --top-k, or another place with --store")
+            raise OutputError(f"{self.path.parent}: the teacher's top-k tokens need {needed_bytes / 2**30:.2f} GiB, "
+                              f"but only {free / 2**30:.2f} GiB are free. Use a lower --top-k, or another --store.")
 
 
 def _checksum(arrays: Mapping[str, npt.NDArray[Any]]) -> str:

@@ -1,1 +1,1 @@
-"""What watches a run: guards, non-finite steps, early stopping."""
+"""Monitoring of a run: guards, non-finite steps, early stopping."""

@@ -1,16 +1,16 @@
-"""Early stopping: a run ends when an evaluation has not become better for a while."""
+"""Early stopping: a run ends when a metric has not improved for some evaluations."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tropism.errors import UsageError
+from tropism.errors import UsageError, count_of
 from tropism.methods import Method
 from tropism.observe.metrics import direction
 
 DEFAULT_PATIENCE = 3
-"""Evaluations without a better value. With ten evaluations in a run, one or two are noise."""
+"""Evaluations in a row without improvement. With ten evaluations in a run, one or two are noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class Rule:
 
     Args:
         metric: of the evaluation records.
-        patience: evaluations in a row that may pass without a better value.
-        delta: by how much a value must be better to count, in the metric's unit.
+        patience: evaluations in a row without improvement that end the run.
+        delta: smallest difference that counts as an improvement, in the metric's unit.
     """
 
     metric: str
@@ -29,10 +29,10 @@ class Rule:
 
 
 class EarlyStopping:
-    """Looks at evaluations, step 0 included, and says when to stop.
+    """Watches the evaluations, including step 0, and decides when to stop.
 
     Args:
-        rule: when.
+        rule: when to stop.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -43,7 +43,7 @@ class EarlyStopping:
         self.without = 0
 
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Take in an evaluation.
+        """Take an evaluation into account.
 
         Returns:
             Whether to stop now.
@@ -53,7 +53,7 @@ class EarlyStopping:
         """
         rule = self.rule
         if rule.metric not in metrics:
-            raise UsageError(f"stop_metric {rule.metric}: the evaluation at step {step} does not have it; it has "
+            raise UsageError(f"--stop-metric {rule.metric} is not in the evaluation at step {step}. Its metrics: "
                              f"{', '.join(sorted(key for key in metrics if direction(key)))}")
         value = metrics[rule.metric]
         gain = 0.0 if self.best is None else (value - self.best if self.higher else self.best - value)
@@ -70,24 +70,24 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str:
-        """Why the run ends, for a person and for the manifest."""
+        """Why the run ends, for the log and the manifest."""
         best = "none" if self.best is None else f"{self.best:.6g}"
-        return (f"{self.rule.metric} was best at step {self.best_step} ({best}) and not better for "
-                f"{self.without} evaluations")
+        return (f"no improvement of {self.rule.metric} in {count_of(self.without, 'evaluation')} "
+                f"(best: {best} at step {self.best_step})")
 
     def state(self) -> dict[str, Any]:
         """What decides when to stop, as plain JSON."""
         return {"metric": self.rule.metric, "best": self.best, "best_step": self.best_step, "without": self.without}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`; the state of another metric says nothing of this one, which begins anew."""
+        """Continue from `state()`. The state of another metric is ignored."""
         if state.get("metric") != self.rule.metric:
             return
         self.best, self.best_step, self.without = state["best"], state["best_step"], state["without"]
 
 
 def evaluation_keys(method: Method) -> tuple[str, ...]:
-    """Metrics with a better side that evaluations of a method have, where both classes are there."""
+    """Metrics of a method's evaluations that can improve, if both classes are there."""
     keys = ["loss", *(term.key for term in method.terms)]
     if method.view == "single":
         keys += ["perplexity"] if any(term.row.name == "sft" for term in method.terms) else []
@@ -100,30 +100,34 @@ def evaluation_keys(method: Method) -> tuple[str, ...]:
 
 def make_rule(metric: str | None, patience: int | None, delta: float | None, method: Method,
               has_evaluation: bool) -> Rule | None:
-    """The rule that the options describe, checked before anything is spent; None if there is none.
+    """The checked rule that the options describe; None if there is none.
 
     Raises:
-        UsageError: for a metric that evaluations of this method do not have, naming those they have; without rows to
-            evaluate; or for an option that would do nothing.
+        UsageError: for a metric that the evaluations of this method do not have, without rows to evaluate, or for an
+            option without effect.
     """
     if metric is None:
         for name, value in (("stop_patience", patience), ("stop_delta", delta)):
             if value is not None:
-                raise UsageError(f"{name} has no effect without stop_metric")
+                raise UsageError(f"{_flag(name)} has no effect without --stop-metric")
         return None
     check_evaluated("stop_metric", metric, method, has_evaluation)
     return Rule(metric, DEFAULT_PATIENCE if patience is None else patience, delta or 0.0)
 
 
 def check_evaluated(option: str, metric: str, method: Method, has_evaluation: bool) -> None:
-    """An option that goes by a metric of the evaluations needs evaluations that have it.
+    """Check that the evaluations have the metric of an option.
 
     Raises:
-        UsageError: naming the metrics that there are, or how to have rows to evaluate.
+        UsageError: with the known metrics, or with the options that provide rows to evaluate.
     """
     known = evaluation_keys(method)
     if metric not in known:
-        raise UsageError(f"{option}: {metric!r} is not one of {', '.join(known)}")
+        raise UsageError(f"{_flag(option)}: {metric!r} is not one of {', '.join(known)}")
     if not has_evaluation:
-        raise UsageError(f"{option} {metric} needs rows to evaluate: --eval-fraction 0.1 holds some out, --eval-data "
-                         "names a file of them")
+        raise UsageError(f"{_flag(option)} {metric} requires rows to evaluate. Use --eval-fraction 0.1 to hold some "
+                         "out, or --eval-data FILE.")
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"

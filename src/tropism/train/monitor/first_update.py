@@ -1,4 +1,4 @@
-"""Whether a step changed anything: looked at once, after the first step that should."""
+"""Check that training changes the weights, once, after the first step with a learning rate above 0."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from tropism.distributed.shard import part_of
-from tropism.errors import NothingLearnedError
+from tropism.errors import NothingLearnedError, count_of
 from tropism.train.step_log import StepOutcome
 
-_ROUNDING = 1e-6  # what a stored teacher leaves of a divergence that is 0, in nats; and of its gradient
+_ROUNDING = 1e-6  # rounding of a stored teacher leaves this much of a divergence of 0, in nats; and of its gradient
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FirstUpdate:
-    """Holds what the weights were until a step with a learning rate above 0 has changed one of them.
+    """Compares the weights before and after the first step with a learning rate above 0.
 
     Args:
         module: the policy.
-        done: a step has been looked at already, in a run that goes on.
-        pooled: sums a tensor over ranks.
-        most: takes the maximum of numbers over ranks: each may hold a part of the weights.
+        done: the check was done before; True in a resumed run.
+        pooled: sums a tensor over processes.
+        most: takes the maximum of numbers over processes. Each can hold a part of the weights.
     """
 
     def __init__(self, module: Any, done: bool = False, pooled: Callable[[Tensor], Tensor] = lambda own: own,
@@ -33,11 +33,11 @@ class FirstUpdate:
         self._before = None if done else snapshot(_trainable(module).values())
 
     def look(self, outcome: StepOutcome) -> None:
-        """Called after each step; only the first with a learning rate above 0 that was applied is looked at.
+        """Call after each step. Only the first applied step with a learning rate above 0 is checked.
 
         Raises:
-            NothingLearnedError: if the step changed no weight at all, with the counts of trainable weights. Not where
-                its loss is 0: a student that is its teacher has nothing to learn.
+            NothingLearnedError: if the step changed no weight, with the counts of trainable weights. Never if its loss
+                is 0: a student that equals its teacher has nothing to learn.
         """
         if self.done or outcome.learning_rate == 0 or not bool(outcome.finite):
             return
@@ -50,7 +50,7 @@ class FirstUpdate:
             raise NothingLearnedError(explain(self.module, outcome.learning_rate, float(outcome.grad_norm)))
 
     def _nothing_to_learn(self, outcome: StepOutcome) -> bool:
-        """Whether the step's loss is 0, but for what rounding leaves of it."""
+        """Whether the step's loss is 0, up to rounding."""
         if outcome.size is None:
             return False
         return float(self.pooled(outcome.size)) <= _ROUNDING and float(outcome.grad_norm) <= _ROUNDING
@@ -59,7 +59,7 @@ class FirstUpdate:
 def snapshot(weights: Iterable[Tensor]) -> list[Tensor]:
     """A small tensor per weight that differs if the weight does: of a matrix the sums of its rows' bits.
 
-    Sums of bits, not of values: adding rounds a change away that the weights themselves still hold.
+    Sums bits, not values: a sum of values can round a change away.
     """
     def one(weight: Tensor) -> Tensor:
         bits = part_of(weight.detach()).view(_BITS[weight.element_size()])
@@ -69,7 +69,7 @@ def snapshot(weights: Iterable[Tensor]) -> list[Tensor]:
 
 
 def explain(module: Any, learning_rate: float, grad_norm: float) -> str:
-    """Why nothing may have changed, and what is trainable at all."""
+    """Why the step may have changed nothing, what to do, and which weights are trainable."""
     trainable = _trainable(module)
     total = sum(weight.numel() for weight in module.parameters())
     parts: dict[str, int] = {}
@@ -78,12 +78,13 @@ def explain(module: Any, learning_rate: float, grad_norm: float) -> str:
         parts[part] = parts.get(part, 0) + weight.numel()
     counts = ", ".join(f"{part} {count:,}" for part, count in parts.items()) or "none"
     dtypes = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in trainable.values()}))
-    reason = ("its gradient is exactly 0: the loss does not depend on what is trainable, or every example is saturated."
+    reason = ("its gradient is exactly 0. Either the loss does not depend on the trainable weights, or all examples "
+              "are saturated."
               if grad_norm == 0 else
-              f"its gradient has norm {grad_norm:.3g}, but an update at this rate is lost in the rounding of {dtypes}; "
-              "a higher --learning-rate, or --optimizer adamw, whose steps do not shrink with the gradient, may help.")
-    return (f"a step with learning rate {learning_rate:g} changed no weight: {reason} Trainable are "
-            f"{sum(parts.values()):,} of {total:,} weights in {len(trainable)} tensors ({counts})")
+              f"its gradient has norm {grad_norm:.3g}, but an update at this rate is lost in the rounding of {dtypes}. "
+              "Use a higher --learning-rate, or --optimizer adamw, whose steps do not shrink with the gradient.")
+    return (f"a step with learning rate {learning_rate:g} changed no weight: {reason} Trainable: "
+            f"{sum(parts.values()):,} of {total:,} weights in {count_of(len(trainable), 'tensor')} ({counts})")
 
 
 def _trainable(module: Any) -> dict[str, Tensor]:

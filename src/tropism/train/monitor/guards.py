@@ -1,7 +1,7 @@
-"""Watchers over the records of a run. They say in words what goes wrong, and what to try; they change nothing.
+"""Guards: checks on the train records of a run. A notice says what goes wrong and what to try. Guards change nothing.
 
-Each guard speaks once, and again when what it speaks of has doubled since. Their state is plain JSON, so that a resumed
-run says the same at the same steps.
+A guard warns once, and again when its figure has doubled. The state of the guards is plain JSON, so that a resumed run
+gives the same notices at the same steps.
 """
 
 import math
@@ -12,26 +12,25 @@ from typing import Any
 from tropism.methods import Method
 
 WINDOW = 10
-"""Records that are averaged: a single record is as noisy as its rows."""
+"""Records in an average. A single record is too noisy."""
 ERRORS = 3.0
-"""Standard errors by which two windows must differ: of a thousand pairs of equal windows a few do."""
+"""Standard errors by which two windows must differ. Chance alone gives that in a few of a thousand pairs."""
 AGAIN = 2.0
-"""A guard speaks again when its figure has grown by this factor."""
+"""A guard warns again when its figure has grown by this factor."""
 ZEROS = 3
-"""Records in a row with a gradient norm of exactly 0: one can be a step of one class, three are none."""
+"""Records in a row with a gradient norm of exactly 0. One can be chance (a step with a single class), three are not."""
 LARGE_MARGIN = 50.0
-"""Reward margin in nats: sigmoid(50) is 1 in float64, so nothing is learned any more, and rounding of the log-probs
-grows with them."""
+"""Reward margin in nats. sigmoid(50) is 1 in float64, so the gradient is 0."""
 FAR_REWARD = 5.0
-"""beta x nats from the reference: sigmoid(5) is 0.993, where the utility of KTO and the loss of DPO are flat."""
+"""beta x nats from the reference. sigmoid(5) is 0.993, where the utility of KTO and the loss of DPO are flat."""
 FALLEN_NATS = 10.0
-"""Fall of the chosen log-prob that is clear whatever the length: a completion has become e^10 times less likely."""
+"""Fall of the chosen log-prob that counts at any length: a completion has become e^10 times less likely."""
 FALLEN_SHARE = 0.1
 """The same for short completions, as a share of the log-prob at the start; and per token, in nats."""
 FALLEN_LEAST = 1.0
-"""Nats below which no fall is spoken of."""
+"""Smallest fall that counts, in nats."""
 SATURATED_SHARE = 0.5
-"""Share of units without a gradient: beyond it the effective batch is less than half of what was asked for."""
+"""Share of units without a gradient. Above it the effective batch is less than half of `--batch-size`."""
 RISEN_SHARE = 0.2
 """Rise of the loss, as a share of its start."""
 
@@ -40,11 +39,11 @@ _KEPT = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One sentence of a guard.
+    """A notice of a guard.
 
     Args:
         step: of the record that caused it.
-        guard: which guard speaks.
+        guard: name of the guard.
         text: what is wrong, with figures, and what to try.
     """
 
@@ -59,15 +58,15 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What guards must know of a run.
+    """The properties of a run that the guards use.
 
     Args:
         view: `paired`, `unpaired` or `single`.
         losses: names of its losses.
-        beta: what a log-ratio is multiplied with to be a reward; 0 without rewards.
+        beta: reward per nat of log-ratio; 0 without rewards.
         has_reference: rewards are log-ratios.
         per_token: rewards are means per token.
-        from_start: the reference is the policy as it was before step 1, so that rewards begin at 0 for every row.
+        from_start: the reference is the policy before step 1, so every reward starts at 0.
     """
 
     view: str
@@ -91,13 +90,13 @@ class Subject:
 
     @property
     def matched(self) -> bool:
-        """Rewards compare each row with itself before training, so that which rows a record has is no matter."""
+        """Whether rewards compare each row with itself before training, so that records of different rows compare."""
         return self.has_reference and self.from_start
 
     @property
     def likelihood(self) -> str:
-        """How a likelihood term is added, where there is none."""
-        return "" if "sft" in self.losses or not self.losses else f"a likelihood term (`--loss {self.losses[0]},sft`), "
+        """The remedy of adding a likelihood term; empty if there is one."""
+        return "" if "sft" in self.losses or not self.losses else f"a likelihood term (--loss {self.losses[0]},sft), "
 
 
 class Guards:
@@ -116,10 +115,10 @@ class Guards:
         self._said: dict[str, float] = {}
 
     def see(self, step: int, metrics: Mapping[str, float]) -> list[Notice]:
-        """Look at a train record.
+        """Check a train record.
 
         Returns:
-            What there is to say of it.
+            New notices.
         """
         for key in _KEPT:
             if key in metrics and math.isfinite(metrics[key]):
@@ -135,13 +134,13 @@ class Guards:
         return notices
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides what is said next."""
+        """Everything that later notices depend on."""
         return {"first": {key: list(values) for key, values in self._first.items()},
                 "last": {key: list(values) for key, values in self._last.items()},
                 "seen": dict(self._seen), "zeros": self._zeros, "said": dict(self._said)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`."""
+        """Continue from `state()`."""
         self._first = {key: list(values) for key, values in state["first"].items()}
         self._last = {key: list(values) for key, values in state["last"].items()}
         self._seen, self._said = dict(state["seen"]), dict(state["said"])
@@ -156,20 +155,20 @@ class Guards:
         self._seen[key] = self._seen.get(key, 0) + 1
 
     def recent(self, key: str) -> float | None:
-        """Mean of the last window, once there is a whole one."""
+        """Mean of the last window; None until it is full."""
         values = self._last.get(key, [])
         return sum(values) / WINDOW if len(values) == WINDOW else None
 
     def start(self, key: str) -> float:
-        """The first value: with the default reference rewards begin at exactly 0."""
+        """The first value. With the default reference rewards start at exactly 0."""
         return self._first[key][0]
 
     def change(self, key: str, matched: bool = False) -> tuple[float, float, float] | None:
         """Value at the start, value now, and the standard error of their difference.
 
         Args:
-            matched: the first value is no matter of chance; otherwise the first window is compared with a later one
-                that does not overlap it.
+            matched: compare with the first value, which is exact; otherwise with the first window, once the last one
+                does not overlap it.
         """
         now = self.recent(key)
         if now is None or (not matched and self._seen[key] < 2 * WINDOW):
@@ -191,15 +190,15 @@ def _variance(values: list[float]) -> float:
 
 
 _Found = tuple[float, str] | None
-"""How bad it is, on a scale that only the guard knows, and the sentence."""
+"""A figure that grows with the problem, and the sentence."""
 
 
 def _gradient(guards: Guards, metrics: Mapping[str, float]) -> _Found:
     if guards.zeros < ZEROS:
         return None
     return guards.zeros, (
-        f"the gradient has been exactly 0 for {guards.zeros} records in a row: nothing is learned. Is every example "
-        "saturated (a smaller --beta), or does nothing trainable touch the loss?")
+        f"the gradient norm has been exactly 0 for {guards.zeros} records in a row, so the policy learns nothing. If "
+        "all examples are saturated, use a lower --beta. Otherwise check which weights are trainable.")
 
 
 def _margin(guards: Guards, metrics: Mapping[str, float]) -> _Found:
@@ -207,9 +206,9 @@ def _margin(guards: Guards, metrics: Mapping[str, float]) -> _Found:
     if margin <= LARGE_MARGIN:
         return None
     return margin, (
-        f"the mean reward margin is {margin:.0f} nats, above {LARGE_MARGIN:.0f}: the examples are long since told "
-        "apart, and the policy only moves further from where it began. A lower --learning-rate, a smaller --beta or "
-        "fewer steps; look for something trivial that separates the sides, such as length or an ending")
+        f"the mean reward margin is {margin:.0f} nats, above {LARGE_MARGIN:.0f}: the examples are fully separated, and "
+        "more training only moves the policy away from its start. Use a lower --learning-rate, a lower --beta or fewer "
+        "steps. Check the data for a trivial difference between the sides, such as length or the last token.")
 
 
 def _chosen_falls(guards: Guards, metrics: Mapping[str, float]) -> _Found:
@@ -228,15 +227,15 @@ def _chosen_falls(guards: Guards, metrics: Mapping[str, float]) -> _Found:
     if fall <= max(clear, ERRORS * error) or margins[1] - margins[0] <= ERRORS * margins[2]:
         return None
     side = "chosen" if subject.view == "paired" else "desirable"
-    other = "`--loss apo_zero`, " if subject.view == "paired" and "apo_zero" not in subject.losses else ""
+    other = "--loss apo_zero, " if subject.view == "paired" and "apo_zero" not in subject.losses else ""
     return fall, (
-        f"{side} completions are {fall:.3g} nats{' per token' if per_token else ''} less likely than at the start "
-        f"while margins grow ({margins[0]:+.3g} to {margins[1]:+.3g}): the policy unlearns both sides. "
-        f"Try {subject.likelihood}{other}a higher --beta, or a lower --learning-rate")
+        f"{side} completions are {fall:.3g} nats{' per token' if per_token else ''} less likely than at the start, "
+        f"while margins grew from {margins[0]:+.3g} to {margins[1]:+.3g}: the policy makes both sides less likely. "
+        f"Try {subject.likelihood}{other}a higher --beta, or a lower --learning-rate.")
 
 
 def _distance(guards: Guards, metrics: Mapping[str, float]) -> _Found:
-    """KTO's own estimate where there is one, else the mean size of the rewards of both classes."""
+    """KTO's own estimate of the KL if there is one, else the mean size of the rewards of both sides."""
     subject = guards.subject
     if not subject.has_reference:
         return None
@@ -253,9 +252,9 @@ def _distance(guards: Guards, metrics: Mapping[str, float]) -> _Found:
         return None
     per = " per token" if subject.per_token else ""
     return from_start, (
-        f"the policy has gone far from where it started: {what} is up by {from_start * scale:.3g} nats{per}, times "
-        f"beta {from_start:.3g}. Read some of its answers before trusting the metrics; a lower --learning-rate, a "
-        "higher --beta or fewer steps keep it closer")
+        f"the policy is far from its start: {what} rose by {from_start * scale:.3g} nats{per} (times beta: "
+        f"{from_start:.3g}). Read some completions before you trust the metrics. To stay closer, use a lower "
+        "--learning-rate, a higher --beta or fewer steps.")
 
 
 def _saturated(guards: Guards, metrics: Mapping[str, float]) -> _Found:
@@ -264,8 +263,8 @@ def _saturated(guards: Guards, metrics: Mapping[str, float]) -> _Found:
         return None
     units = "pairs" if guards.subject.view == "paired" else "completions"
     return share, (
-        f"{share:.0%} of the {units} have a flat loss and teach nothing any more. Stop here (fewer --epochs, or "
-        "--stop-metric), or take a smaller --beta, with which examples saturate later")
+        f"{share:.0%} of the {units} are saturated: their loss is flat, and they no longer change the policy. Train "
+        "for fewer --epochs, stop early with --stop-metric, or use a lower --beta, which saturates later.")
 
 
 def _loss_rises(guards: Guards, metrics: Mapping[str, float]) -> _Found:
@@ -278,11 +277,11 @@ def _loss_rises(guards: Guards, metrics: Mapping[str, float]) -> _Found:
         return None
     how = f"has diverged to {now / before:.1f} times its start" if before > 0 and now > 2 * before else "is rising"
     return rise, (
-        f"the loss {how} (mean of {WINDOW} records: {before:.4g} at first, {now:.4g} now). A lower --learning-rate, a "
-        "longer warm-up (--warmup-ratio) or a smaller --max-grad-norm")
+        f"the loss {how} (mean of {WINDOW} records: {before:.4g} at the start, {now:.4g} now). Use a lower "
+        "--learning-rate, a longer warm-up (--warmup-ratio) or a lower --max-grad-norm.")
 
 
 GUARDS: dict[str, Callable[[Guards, Mapping[str, float]], _Found]] = {
     "zero_gradient": _gradient, "large_margin": _margin, "chosen_falls": _chosen_falls, "far_from_reference": _distance,
     "saturated": _saturated, "loss_rises": _loss_rises}
-"""Every guard by the name under which it is written down."""
+"""Every guard by its name in `notices.jsonl`."""

@@ -1,4 +1,4 @@
-"""What was not finite in a step that therefore changed nothing, and what to do about it."""
+"""Steps that were not finite and therefore changed nothing: their cause and rows, and whether the run stops."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from tropism.data.rows import EncodedRow
 from tropism.distributed.world import World
-from tropism.errors import NonFiniteError
+from tropism.errors import NonFiniteError, count_of
 from tropism.train.step_log import StepOutcome
 
 MOST_IN_A_ROW = 10
-"""Steps that may be left out one after the other: beyond them the weights do not come back by themselves."""
+"""Skipped steps in a row after which a run stops, since the weights do not recover by themselves."""
 
 _LISTED = 10
 
@@ -19,9 +19,9 @@ Cause = Literal["reference", "log-prob", "loss", "reference point", "gradient"]
 _SAID: dict[Cause, str] = {
     "reference": "the log-prob of the reference is not finite",
     "log-prob": "the log-prob of the policy is not finite",
-    "loss": "log-probs are finite, and the loss is not",
-    "reference point": "KTO's reference point is not finite, through the log-prob of a mismatched completion of the "
-                       "step, and so no loss of these rows is",
+    "loss": "the log-probs are finite, but the loss is not",
+    "reference point": "KTO's reference point is not finite, because of the log-prob of a mismatched completion of the "
+                       "step",
     "gradient": "all losses are finite, but the gradient is not",
 }
 
@@ -32,8 +32,8 @@ class BadStep:
 
     Args:
         step: its number.
-        cause: the first thing on the way from the reference to the gradient that was not finite.
-        rows: id and place of those to look at: the ones it began with, or all of the step where none is to blame.
+        cause: the first quantity, from reference to gradient, that was not finite.
+        rows: id and place of the rows that caused it, or of all rows of the step if no single row did.
         grad_norm: of the step, as text: JSON has no NaN.
     """
 
@@ -46,9 +46,9 @@ class BadStep:
         listed = ", ".join(f"{name} ({place})" if name != place else name for name, place in self.rows[:_LISTED])
         more = f" and {len(self.rows) - _LISTED} more" if len(self.rows) > _LISTED else ""
         if self.cause == "gradient":
-            return f"step {self.step}: {_SAID['gradient']} (norm {self.grad_norm}); rows of the step: {listed}{more}"
-        return (f"step {self.step}: the loss of {len(self.rows)} rows is not finite: {listed}{more}: "
-                f"{_SAID[self.cause]}")
+            return f"step {self.step}: {_SAID['gradient']} (norm {self.grad_norm}). Rows of the step: {listed}{more}"
+        return (f"step {self.step}: the loss of {count_of(len(self.rows), 'row')} is not finite: {listed}{more}. "
+                f"Cause: {_SAID[self.cause]}")
 
     def to_json(self) -> dict[str, Any]:
         """A line of `skipped.jsonl`."""
@@ -57,13 +57,13 @@ class BadStep:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> "BadStep":
-        """What `to_json` wrote."""
+        """The step that `to_json` wrote."""
         return cls(line["step"], line["cause"], tuple((row["id"], row["place"]) for row in line["rows"]),
                    line["grad_norm"])
 
 
 def diagnose(world: World, outcome: StepOutcome, rows: Sequence[EncodedRow]) -> BadStep:
-    """Find what was not finite. All ranks call this together.
+    """Find what was not finite. All processes call this together.
 
     Args:
         outcome: of a step that was not finite.
@@ -79,11 +79,11 @@ def diagnose(world: World, outcome: StepOutcome, rows: Sequence[EncodedRow]) -> 
             elif not math.isfinite(loss):
                 found.append(("loss", index))
             else:
-                found.append(("gradient", index))  # not to blame, and named only if none is
+                found.append(("gradient", index))  # not the cause; named only if no row is
     everywhere = [entry for part in world.of_parts(found) for entry in part]
     point = outcome.point
     order: tuple[Cause, ...] = ("reference", "log-prob", "loss", "gradient")
-    # What comes from the whole step carries one row's NaN into the losses of others, which are not to blame.
+    # A value of the whole step carries one row's NaN into the losses of the others, which did not cause it.
     cause: Cause = next((cause for cause in order if any(entry[0] == cause for entry in everywhere)), "gradient")
     blamed = sorted(index for of_row, index in everywhere if of_row == cause)
     named = tuple((rows[index].id, rows[index].place) for index in blamed)
@@ -93,7 +93,7 @@ def diagnose(world: World, outcome: StepOutcome, rows: Sequence[EncodedRow]) -> 
 
 
 class Tolerance:
-    """Whether a run goes on after a step that was not finite.
+    """Decides whether a run continues after a step that was not finite.
 
     Args:
         mode: `stop` at the first one, or `skip` up to ten in a row.
@@ -103,12 +103,12 @@ class Tolerance:
         self.mode = mode
         self.in_a_row = 0
 
-    def see(self, world: World, outcomes: Sequence[StepOutcome], finite: Sequence[bool],
+    def check(self, world: World, outcomes: Sequence[StepOutcome], finite: Sequence[bool],
             rows: Sequence[EncodedRow]) -> list[BadStep]:
-        """Steps of a window that were not applied. All ranks call this together.
+        """The steps of a window that were not applied. All processes call this together.
 
         Raises:
-            NonFiniteError: under `stop` for the first of them, under `skip` for the tenth in a row.
+            NonFiniteError: with `stop` for the first of them, with `skip` for the tenth in a row.
         """
         bad: list[BadStep] = []
         for outcome, fine in zip(outcomes, finite, strict=True):
@@ -117,18 +117,18 @@ class Tolerance:
                 continue
             bad.append(diagnose(world, outcome, rows))
             if self.mode == "stop":
-                raise NonFiniteError(f"{bad[-1]}. The step changed nothing. A lower learning rate or --max-grad-norm, "
-                                     "or fp32 instead of bf16, may help; look at these rows first. --on-nonfinite skip "
-                                     "leaves such steps out")
+                raise NonFiniteError(f"{bad[-1]}. The step changed nothing. Check these rows, or try a lower "
+                                     "--learning-rate, a lower --max-grad-norm or --precision fp32. To skip such "
+                                     "steps, pass --on-nonfinite skip.")
             if self.in_a_row >= MOST_IN_A_ROW:
                 raise NonFiniteError(f"{self.in_a_row} steps in a row were not finite and changed nothing, so the run "
-                                     f"stops although --on-nonfinite is skip. The last: {bad[-1]}")
+                                     f"stops in spite of --on-nonfinite skip. The last was {bad[-1]}")
         return bad
 
     def state(self) -> dict[str, Any]:
-        """What decides when to stop, as plain JSON."""
+        """The count of steps in a row, as plain JSON."""
         return {"in_a_row": self.in_a_row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`."""
+        """Continue from `state()`."""
         self.in_a_row = int(state["in_a_row"])

@@ -1,1 +1,1 @@
-"""From options to an engine that is ready for step 1."""
+"""Builds the engine of a run from its options."""

@@ -1,4 +1,4 @@
-"""What the log says before step 1: data, plan, processes."""
+"""The log lines before step 1: data, method, plan and processes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.distributed.shard import shard_sizes
 from tropism.distributed.world import World
+from tropism.errors import count_of
 from tropism.methods import Method
 from tropism.methods.build import describe_method
 from tropism.observe.console import Voice
@@ -16,14 +17,14 @@ from tropism.train.setup.python_objects import PythonObjects
 
 
 def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
-    """Say what was read, and what is minimized."""
+    """Log what was read, and the method."""
     for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
         if audit is not None:
             voice.say(f"{name}: {audit.source}: {audit.summary()}")
             if audit.format:
                 voice.say(f"  {audit.format}")
             for drop in audit.dropped[:3]:
-                voice.say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
+                voice.say(f"  dropped: {drop.place}: {drop.reason}: {drop.detail}")
             for notice in audit.notices():
                 voice.warn(notice)
     for finding in data.of_template:
@@ -31,13 +32,14 @@ def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
             voice.warn(finding.text)
     voice.say(f"method: {describe_method(method)}")
     if seen := data.prompts_on_both_sides():
-        voice.warn(f"{seen} evaluation prompts are also trained on: figures on them are not held out")
+        voice.warn(f"the training data contains {count_of(seen, 'evaluation prompt')}, so the evaluation is not fully "
+                   "held out. Remove them from one of the files, or use --eval-fraction instead of --eval-data.")
     if method.view == "unpaired":
         voice.say(f"labels: {describe_weights(method, data.train)}")
 
 
 def describe_weights(method: Method, rows: Sequence[EncodedRow]) -> str:
-    """Class counts, weights, and how their ratio stands to what the KTO paper advises."""
+    """Class counts and weights, and their ratio with the range that the KTO paper recommends."""
     desirable = sum(map(bool, labels_of(rows)))
     counts = f"{desirable} desirable, {len(rows) - desirable} undesirable"
     options = next((term.options for term in method.terms if "desirable_weight" in term.options), None)
@@ -45,15 +47,15 @@ def describe_weights(method: Method, rows: Sequence[EncodedRow]) -> str:
         return counts
     weights = options["desirable_weight"], options["undesirable_weight"]
     ratio = weights[0] * desirable / (weights[1] * (len(rows) - desirable))
-    text = (f"{counts}; weights {weights[0]:g} and {weights[1]:g}: "
-            f"weighted ratio {ratio:.2f} (the KTO paper advises 1 to 1.5)")
+    text = (f"{counts}; weights {weights[0]:g} and {weights[1]:g}; "
+            f"weighted ratio {ratio:.2f} (recommended by the KTO paper: 1 to 1.5)")
     if not 1 - 1e-9 <= ratio <= 1.5 + 1e-9:
-        text += ". `--desirable-weight auto --undesirable-weight auto` balances the classes"
+        text += ". To balance the classes, pass --desirable-weight auto --undesirable-weight auto"
     return text
 
 
 def describe_processes(world: World) -> str:
-    """`2 x cpu`, with how they are arranged where a model is spread over them."""
+    """`2 x cpu`, with the mesh axes if a model is sharded over the processes."""
     text = f"{world.size} x {world.device.type}"
     if world.mesh is not None:
         sizes = {axis: world.mesh.size(axis) for axis in ("replicate", "shard", "tensor")}
@@ -63,25 +65,26 @@ def describe_processes(world: World) -> str:
 
 def announce_plan(options: RunOptions, data: PreparedData, schedule: Steps, evaluated: int, precision: str,
                   world: World, objects: PythonObjects, voice: Voice) -> None:
-    """What is about to be done, where, and how it is spread."""
-    held_out = f", {len(data.evaluation)} rows held out" if data.evaluation else ""
+    """Log the plan: rows, optimizer steps, learning rate, length limit, precision and processes."""
+    held_out = f", {count_of(len(data.evaluation), 'held-out row')}" if data.evaluation else ""
     if evaluated < len(data.evaluation):
-        held_out += f" ({evaluated} of them evaluated, the same every time)"
-    size = "a dataloader's batches" if objects.steps is not None else str(options.batch_size)
+        held_out += f" ({evaluated:,} evaluated, always the same)"
+    size = "dataloader batches" if objects.steps is not None else count_of(options.batch_size, "row")
     own = objects.optimizer is None
-    rate = f"{options.learning_rate:g}" if own else "the optimizer's own"
-    voice.say(f"plan: {len(data.train)} rows{held_out}; {schedule.total_steps} steps of {size}, learning rate {rate}, "
-              f"max_length {data.max_length}, {precision}, {describe_processes(world)}")
+    rate = f"{options.learning_rate:g}" if own else "set by the optimizer"
+    voice.say(f"plan: {count_of(len(data.train), 'training row')}{held_out}; "
+              f"{count_of(schedule.total_steps, 'optimizer step')} of {size}, learning rate {rate}, max length "
+              f"{data.max_length:,} tokens, {precision}, {describe_processes(world)}")
     if options.learning_rate == 0 and own:
-        voice.warn("learning_rate is 0: nothing will change")
+        voice.warn("--learning-rate is 0, so training changes nothing.")
 
 
 def sharding_lines(models: dict[str, Any], world: World) -> list[str]:
-    """A line for each model: how many of its weights are divided, and what that leaves to a process."""
+    """A line for each model: how many of its weights are sharded, and how much of them a process holds."""
     lines = []
     for name, module in models.items():
         divided, tensors, here, total, size = shard_sizes(module)
         most, largest = world.max([here, size])
-        lines.append(f"sharding: {name}: {divided} of {tensors} weights divided; a process holds at most "
-                     f"{most:,} of {total:,} elements ({most / total:.0%}), in {largest / 2**20:.2f} MiB")
+        lines.append(f"sharding: {name}: {divided} of {count_of(tensors, 'weight tensor')} sharded; each process holds "
+                     f"at most {most:,} of {total:,} weights ({most / total:.0%}), {largest / 2**20:.2f} MiB")
     return lines

@@ -1,4 +1,4 @@
-"""From checked inputs to an engine that is ready for step 1: model, layout, reference, teacher and optimizer."""
+"""Builds the engine from checked inputs: model, layout, reference, teacher and optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ import torch
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.distributed.world import World
-from tropism.errors import ModelError
+from tropism.errors import ModelError, count_of
 from tropism.files import check_writable
 from tropism.methods import Method
 from tropism.model.fingerprint import fingerprint
@@ -36,20 +36,20 @@ from tropism.train.step_packs import StepPlanner, all_trees, own_trees
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run is made of, checked before any model is loaded.
+    """Everything that a run needs, checked before any model is loaded.
 
     Args:
         options: of the run.
         world: this process among the others.
         voice: speaks to the user.
-        objects: what was given in Python.
+        objects: objects that a Python caller passes in place of names.
         numerics: dtype, device and pack size.
-        store: directory of scores that are kept between runs.
+        store: directory of the scores that runs share.
         tokenizer: of the policy.
         data: rows as token ids.
         method: losses and what they need.
         schedule: which rows make up each step.
-        policy: makes the model that is trained.
+        policy: builds the model that is trained.
         reference, teacher: other models; None if there is none.
         live: the reference stays in memory.
     """
@@ -71,19 +71,19 @@ class RunInputs:
 
     @cached_property
     def held_out(self) -> Sequence[EncodedRow]:
-        """The rows that are evaluated: all that are held out, or `--eval-limit` of them at even distances."""
+        """The rows that are evaluated: all held-out rows, or `--eval-limit` of them, evenly spaced."""
         return evenly(self.data.evaluation, self.options.eval_limit)
 
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine, and what belongs to it.
+    """An engine, with its planner and facts.
 
     Args:
         engine: ready for step 1.
         planner: prepares its steps.
         facts: of the models, for the manifest.
-        idle: parameters that the given optimizer does not hold; they do not learn during the run.
+        idle: parameters that the user's optimizer does not hold; they are frozen during the run.
     """
 
     engine: Engine
@@ -96,8 +96,8 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     """Load and check everything that trains. All processes call this together.
 
     Raises:
-        ModelError: if a model cannot be served, or processes hold different weights.
-        StoppedEarly: if `preemption` asks for it.
+        ModelError: if a model is unsupported, or the processes hold different weights.
+        StoppedEarly: if `preemption` requests it.
     """
     options, world, method, numerics = inputs.options, inputs.world, inputs.method, inputs.numerics
     if world.device.type == "cpu":
@@ -105,17 +105,17 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
         world.on_main(lambda: check_writable(
             inputs.store, what="the reference store cannot be written", advice="Choose another place with --store"))
-    module, facts = inputs.policy.begin(numerics, options.seed, inputs.voice,
+    module, facts = inputs.policy.build(numerics, options.seed, inputs.voice,
                                         method.needs_reference and inputs.reference is None)
     preemption.check()
     probes = probe_trees(inputs.data.train, numerics.microbatch_tokens)
     model, probe = choose_layout(module, numerics.precision, world.device, probes, options.layout)
     model = replace(model, sum_once=numerics.sum_once)
-    inputs.voice.say(f"layout: {probe.layout}; differs from the model's own forward pass by at most "
+    inputs.voice.say(f"layout: {probe.layout}; log-probs differ from the model's own forward pass by at most "
                      f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
     inputs.policy.round_weights(module, model.precision, sharded=False)
     if world.size > 1 and world.mesh is None and len(set(world.gather(fingerprint(model)))) > 1:
-        raise ModelError("the processes hold different weights. Load or seed the model equally on all of them")
+        raise ModelError("the processes hold different weights. Load the same model with the same seed in each.")
     planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, numerics.microbatch_tokens,
                           inputs.data.max_length, world, reuse_prompts=not inputs.live,
                           balanced=options.router_aux_weight > 0)
@@ -138,8 +138,9 @@ def _frozen_models(inputs: RunInputs, model: LanguageModel, planner: StepPlanner
     numerics, world, held_out = inputs.numerics, inputs.world, inputs.held_out
     trees, oversized = planner.survey(preemption.interruptible(lambda done, total: None))
     if oversized:
-        inputs.voice.warn(f"{oversized} prompts with their completions exceed --microbatch-tokens "
-                          f"{numerics.microbatch_tokens}. Each gets a pack of its own")
+        inputs.voice.warn(f"--microbatch-tokens {numerics.microbatch_tokens} is too small for "
+                          f"{count_of(oversized, 'prompt')} with completions. Each gets a pack of its own, which needs "
+                          "more memory.")
     evaluated = all_trees(held_out, range(len(held_out)), inputs.method, inputs.data.max_length)
     teacher = reference = None
     if inputs.teacher is not None:

@@ -1,4 +1,4 @@
-"""Checks before step 1."""
+"""Checks of policy and reference before step 1."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ from tropism.train.step_packs import StepPlanner
 
 
 def check_first_step(engine: Engine, planner: StepPlanner) -> tuple[bool, str]:
-    """Before step 1 policy and reference must agree: every margin is 0 and the loss has its known value.
+    """Check that policy and reference agree before step 1: every margin is 0 and the loss has its known value.
 
     Returns:
-        Whether they agree within rounding, and the sentence that says what was found.
+        Whether they agree within rounding, and the sentence for the log.
     """
     beta, found = engine.method.beta, (False, 0.0, 0)
     with torch.no_grad():
@@ -29,15 +29,15 @@ def check_first_step(engine: Engine, planner: StepPlanner) -> tuple[bool, str]:
     everywhere = engine.world.of_parts(found)
     if any(differs for differs, _, _ in everywhere):
         mean = sum(total for _, total, _ in everywhere) / sum(count for _, _, count in everywhere)
-        return False, (f"policy and reference differ before training: mean |log-ratio| {mean:.3g}. Is the reference "
-                       "another model, is dropout on, or do the two passes differ in mask, dtype or layout?")
+        return False, (f"policy and reference differ before step 1: mean |log-ratio| {mean:.3g} nats. Possible causes "
+                       "are another reference model, active dropout, and a different mask, dtype or layout.")
     known = engine.method.loss_at_start([planner.rows[index].desirable for index in planner.schedule.step(1)])
-    return True, "policy and reference agree before training" + (
+    return True, "policy and reference agree before step 1" + (
         f"; the first loss will be {known:.6f}" if known is not None else "")
 
 
 def probe_trees(rows: Sequence[EncodedRow], microbatch_tokens: int) -> list[PromptTree]:
-    """Up to three trees for the start-up comparison: rather short, and more than one so that leaks show."""
+    """Up to three short trees for the start-up comparison. More than one, so that leaks between them show."""
     facts = facts_of(rows)
     lengths = facts.prompt_tokens * facts.sides + facts.tokens.sum(1)
     by_length = np.argsort(lengths, kind="stable").tolist()

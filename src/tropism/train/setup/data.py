@@ -1,4 +1,4 @@
-"""Everything that can be checked before the first step, checked before the model is even loaded."""
+"""Reads, renders, checks and splits the data of a run before any model is loaded."""
 
 import hashlib
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ class PreparedData:
     Args:
         train, evaluation: rows; `evaluation` may be empty.
         audit: of the training source; `eval_audit` of a separate evaluation source.
-        renderer: what made the ids.
-        max_length: tokens of a prompt with its completion.
+        renderer: produced the token ids.
+        max_length: largest number of tokens of a prompt with its completion.
     """
 
     train: Sequence[EncodedRow]
@@ -50,17 +50,17 @@ class PreparedData:
     max_length: int
 
     def fingerprints(self) -> dict[str, str]:
-        """Hashes of the data as it was understood: ids of the rows in order, and their labels."""
+        """Hashes of the rendered data: token ids of the rows in order, and their labels."""
         return {name: data_fingerprint(rows) for name, rows in (("data", self.train), ("eval_data", self.evaluation))
                 if rows}
 
     @cached_property
     def of_template(self) -> list[Finding]:
-        """What the chat template is like, where it was used."""
+        """Findings about the chat template, if the data uses it."""
         return find_in_template(self.renderer) if self.renderer.saw_messages else []
 
     def prompts_on_both_sides(self) -> int:
-        """Evaluation prompts that training sees too; never any under `eval_fraction`."""
+        """Number of evaluation prompts that are also in the training data; 0 with `eval_fraction`."""
         return len(np.intersect1d(facts_of(self.train).split, facts_of(self.evaluation).split))
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class PreparedData:
 
 
 def data_fingerprint(rows: Sequence[EncodedRow]) -> str:
-    """Hash of rows as they are trained: prompt, completions and label of each, in order."""
+    """Hash of prompt, completions and label of each row, in order."""
     digest = hashlib.blake2b(digest_size=16)
     contents = rows.contents() if isinstance(rows, RowTable) else (
         (row.prompt_key, [completion.key for completion in row.completions[:2]], row.desirable) for row in rows)
@@ -87,10 +87,8 @@ def data_fingerprint(rows: Sequence[EncodedRow]) -> str:
 
 
 def steps_fingerprint(steps: GivenSchedule) -> str:
-    """Hash of which rows each step takes, where the seed and the options do not say it."""
+    """Hash of the rows of each step, for schedules that seed and options do not determine."""
     return hashlib.blake2b(repr(steps.steps).encode(), digest_size=16).hexdigest()
-
-
 
 
 def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View,
@@ -99,18 +97,18 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
     """Read, render and split the data.
 
     Args:
-        configs: of the policy, and of the models it is held against.
+        configs: of the policy, the reference and the teacher.
         train, evaluation: in place of the files that the options name.
-        cache: directory in which rendered rows are kept.
-        most: training rows that are read at most.
-        report: told how many records were read.
+        cache: directory in which rendered rows are cached.
+        most: maximum number of training rows to read.
+        report: called with the number of records read.
 
     Raises:
-        UsageError: for options that cannot go together.
+        UsageError: for options that exclude each other.
         DataError: for data that cannot be trained on.
     """
     if options.eval_data and options.eval_fraction:
-        raise UsageError("eval_data and eval_fraction exclude each other: hold out rows of --data, or bring your own")
+        raise UsageError("--eval-data and --eval-fraction exclude each other. Remove one of them.")
     renderer = make_renderer(tokenizer, limits(options, *configs), options)
 
     def load(source: DataSource, most: int | None = None) -> Audit:
@@ -134,7 +132,7 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
 
 def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View, rows: Sequence[EncodedRow],
                  evaluation: Sequence[EncodedRow]) -> PreparedData:
-    """The same for rows that came as token ids, which are neither rendered nor cut.
+    """`prepare_data` for rows of token ids, which are neither rendered nor truncated.
 
     Raises:
         DataError: for rows that cannot be trained on.
@@ -148,13 +146,13 @@ def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
     for row in (*rows, *evaluation):
         tokens = len(row.prompt_ids) + max(len(completion.ids) for completion in row.completions)
         if longest is not None and tokens > longest:
-            what = "the model was made for" if options.max_length is None else "max_length allows"
-            raise DataError(f"{row.place}: {tokens} tokens, and {what} at most {longest}; cut the rows where they are "
-                            "made")
+            what = "of the model" if options.max_length is None else "max_length"
+            raise DataError(f"{row.place}: {tokens} tokens exceed the limit {what}, {longest} tokens. Truncate the "
+                            "rows before you pass them.")
         needed = max(needed, tokens)
-    audits = [Audit(source="token ids given in Python", read=len(part), rows=part) for part in (rows, evaluation)]
+    audits = [Audit(source="token ids from Python", read=len(part), rows=part) for part in (rows, evaluation)]
     if not rows:
-        raise DataError("no rows were given")
+        raise DataError("no rows to train on: the training data is empty")
     if view == "unpaired":
         check_classes(rows, audits[0].source)
     return PreparedData(rows, evaluation, audits[0], audits[1] if evaluation else None, renderer,
@@ -162,20 +160,20 @@ def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
 
 
 def limits(options: LengthOptions, *configs: Any) -> Limits:
-    """Token limits from options and models: the policy, and what it is held against.
+    """Token limits from the options and the configs of all models, the policy first.
 
     Raises:
-        UsageError: if more is asked for than the model can do, or a prompt may fill everything.
+        UsageError: if `max_length` exceeds the limit of a model, or `max_prompt_length` leaves no room.
     """
     known = [positions for config in configs if (positions := max_positions(config)) is not None]
     longest = min(known, default=None)
     if options.max_length is not None and longest is not None and options.max_length > longest:
-        what = "the model was" if longest == known[0] else "reference or teacher was"
-        raise UsageError(f"max_length {options.max_length}: {what} made for at most {longest} tokens")
+        what = "the model" if longest == known[0] else "the reference or the teacher"
+        raise UsageError(f"--max-length {options.max_length} exceeds the limit of {what}, {longest} tokens")
     max_length = options.max_length or min(_DEFAULT_MAX_LENGTH, longest or _DEFAULT_MAX_LENGTH)
     if options.max_prompt_length is not None and options.max_prompt_length >= max_length:
-        raise UsageError(f"max_prompt_length {options.max_prompt_length} leaves nothing of max_length {max_length} "
-                         "for a completion")
+        raise UsageError(f"--max-prompt-length {options.max_prompt_length} leaves no tokens of --max-length "
+                         f"{max_length} for a completion")
     return Limits(max_length, options.max_prompt_length)
 
 
@@ -185,22 +183,22 @@ def labels_of(rows: Sequence[EncodedRow]) -> list[bool | None]:
 
 
 def check_classes(rows: Sequence[EncodedRow], source: str) -> None:
-    """KTO learns from the contrast of two classes.
+    """Check that both classes are there: KTO learns from their contrast.
 
     Raises:
         DataError: with the counts, if a class is absent.
     """
     desirable = sum(map(bool, labels_of(rows)))
     if desirable in (0, len(rows)):
-        raise DataError(f"{source}: {desirable} desirable / {len(rows) - desirable} undesirable training rows: this "
-                        "method needs both. With answers you like only, supervised fine-tuning is the method")
+        raise DataError(f"{source}: {desirable} desirable / {len(rows) - desirable} undesirable training rows, but "
+                        "this method requires both classes. To train on desirable completions only, use `tropism sft`.")
 
 
 def make_schedule(options: DataOptions, run: RunOptions, rows: Sequence[EncodedRow], needs_partners: bool) -> Schedule:
-    """The plan of the run.
+    """The rows of each step.
 
     Raises:
-        UsageError: where no step could have partners.
+        UsageError: if the method needs mismatched completions and no step can have them.
     """
     prompts = facts_of(rows).prompt_numbers
     return Schedule(tuple(prompts.tolist()), run.batch_size, run.seed, run.epochs, run.max_steps, options.shuffle,

@@ -1,4 +1,4 @@
-"""The frozen models of a run: where they come from, and how the policy is held against them."""
+"""The frozen models of a run: how they are loaded and checked, and how reference and teacher are built."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import torch
 from tropism.data.tree import PromptTree
 from tropism.distributed.shard import Sharding, is_sharded, let_go
 from tropism.distributed.world import World
-from tropism.errors import ModelError, UsageError
+from tropism.errors import ModelError, UsageError, count_of
 from tropism.model import load
 from tropism.model import moe_router as router
 from tropism.model.adapters.peft_module import inner
@@ -29,21 +29,21 @@ from tropism.train.options import ParallelOptions, TeacherOptions
 from tropism.train.preemption import Preemption
 
 ModelOrModule = ModelSource | Any
-"""A model by its name, or the module itself."""
+"""A model by its name, or a module."""
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """How every model of a run computes.
+    """Dtype, device and sharding of all models of a run.
 
     Args:
         precision: of the run.
-        device: where the models live.
+        device: of the models.
         microbatch_tokens: tokens of a pack.
         trust_remote_code: run code that comes with a model.
         world: the processes of the run.
-        spreading: how models are spread over them; None where each process has a whole copy.
-        sum_once: sum gradients over processes after the last pack of a step only.
+        spreading: how models are sharded over them; None if each process holds a full copy.
+        sum_once: sum gradients over processes only after the last pack of a step.
     """
 
     precision: Precision
@@ -55,12 +55,12 @@ class Numerics:
     sum_once: bool = False
 
     def module(self, named: ModelOrModule, change: Callable[[Any], None] = lambda module: None) -> Any:
-        """The module in evaluation mode, with the weights' dtype of the precision, on the device.
+        """The module in evaluation mode, on the device, with weights in the dtype of the precision.
 
-        A module that was given is changed in place, so that an optimizer that holds its weights goes on holding them.
+        A module from the user is changed in place, so that its optimizer still holds its weights.
 
         Args:
-            change: called with a model that is to be spread over processes, as `load_sharded` says.
+            change: called with a model before it is sharded; see `load_sharded`.
         """
         if isinstance(named, ModelSource):
             if self.spreading is not None and self.world is not None:
@@ -75,19 +75,19 @@ class Numerics:
         """A model that does not learn, in a layout that is exact for it.
 
         Raises:
-            ModelError: beginning with `name`, if there is none.
+            ModelError: starting with `name`, if no layout is exact.
         """
         return self.settled(self.module(named), isinstance(named, ModelSource), probes, layout, name)
 
     def settled(self, module: Any, own: bool, probes: Sequence[PromptTree], layout: Layout | Literal["auto"],
                 name: str) -> LanguageModel:
-        """A module that does not learn any more, in a layout that is exact for it.
+        """A module, frozen, in a layout that is exact for it.
 
         Args:
-            own: nobody else holds it, so that its weights may be held in fewer bytes.
+            own: the user does not hold the module, so its weights may be rounded to fewer bytes.
 
         Raises:
-            ModelError: beginning with `name`, if there is none.
+            ModelError: starting with `name`, if no layout is exact.
         """
         module.requires_grad_(False)
         narrows = own and self.precision == "bf16"
@@ -103,16 +103,16 @@ class Numerics:
 
 
 def given(module: Any, name: str) -> Any:
-    """A frozen model that came as a module: of a PeftModel the causal model in it, with its adapter.
+    """A frozen model from the user's module. For a PeftModel it is the causal model inside, with its adapter.
 
     Raises:
-        ModelError: for an adapter that is not served.
+        ModelError: for an unsupported adapter.
     """
-    return module if module is None else inner(module, f"the {name} that was given")
+    return module if module is None else inner(module, f"the {name} module")
 
 
 def numerics_of(options: Any, world: World) -> Numerics:
-    """What `auto` means on this machine.
+    """Resolve `auto` for this machine.
 
     Args:
         options: with `precision`, `microbatch_tokens` and `trust_remote_code`.
@@ -132,29 +132,29 @@ def _spreading(parallel: ParallelOptions | None, precision: Precision, world: Wo
 
 
 def config_of(named: ModelOrModule, trust_remote_code: bool) -> Any:
-    """The config of a model, which is not loaded for it."""
+    """The config of a model, without loading the model."""
     if isinstance(named, ModelSource):
         return load.load_config(named, trust_remote_code=trust_remote_code)
     return named.config
 
 
 def turned_off(config: Any, router_aux_weight: float) -> list[str]:
-    """What a config asks for and training leaves out, a sentence each."""
+    """A sentence for each setting of the config that training ignores."""
     notes = []
     if dropout := dropout_of(config):
         listed = ", ".join(f"{name} {rate}" for name, rate in dropout.items())
-        notes.append(f"dropout is off (the config asks for {listed})")
+        notes.append(f"dropout is off (the config sets {listed})")
     if asked := router.coefficient_of(config) if not router_aux_weight else None:
-        notes.append(f"the routers' load-balancing loss is off (the config has router_aux_loss_coef {asked:g}); "
-                     f"{router.OPTION} turns it on")
+        notes.append(f"the routers' load-balancing loss is off, although the config sets router_aux_loss_coef "
+                     f"{asked:g}. To use it, pass --{router.OPTION.replace('_', '-')} {asked:g}")
     return notes
 
 
 def tokenizer_of(named: ModelOrModule, name: str, own: Any, trust_remote_code: bool) -> None:
-    """Check that a model by name gives every id the policy's token; a module brings no tokenizer to check.
+    """Check that a model by name has the policy's token for every id. A module has no tokenizer to check.
 
     Raises:
-        ModelError: naming the first id that differs.
+        ModelError: for the first id that differs.
     """
     if isinstance(named, ModelSource):
         references.check_vocabulary(load.load_tokenizer(named, trust_remote_code=trust_remote_code), own, name)
@@ -162,16 +162,16 @@ def tokenizer_of(named: ModelOrModule, name: str, own: Any, trust_remote_code: b
 
 def check_teacher(named: ModelOrModule | None, config: Any, tokenizer: Any, top_k: int | None,
                   trust_remote_code: bool) -> None:
-    """Find out before a model is loaded whether a student can be compared with its teacher.
+    """Check before a model is loaded that the student can be compared with its teacher.
 
     Args:
         named: the teacher; None if there is none.
         config: the student's.
         tokenizer: of the student.
-        top_k: how many of the teacher's tokens are to be kept.
+        top_k: number of the teacher's tokens to store.
 
     Raises:
-        ModelError: naming the first id that differs, or if a head has no room for the tokens.
+        ModelError: for the first id that differs, or if an output head has fewer rows than the tokenizer has tokens.
         UsageError: if k is not below the vocabulary.
     """
     if named is None:
@@ -181,55 +181,55 @@ def check_teacher(named: ModelOrModule | None, config: Any, tokenizer: Any, top_
     vocabulary = teachers.shared_vocabulary(tokenizer)
     rows = min(entry.get_text_config().vocab_size for entry in (config, other))
     if rows < vocabulary:
-        raise ModelError(f"the tokenizer has ids up to {vocabulary - 1}, and the smaller of the two heads only {rows} "
-                         "rows; student and teacher need one tokenizer")
+        raise ModelError(f"the tokenizer has token ids up to {vocabulary - 1}, but the output head of student or "
+                         f"teacher has only {rows} rows. Both need the same tokenizer.")
     if top_k is not None and top_k >= vocabulary:
-        raise UsageError(f"top_k {top_k}: the vocabulary has {vocabulary} tokens; leave top_k out for the exact "
-                         "divergence")
+        raise UsageError(f"--top-k {top_k} must be less than the vocabulary size, {vocabulary} tokens. For the exact "
+                         "divergence, omit --top-k.")
 
 
 def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
                     voice: Voice, preemption: Preemption,
                     as_reference: Callable[[Any], AbstractContextManager[None]]) -> references.Reference:
-    """Stored scores of the policy as it is now, or of another model.
+    """Stored scores of the policy before step 1, or of another model.
 
     Args:
-        named: another model.
-        trees: every (prompt, completion) that will be asked for.
-        probes: as `choose_layout` takes them.
+        named: the other model; None for the policy.
+        trees: every (prompt, completion) that the run will score.
+        probes: as in `choose_layout`.
         preemption: may stop the pass.
-        as_reference: inside of it a module is what the policy's reference is.
+        as_reference: context in which the policy's module is its reference.
     """
     frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with voice.bar("reference") as report, as_reference(policy.module):
         built = references.build(frozen, trees, numerics.microbatch_tokens, store, world,
                                  preemption.interruptible(report))
-    _tell_damaged(built.damaged, "reference", voice)
+    _warn_corrupted(built.damaged, "reference", voice)
     if is_sharded(frozen.module) and named is not None:
         let_go(frozen.module)
         del frozen
-        gc.collect()  # a sharded module is a ring of references, and would stay through the first step
+        gc.collect()  # a sharded module has reference cycles, and would stay in memory through the first step
     return built
 
 
 def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherOptions, tokenizer: Any,
                   trees: list[PromptTree], probes: Sequence[PromptTree], numerics: Numerics, store: Path,
                   world: World, voice: Voice, preemption: Preemption) -> teachers.Teacher:
-    """A teacher in memory, or its likeliest tokens from the store."""
+    """A teacher in memory, or its most likely tokens from the store."""
     model = numerics.frozen(named, probes, "auto", "teacher")
     rows = [len(one.module.get_output_embeddings().weight) for one in (policy, model)]
     vocabulary = teachers.shared_vocabulary(tokenizer, *rows)
     comparison = teachers.compare_as(options, vocabulary)
     voice.say(f"teacher: {teachers.describe(options)}"
-              + (f"; columns beyond the {vocabulary} tokens of the tokenizer are left out on both sides"
+              + (f"; output columns beyond the tokenizer's {vocabulary} tokens are ignored in both models"
                  if max(rows) > vocabulary else ""))
     if options.top_k is None:
         return teachers.LiveTeacher(model, comparison)
     with voice.bar("teacher") as report:
         built = teachers.build(model, trees, options, comparison, numerics.microbatch_tokens, store, world, voice.say,
                                preemption.interruptible(report))
-    _tell_damaged(built.store.damaged, "teacher", voice)
+    _warn_corrupted(built.store.damaged, "teacher", voice)
     if is_sharded(model.module):
         let_go(model.module)
         del model
@@ -238,26 +238,26 @@ def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherO
 
 
 def take_weights(module: Any, directory: Path, numerics: Numerics, world: World) -> None:
-    """Overwrite the weights of a module with those of a model directory. All ranks call this together.
+    """Overwrite the weights of a module with those of a model directory. All processes call this together.
 
     Raises:
-        ModelError: if they are not of the same shapes and names.
+        ModelError: if names or shapes differ.
     """
     def load_them() -> None:
         try:
             module.load_state_dict(numerics.module(ModelSource.of(str(directory))).state_dict())
         except RuntimeError as error:
-            raise ModelError(f"{directory}: does not fit the module that was given: "
+            raise ModelError(f"{directory}: its weights do not fit the module that was passed as model: "
                              f"{' '.join(str(error).split())}") from error
 
     if world.mesh is not None:
-        world.together(load_them)  # each its part
+        world.together(load_them)  # each process loads its part
         return
     world.on_main(load_them)
     world.broadcast_into(module.state_dict().values())
 
 
-def _tell_damaged(files: Sequence[Path], what: str, voice: Voice) -> None:
+def _warn_corrupted(files: Sequence[Path], what: str, voice: Voice) -> None:
     if files:
-        voice.warn(f"{len(files)} damaged files of the {what} store were left out and their content computed again "
-                   f"(first {files[0]})")
+        voice.warn(f"the {what} store has {count_of(len(files), 'corrupted file')} (first: {files[0]}). The scores in "
+                   "question were computed again.")

@@ -1,4 +1,4 @@
-"""How the policy of a run gets its adapter, and what its reference is then."""
+"""Builds the policy of a run with its adapter, and determines its reference."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ import torch
 from tropism.data.tree import PromptTree
 from tropism.distributed.shard import is_sharded
 from tropism.distributed.world import World
-from tropism.errors import ModelError, UsageError
+from tropism.errors import ModelError, UsageError, count_of
 from tropism.model import base_weights as base
 from tropism.model import load
 from tropism.model import quantization as quantized
@@ -33,18 +33,18 @@ from tropism.train.frozen import reference as references
 from tropism.train.setup import models
 from tropism.train.setup.models import ModelOrModule, Numerics
 
-_GIVEN = "the model that was given"
+_GIVEN = "the module that was passed as model"
 
 
 @dataclass(frozen=True)
 class PolicyBuilder:
-    """What the policy is made of.
+    """Builds the policy.
 
     Args:
-        named: the base, by its name or as a module.
-        lora: options of a fresh adapter, or of one to start from; without effect if neither is wanted.
-        directory: of the adapter to start from; None for a fresh one.
-        held: the module that was given has an adapter already, on which it is trained.
+        named: the base model, by its name or as a module.
+        lora: options of a new adapter, or of one to start from. Without either they have no effect.
+        directory: of the adapter to start from; None for a new one.
+        held: the user's module already has an adapter, which is trained.
     """
 
     named: ModelOrModule
@@ -55,46 +55,46 @@ class PolicyBuilder:
     @classmethod
     def of(cls, named: ModelOrModule, lora: LoraOptions, optimizer: Any, world: World,
            merge: bool = False) -> "PolicyBuilder":
-        """Understand the options.
+        """The builder that the options ask for.
 
         Args:
-            named: the policy: by its name, which may be that of an adapter, or a module, which may hold one.
-            optimizer: that was given in Python.
-            merge: an adapter by its name is merged, not trained on.
+            named: the policy, by its name or as a module. Either can have an adapter.
+            optimizer: the user's optimizer object.
+            merge: merge an adapter that is passed by name instead of training it.
 
         Raises:
-            UsageError: for options that cannot go together.
-            ModelError: if the directory holds no adapter, or one that is not served; or a package is missing.
+            UsageError: for options that exclude each other.
+            ModelError: if the directory holds no adapter or an unsupported one, or a package is missing.
         """
         if lora.quantize is not None:
             _check_quantize(named, world)
         if isinstance(named, ModelSource):
             if named.adapter is not None and lora.wanted:
-                raise UsageError(f"model: {named.adapter} is an adapter, which is trained on; give --model "
-                                 f"{named.base.absolute} with lora.rank or lora.adapter, or leave those out")
+                raise UsageError(f"--model {named.adapter} is an adapter, which is trained further. Remove --lora.rank "
+                                 f"and --lora.adapter, or pass --model {named.base.absolute} with them.")
             if named.adapter is not None and not merge:
                 return cls(named.base, lora, _checked(Path(named.adapter)))
         elif getattr(named, "is_quantized", False):
-            raise ModelError("the model that was given holds quantized weights, which would be spelled out in float32; "
-                             "give it by its name, with lora.quantize")
+            raise ModelError(f"{_GIVEN} has quantized weights, which would be expanded to float32. Pass the model by "
+                             "name, with lora.quantize.")
         elif (name := adapter_name(inner := given.inner(named, _GIVEN))) is not None:
             if lora.wanted:
-                raise UsageError(f"{_GIVEN} has an adapter already, which is trained as it is; leave lora.rank and "
-                                 "lora.adapter out, or merge it first")
+                raise UsageError(f"{_GIVEN} already has an adapter, which is trained further. Remove lora.rank and "
+                                 "lora.adapter, or merge the adapter first.")
             adapter_settings.check_served(inner.peft_config[name], _GIVEN)
             given.check_trainable(inner, _GIVEN)
             return cls(inner, lora, held=True)
         if lora.wanted and optimizer is not None:
-            raise UsageError("an optimizer that was given cannot hold weights of an adapter that is only made now; "
-                             "leave it out, or pass a PeftModel and an optimizer over its weights")
+            raise UsageError("optimizer cannot hold the weights of a new adapter, which does not exist yet. Remove "
+                             "optimizer, or pass a PeftModel and an optimizer over its weights.")
         if lora.adapter is None:
             return cls(named, lora)
         path = Path(lora.adapter).expanduser()
         if not path.is_dir():
-            raise UsageError(f"lora.adapter {lora.adapter}: no such directory")
+            raise UsageError(f"--lora.adapter {lora.adapter}: directory not found")
         if not (path / adapter_files.CONFIG).is_file():
-            hint = (f"; it is a run, whose adapter is {path / 'model'}" if is_adapter(path / "model") else "")
-            raise UsageError(f"lora.adapter {lora.adapter}: no {adapter_files.CONFIG} in this directory{hint}")
+            hint = f". For the adapter of this run, use {path / 'model'}" if is_adapter(path / "model") else ""
+            raise UsageError(f"--lora.adapter {lora.adapter}: {adapter_files.CONFIG} not found{hint}")
         return cls(named, lora, _checked(path.resolve()))
 
     @property
@@ -104,21 +104,21 @@ class PolicyBuilder:
 
     @property
     def fresh(self) -> bool:
-        """Whether the adapter changes nothing yet, so that the policy before step 1 is the base."""
+        """Whether the adapter is new, so that the policy before step 1 equals the base model."""
         return self.adapts and self.directory is None and not self.held
 
     def check(self, config: Any, trust_remote_code: bool, tensor: int = 1) -> None:
-        """Put the adapter on a model without weights, before anything is spent.
+        """Check the adapter on a model without weights.
 
         Args:
-            tensor: processes that compute a layer together.
+            tensor: size of tensor parallelism.
 
         Raises:
-            UsageError: for a name that no module has, or if processes compute layers together.
+            UsageError: for a target that no module has, or with tensor parallelism.
             ModelError: if the adapter does not fit.
         """
         if self.adapts and tensor > 1:
-            raise UsageError("parallel.tensor with an adapter is not served; leave it out, and shard the weights")
+            raise UsageError("--parallel.tensor does not support adapters. Use --parallel.shard instead.")
         if not self.adapts or self.held:
             return
         by_name = isinstance(self.named, ModelSource)
@@ -129,7 +129,7 @@ class PolicyBuilder:
             make_structure(model, its_config)
 
     def module(self, numerics: Numerics, seed: int) -> Any:
-        """The policy's module, with its adapter as it is before step 1."""
+        """The policy's module with its adapter, before step 1."""
         if not self.adapts:
             return numerics.module(self.named)
         if self.lora.quantize is not None:
@@ -158,11 +158,11 @@ class PolicyBuilder:
         return module
 
     def round_weights(self, module: Any, precision: Precision, sharded: bool) -> None:
-        """Hold what does not learn in bfloat16 where the run computes so; not in a module that was given.
+        """Round the frozen weights to bfloat16 if the run computes in it. Never rounds a module from the user.
 
         Args:
-            sharded: do it now only if the module is, or only if it is not: a sharded one must not have computed yet,
-                and the others show first that their layout is exact.
+            sharded: round only if the module is sharded (True) or not (False). A sharded module is rounded before its
+                first pass, another one after its layout was found exact.
         """
         if self.adapts and precision == "bf16" and isinstance(self.named, ModelSource) and is_sharded(
                 module) is sharded:
@@ -170,8 +170,8 @@ class PolicyBuilder:
 
     @contextmanager
     def as_reference(self, module: Any) -> Iterator[None]:
-        """The policy as it is before step 1: a fresh adapter changes nothing, so that the scores are those of the base,
-        which other runs share."""
+        """Context in which the module is the reference. A new adapter is switched off: the scores are then those of the
+        base model, which runs share."""
         if not self.fresh:
             yield
             return
@@ -180,13 +180,13 @@ class PolicyBuilder:
 
     def live(self, policy: LanguageModel, probes: Sequence[PromptTree], numerics: Numerics,
              seed: int) -> references.Reference:
-        """The policy as it is before step 1, kept in memory. All ranks call this together.
+        """A live reference: the policy before step 1, in memory. All processes call this together.
 
-        Of a fresh adapter it is the base that the policy holds. Else it is a frozen copy: of what learns, or of the
-        whole, made as the policy was, where that is spread over processes.
+        With a new adapter it is the policy's own base model. Otherwise it is a frozen copy, which shares the weights
+        that do not learn. A sharded policy is loaded a second time instead.
 
         Raises:
-            ModelError: as `Numerics.settled` says.
+            ModelError: as in `Numerics.settled`.
         """
         if self.fresh:
             return references.OffReference(policy)
@@ -200,43 +200,43 @@ class PolicyBuilder:
         return references.LiveReference(copied)
 
     def fingerprint(self, model: LanguageModel) -> str:
-        """Of the policy before step 1."""
+        """Fingerprint of the policy before step 1."""
         with self.as_reference(model.module):
             return references.fingerprint(model)
 
     def take_result(self, module: Any, directory: Path, numerics: Numerics, world: World) -> None:
-        """Overwrite what learns in a module with what a run left. All ranks call this together.
+        """Overwrite the trainable weights of a module with the result of a run. All processes call this together.
 
         Raises:
-            ModelError: if it does not fit.
+            ModelError: if the weights do not fit.
         """
         if not self.adapts:
             models.take_weights(module, directory, numerics, world)
             return
         if is_sharded(module):
-            world.together(lambda: adapter_files.load_values(module, directory))  # each its part
+            world.together(lambda: adapter_files.load_values(module, directory))  # each process loads its part
             return
         world.on_main(lambda: adapter_files.load_values(module, directory))
         world.broadcast_into([weight.detach() for weight in saved_parameters(module)])
 
-    def begin(self, numerics: Numerics, seed: int, voice: Voice, is_reference: bool) -> tuple[Any, dict[str, Any]]:
-        """The policy's module; what of it learns is said, and given as facts for the manifest.
+    def build(self, numerics: Numerics, seed: int, voice: Voice, is_reference: bool) -> tuple[Any, dict[str, Any]]:
+        """The policy's module, and facts about its adapter for the manifest. Logs what is trained.
 
         Args:
-            is_reference: what it is before step 1 is the reference.
+            is_reference: the policy before step 1 is the reference.
         """
         module = self.module(numerics, seed)
         if not self.adapts:
             return module, {}
         facts = summarize(module)
         self._check_origin(module, voice)
-        voice.say(f"adapter: {facts}" + (f"; weights held in {self.lora.quantize}" if self.lora.quantize else ""))
+        voice.say(f"adapter: {facts}" + (f"; base weights in {self.lora.quantize}" if self.lora.quantize else ""))
         if note := rank_warning(module):
             voice.warn(note)
         if not self.fresh:
-            origin = self.directory or "the adapter of the model that was given"
-            voice.say(f"  it starts from {origin}" + ("; the reference is the model with that adapter, as it is before "
-                                                      "step 1" if is_reference else ""))
+            origin = self.directory or "the adapter of the module that was passed as model"
+            voice.say(f"  starts from {origin}" + ("; the reference is the model with this adapter before step 1"
+                                                   if is_reference else ""))
         known = base.base_hash(module)
         self._check_base(known, voice)
         self.round_weights(module, numerics.precision, sharded=True)
@@ -245,10 +245,10 @@ class PolicyBuilder:
             {} if known is None else {"base_weights": known})
 
     def _check_base(self, found: str | None, voice: Voice) -> None:
-        """An adapter to start from may have been trained on other weights than it stands on now.
+        """Warn if an adapter to start from was trained on other base weights.
 
         Args:
-            found: hash of the weights without the adapter; None where they are held in fewer bits.
+            found: hash of the weights without the adapter; None if they are quantized.
         """
         if self.directory is None:
             return
@@ -256,32 +256,30 @@ class PolicyBuilder:
         named = _found_again(adapter_files.read_values(self.directory).get("base_model_name_or_path"))
         if found is not None and known is not None:
             if found != known:
-                voice.warn(f"{self.directory}: was trained on other weights than {origin} has now; it goes on from "
-                           "another model than the one that it was trained as")
+                voice.warn(f"{self.directory}: this adapter was trained on a base model whose weights differ from "
+                           f"those of {origin}. Check --model.")
         elif named is not None and self._base is not None and not _same(named, self._base):
-            voice.warn(f"{self.directory}: names {named} as its base, and goes on on {origin}; whether these are the "
-                       "same weights cannot be told")
+            voice.warn(f"{self.directory}: the base model of this adapter is {named}, but it is trained on {origin}. "
+                       "Tropism cannot check that their weights are equal.")
 
     def _check_origin(self, module: Any, voice: Voice) -> None:
-        """A module that was given may come from nowhere, or have learned since it was loaded: its adapter's file then
-        names no base."""
+        """Clear the base model's name in the adapter's file if the user's module has no origin or differs from it."""
         if isinstance(self.named, ModelSource):
             return
         config = module.peft_config[adapter_name(module)]
         origin = config.base_model_name_or_path
         if not origin:
-            why = "says of no directory or hub id that it came from there"
+            why = "has no directory or Hub id as its origin"
         elif Path(origin).is_dir() and (name := base.first_difference(module, Path(origin))):
-            why = f"is not what {origin} holds ({name} differs)"
+            why = f"differs from {origin} (in {name})"
         else:
             return
         config.base_model_name_or_path = None
-        voice.warn(f"the model that was given {why}: the adapter's file will name no base. Save the model without the "
-                   "adapter, and name it where the adapter is used: tropism export RUN --base DIR")
+        voice.warn(f"{_GIVEN} {why}, so the adapter's file will name no base model. Save the model without the "
+                   "adapter, and name that directory to use the adapter: tropism export RUN --base DIR")
 
     def _plain_names(self, trust_remote_code: bool) -> list[str]:
-        """Full names of the modules that are not quantized: those that learn whole, as peft finds them, and the head,
-        whatever a model calls it."""
+        """Full names of the modules that are not quantized: those in peft's `modules_to_save`, and the output head."""
         config = load.load_config(self.named, trust_remote_code=trust_remote_code)
         model = load.skeleton(config, trust_remote_code=trust_remote_code)
         head = [name for name, layer in model.named_modules() if layer is model.get_output_embeddings()]
@@ -297,20 +295,20 @@ class PolicyBuilder:
 
     @property
     def _base(self) -> str | None:
-        """What the adapter's file says that it belongs to; None for a module that says nothing of where it is from."""
+        """Name of the base model in the adapter's file; None for a module without an origin."""
         if isinstance(self.named, ModelSource):
             return self.named.absolute
         return _found_again(getattr(self.named.config, "name_or_path", None))
 
 
 def _found_again(origin: Any) -> str | None:
-    """The name of a model as another process finds it; None for no name."""
+    """The name of a model, with an absolute path if it is a directory; None for no name."""
     name = str(origin or "")
     return os.path.abspath(name) if name and Path(name).is_dir() else name or None
 
 
 def _same(name: str, other: str) -> bool:
-    """Whether two names are of one model."""
+    """Whether two names mean the same model."""
     return name == other or (Path(name).is_dir() and Path(other).is_dir() and os.path.samefile(name, other))
 
 
@@ -322,27 +320,27 @@ def _checked(path: Path) -> Path:
 def _check_quantize(named: ModelOrModule, world: World) -> None:
     quantized.check_installed()
     if world.size > 1:
-        raise UsageError(f"lora.quantize works on one process, and there are {world.size}; leave it out, and shard the "
-                         "weights over them")
+        raise UsageError(f"--lora.quantize supports one process only, but there are {world.size}. Remove it, and shard "
+                         "the weights instead.")
     if not isinstance(named, ModelSource):
-        raise UsageError("lora.quantize has no effect on a module that was given; give the model by its name")
+        raise UsageError("lora.quantize has no effect on a module. Pass the model by name.")
     if named.gguf_file:
-        raise UsageError("lora.quantize cannot hold a GGUF file's weights in other bits than it has; name the model "
-                         "that it was made from")
+        raise UsageError("--lora.quantize does not support GGUF files, which are quantized already. Pass the model "
+                         "that the file was made from.")
 
 
 def _check_learning(module: Any) -> None:
-    """Let the adapter of a module that was given learn, and nothing else.
+    """Make the adapter of the user's module trainable, and check that nothing else is.
 
     Raises:
-        ModelError: if other weights would learn, which no adapter's directory can hold.
+        ModelError: if other weights are trainable, which the adapter's directory cannot hold.
     """
     names = adapter_weight_names(module) or set()
     outside = [name for name, weight in module.named_parameters(remove_duplicate=False)
                if weight.requires_grad and name not in names]
     if outside:
-        raise ModelError(f"{len(outside)} weights outside the adapter would learn ({outside[0]}, ...), and the result, "
-                         "an adapter, cannot hold them; freeze them, or name their modules in peft's modules_to_save")
+        raise ModelError(f"{count_of(len(outside), 'trainable tensor')} outside the adapter ({outside[0]}, ...): the "
+                         "result is an adapter and cannot hold them. Freeze them, or use peft's modules_to_save.")
     if not any(weight.requires_grad for weight in saved_parameters(module)):
         for weight in saved_parameters(module):  # loaded for inference, as peft does by default
             weight.requires_grad_(True)

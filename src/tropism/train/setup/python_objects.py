@@ -1,4 +1,4 @@
-"""What a run may be given from Python as an object."""
+"""Objects that a Python caller passes to a run in place of names."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from tropism.data.sources.resolve import DataSource
 
 @dataclass(frozen=True)
 class PythonObjects:
-    """What comes from Python as an object, in place of a name among the options.
+    """Objects that a Python caller passes in place of option values.
 
     Args:
         model, reference, teacher: transformers modules.
@@ -35,7 +35,7 @@ class PythonObjects:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the manifest: what came as an object and is told by none of the options."""
+        """For the manifest: types of the objects that no option names."""
         given = {name: type(value).__name__ for name in ("optimizer", "scheduler")
                  if (value := getattr(self, name)) is not None}
         return {"given": given} if given else {}
