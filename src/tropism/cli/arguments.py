@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tropism.config import METHODS, takes_bool
 from tropism.config_file import read_yaml
-from tropism.errors import UsageError
+from tropism.errors import UsageError, count_of
 
 
 def spelled_out(tokens: list[str]) -> list[str]:
@@ -90,7 +90,7 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     left_out = [f"{group}{name}" for name in unusable_sizes(recorded, sizes, count)]
     if left_out:
         said = " and ".join(f"{name} {_spell(values[name])}" for name in left_out)
-        _note(f"{path} has {said}, which does not fit {count} processes. Resuming without")
+        _note(f"{path} has {said}, which does not fit {count_of(count, 'process', 'processes')}. Resuming without")
     return {name: value for name, value in values.items() if name not in left_out}
 
 
