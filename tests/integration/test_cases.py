@@ -121,7 +121,7 @@ def test_09_prompt_over_limit(command: Any) -> None:
     assert audit["rows"]["kept"] == 3
     assert audit["rows"]["prompt_cut"] == 1
     assert audit["rows"]["completion_cut"] == 1
-    assert "completions that were cut and have no terminator: 1" in out
+    assert "a completion of 1 row was truncated and has no terminator" in out
     want = expected("09")
     flat = sum(want[q]["prompt_kept"] + want[q]["completion_kept"] for q in ("q1", "q2", "q3"))
     assert audit["tokens"]["flat"] == flat == lines(run)[-1]["tokens"]

@@ -105,7 +105,7 @@ def test_11_each_pair(bench: Bench) -> None:
     rows, want = by_id(report), expected("11")
     assert left_out(report) == {1: "no_completion", 2: "identical_pair", 3: "missing_field", 4: "missing_field"}
     details = {drop["place"][-2:]: drop["detail"] for drop in report["dropped_rows"]}
-    assert details[":1"] == "'chosen' has no answer after the shared messages"
+    assert details[":1"] == "'chosen' has no completion after the shared messages"
     assert details[":3"] == details[":4"] == "no 'prompt', which plain text needs"
     assert sorted(rows) == ["x5", "x6"]
     assert prompt_text(rows["x5"]) == want["x5"]["prompt"]

@@ -373,5 +373,5 @@ def test_trees_and_rows_are_not_mixed(small: Any, fixture_tokenizer: Any, feedba
     for changes in ({"eval_fraction": 0.2}, {"max_prompt_length": 9}):
         with pytest.raises(UsageError, match=f"{next(iter(changes))} has no effect on trees"):
             small("kto", train_dataset=trees, **changes)
-    with pytest.raises(DataError, match="tree 44: is a dict"):
+    with pytest.raises(DataError, match="tree 44: must be a PromptTree"):
         small("kto", train_dataset=[*trees, rows[0]])
