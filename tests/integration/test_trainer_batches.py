@@ -279,8 +279,10 @@ def test_rows_that_are_not_brought_cannot_be_taken(trainer: Any) -> None:
     ({"shuffle": True}, "shuffle has no effect"), ({"group_prompts": True}, "group_prompts has no effect"),
     ({"seed": 3}, "seed has no effect"), ({"eval_fraction": 0.2}, "eval_fraction has no effect"),
     ({"max_prompt_length": 8}, "max_prompt_length has no effect"), ({"workers": 1}, "workers has no effect"),
-    ({"eval_dataset": [{}]}, "eval_data has no effect"), ({"train_dataset": [{}]}, "train_dataset and train_dataloader"),
-    ({"accumulation_steps": 0}, "accumulation_steps: .*0"), ({"kl_source": "mine"}, "kl_source: .*step or batch.*'mine'"),
+    ({"eval_dataset": [{}]}, "eval_data has no effect"),
+    ({"train_dataset": [{}]}, "train_dataset and train_dataloader"),
+    ({"accumulation_steps": 0}, "accumulation_steps: .*0"),
+    ({"kl_source": "mine"}, "kl_source: .*step or batch.*'mine'"),
     ({"epochs": "many"}, "epochs: "), ({"max_steps": 0}, "max_steps: "), ({"betta": 1}, "Did you mean beta"),
 ])
 def test_options_that_a_dataloader_decides(changes: dict[str, Any], message: str, trainer: Any) -> None:
