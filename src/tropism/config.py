@@ -125,6 +125,12 @@ class LossOptions(ReferenceOptions, TeacherOptions):
             raise ValueError(str(error).removeprefix("loss: ")) from None
         return value
 
+    @model_validator(mode="after")
+    def _reference_is_checked(self) -> "LossOptions":
+        if self.allow_reference_mismatch and self.reference not in (None, "live"):
+            raise UsageError("--allow-reference-mismatch has no effect with --reference MODEL, which may differ anyway")
+        return self
+
 
 class KTOOptions(LossOptions, MethodOptions):
     """KTO: single completions, each labeled desirable or undesirable."""

@@ -62,7 +62,7 @@ def test_a_run_that_was_stopped_is_not_begun_again(attempt, capsys: pytest.Captu
     assert not follows_stop()
     attempt(1)
     assert main(["store", "list"]) == 75
-    assert "call torchrun anew" in capsys.readouterr().err
+    assert "run torchrun again" in capsys.readouterr().err
     attempt(2)
     assert main(["store", "list"]) == 75  # and so on until torchrun gives up
     attempt(3)

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if follows_stop():
             raise StoppedEarly("already stopped. torchrun started the processes again because it takes a stop for a "
-                               "failure (--max-restarts). Nothing was done. To resume, call torchrun again")
+                               "failure (--max-restarts). Nothing was done. To resume, run torchrun again")
         text = requested(tokens)
         if text is not None:
             return _show(text)

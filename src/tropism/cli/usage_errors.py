@@ -20,14 +20,14 @@ def explain_error(error: CycloptsError, tokens: list[str]) -> str:
     """
     name = _command_of(tokens)
     if isinstance(error, cyclopts.UnknownOptionError):
-        return _unknown(error, name)
+        return _unknown(str(error.token.keyword or error.token.value).split("=")[0], name)
     if isinstance(error, cyclopts.MissingArgumentError):
         typed = error.keyword or (error.argument.name if error.argument is not None else "")
-        return f"{typed} needs a value" if typed in tokens else _missing(tokens, name)
+        return f"{typed} needs a value" if typed in tokens else _missing(tokens, name, typed)
     problems: list[Any] = getattr(error.__cause__, "errors", list)()
     if isinstance(error, cyclopts.ValidationError) and problems:
         if problems[0]["type"] == "missing":
-            return _missing(tokens, name)
+            return _missing(tokens, name, "")
         place = config.place_of(problems[0], [option.name for option in _options_of(name)])
         return _group(f"--{place}", name) or f"--{place.replace('_', '-')}: {config.explain(problems[0])}"
     if isinstance(error, cyclopts.UnusedCliTokensError):
@@ -51,15 +51,28 @@ def _own(name: str, required: bool) -> list[str]:
             ] if name in COMMANDS else []
 
 
-def _missing(tokens: list[str], name: str) -> str:
-    """All required arguments that are missing, with an example."""
-    given = names_of(tokens)
+def _known(name: str) -> list[str]:
+    """Options of a command without their dashes."""
+    own = [argument.removeprefix("--") for argument in _own(name, required=False) if argument.startswith("--")]
+    return [*(option.flag.removeprefix("--") for option in _options_of(name)), *own]
+
+
+def _missing(tokens: list[str], name: str, first: str) -> str:
+    """All required arguments that are missing, with an example. An unknown option, which may be one of them misspelled,
+    is reported instead.
+
+    Args:
+        first: the argument that the parser missed first.
+    """
+    given, known = names_of(tokens), _known(name)
+    for token in tokens:
+        if token.startswith("--") and not names_of([token]) & {*known}:
+            return _unknown(token.split("=")[0], name)
     own = [argument for argument in _own(name, required=True) if argument.startswith("--")]
     missing = [flag for flag in [*(option.flag for option in _options_of(name) if option.info.is_required()), *own]
                if flag.removeprefix("--") not in given]
     positional = [argument for argument in _own(name, required=True) if not argument.startswith("--")]
-    if positional and (len(tokens) <= len(name.split()) or tokens[len(name.split())].startswith("-")):
-        missing = positional + missing
+    missing = [argument for argument in positional if argument.lower() == first.lstrip("-").lower()] + missing
     listed = " and ".join(part for part in (", ".join(missing[:-1]), *missing[-1:]) if part)
     example = COMMANDS[name].examples[0] if name in COMMANDS else "tropism --help"
     return f"{listed} {'are' if len(missing) > 1 else 'is'} required. Example: {example}"
@@ -71,12 +84,9 @@ def _group(typed: str, name: str) -> str:
     return f"{typed} is a group of options. Did you mean {inside[0]}?" if inside else ""
 
 
-def _unknown(error: cyclopts.UnknownOptionError, name: str) -> str:
-    typed = str(error.token.keyword or error.token.value).split("=")[0]
+def _unknown(typed: str, name: str) -> str:
     if text := _group(typed, name):
         return text
-    known = [*(option.flag.removeprefix("--") for option in _options_of(name)),
-             *(argument.removeprefix("--") for argument in _own(name, required=False) if argument.startswith("--"))]
-    hint = did_you_mean(typed.lstrip("-"), known, "--{}")
+    hint = did_you_mean(typed.lstrip("-"), _known(name), "--{}")
     every = " --help-all" if _options_of(name) else " --help"
     return f"unknown option {typed}. " + (hint if hint.startswith("Did") else f"See `tropism {name}{every}`")

@@ -38,7 +38,7 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
     options = {key: value for key, value in run.options.items() if value is not None}
     method = str(run.manifest.get("method") or options.get("method"))
     known = METHODS.get(method)
-    shared = {*RunOptions.model_fields, *DataOptions.model_fields, "method", "store"}
+    shared = {*RunOptions.model_fields, *DataOptions.model_fields, "method", "store", "allow_reference_mismatch"}
     own = [key for key in (known.model_fields if known else ()) if key in options and key not in shared]
     if not options.get("teacher"):  # without one none of these has an effect
         own = [key for key in own if key not in ("kd_weight", "divergence", "divergence_mix", "temperature",
