@@ -1,6 +1,7 @@
 # make demo   set up and train a small model on feedback that comes with the package (under 10 minutes on 2 cores)
 # make test   set up and run all checks and tests (slow tests: make test-slow)
 # make lint   checks alone
+# make docs   build the documentation site into build/docs; warnings are errors
 #
 # Everything is installed into .venv, without root. The tested versions are in constraints/tested.txt;
 # for a GPU or other versions: make CONSTRAINTS= demo
@@ -10,7 +11,7 @@ CONSTRAINTS ?= constraints/tested.txt
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint docs clean
 .DEFAULT_GOAL := demo
 
 .venv/.made:
@@ -27,6 +28,11 @@ WORKERS ?= 2
 .venv/.test: .venv/.core
 	@echo "installing the test tools"
 	@$(PIP) -e '.[gguf,test]'
+	@touch $@
+
+.venv/.docs: .venv/.core
+	@echo "installing the documentation tools"
+	@$(PIP) -e '.[gguf,docs]'
 	@touch $@
 
 .venv/.demo: .venv/.core
@@ -48,5 +54,10 @@ test: lint
 test-slow: .venv/.test
 	.venv/bin/python -m pytest -m slow
 
+docs: .venv/.docs
+	.venv/bin/python tools/docs_site.py
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet
+	@echo "the site is in build/docs: open build/docs/index.html"
+
 clean:
-	rm -rf .venv
+	rm -rf .venv build

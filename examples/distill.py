@@ -2,9 +2,9 @@
 
     python examples/distill.py STUDENT TEACHER [--output RUN] [--steps N] [--top-k K]
 
-Without --top-k the teacher stays in memory and every step compares the whole vocabulary. With it the teacher runs once
-before training; its K likeliest tokens and the mass of all others are kept in the store, and then it is gone. Another
-run with the same teacher and data, at another learning rate say, finds them there.
+Without --top-k the teacher stays in memory and every step compares the full vocabulary. With it the teacher runs once
+before training; its K most likely tokens and the mass of all others are stored, and the teacher is unloaded. Another
+run with the same teacher and data, for example at another learning rate, reuses them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ TEXTS = [
 
 
 def rows() -> list[dict]:
-    """The student shall continue a beginning as the teacher would. Real runs take texts like those of later use."""
+    """The student should continue a beginning as the teacher would. In real runs, use texts like those of later use."""
     split = [(text.split(" ", 3)[:3], text.split(" ", 3)[3]) for text in TEXTS]
     return [{"prompt": " ".join(begin), "completion": f" {rest}"} for begin, rest in split]
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("teacher", help="directory or hub id, with the student's tokenizer")
     parser.add_argument("--output", help="run directory, by default tropism-run")
     parser.add_argument("--steps", type=int, help="optimizer steps, by default five passes over the texts")
-    parser.add_argument("--top-k", type=int, help="keep the teacher's K likeliest tokens instead of the teacher")
+    parser.add_argument("--top-k", type=int, help="store the teacher's K most likely tokens")
     arguments = parser.parse_args()
 
     trainer = KDTrainer(

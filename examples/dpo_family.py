@@ -2,9 +2,9 @@
 
     python examples/dpo_family.py MODEL [--output RUN] [--steps N] [--loss NAME[,NAME...]] [--weights W[,W...]]
 
-By default DPO's own loss (sigmoid) and a fifth of the likelihood of the chosen side, which keeps good answers likely
-while the margin grows. `--loss ipo --weights 1` is IPO, `--loss simpo --weights 1` needs no reference, and so on: the
-names are those of `tropism dpo --help`.
+The default is DPO's own loss (sigmoid) plus a fifth of the likelihood of the chosen side, which keeps good completions
+likely while the margin grows. `--loss ipo --weights 1` is IPO, `--loss simpo --weights 1` needs no reference. The names
+are those of `tropism dpo --help`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ THINGS = ["door", "boat", "coat", "lamp", "cup", "wall"]
 
 
 def pairs(count: int = 48) -> list[dict]:
-    """Invented pairs: the better answer is a sentence, the worse one a shrug. Plain text needs no chat template."""
+    """Invented pairs: a sentence is chosen, a shrug rejected. Plain text needs no chat template."""
     draw = random.Random(0)
     found = []
     for _ in range(count):
@@ -38,13 +38,13 @@ def main() -> None:
 
     trainer = DPOTrainer(
         arguments.model, train_dataset=pairs(), output=arguments.output, max_steps=arguments.steps,
-        loss=arguments.loss, loss_weights=arguments.weights,  # lists will do as well: ["sigmoid", "sft"], [1, 0.2]
+        loss=arguments.loss, loss_weights=arguments.weights,  # lists work too: ["sigmoid", "sft"], [1, 0.2]
         batch_size=8, learning_rate=2e-5,
         eval_fraction=0.2, group_prompts=True,  # pairs of one prompt in one step: the prompt is computed once
     )
     result = trainer.fit()
 
-    # Each loss has a metric of its own beside the sum; names are in docs/run-directory.md.
+    # Each loss has its own metric besides the sum. docs/run-directory.md lists them.
     for key in sorted(result.after):
         if key.startswith("loss") or key == "rewards/accuracies":
             print(f"{key}: {result.before[key]:.4f} before, {result.after[key]:.4f} after")

@@ -1,9 +1,9 @@
-"""KTO on a dataloader made for ColossalChat (coati), with a model, optimizer and scheduler of your own.
+"""KTO on a dataloader written for ColossalChat (coati), with your own model, optimizer and scheduler.
 
     python examples/from_coati_batches.py MODEL [--output RUN] [--steps N]
 
-If you have a dataloader of that trainer, pass it as train_dataloader; the collate function here only stands in for
-yours, so that the example runs by itself.
+If you have a dataloader of that trainer, pass it as train_dataloader. The collate function here replaces yours, so
+that the example is complete.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Collate:
                 text = (prompt + answer)[:LENGTH]
                 ids[row, : len(text)] = torch.tensor(text)
                 attention[row, : len(text)] = 1
-                loss[row, len(prompt) : len(text)] = 1  # 1 stands at the answer's own tokens
+                loss[row, len(prompt) : len(text)] = 1  # 1 at the completion's own tokens
             batch |= {f"{prefix}input_ids": ids, f"{prefix}attention_mask": attention, f"{prefix}loss_mask": loss}
         return batch
 
@@ -71,7 +71,7 @@ def main() -> None:
     )
     result = trainer.fit()
     for path in sorted((result.directory / "checkpoints").glob("step-*/model")):
-        print(f"kept on the way: {path}")
+        print(f"model of a checkpoint: {path}")
     print(f"loss: {result.before['loss']:.4f} at the first step, {result.after['loss']:.4f} at the last")
 
 

@@ -1,9 +1,9 @@
-"""KTO on a dataloader made for NeMo-Aligner, with the mismatched rows that its batches bring.
+"""KTO on a dataloader written for NeMo-Aligner, with the mismatched rows of its batches.
 
     python examples/from_nemo_batches.py MODEL [--output RUN] [--steps N]
 
-If you have a dataloader of that trainer, pass it as train_dataloader; the collate function here only stands in for
-yours, so that the example runs by itself. The model is a Hugging Face one: convert a .nemo checkpoint first.
+If you have a dataloader of that trainer, pass it as train_dataloader. The collate function here replaces yours, so
+that the example is complete. The model is a Hugging Face model: convert a .nemo checkpoint first.
 """
 
 import argparse
@@ -21,7 +21,7 @@ LOG = Path(__file__).parent / "data" / "feedback.jsonl"
 
 
 class Collate:
-    """Batches as dicts, padded on the right: ids, and labels that are -100 wherever nothing is learned."""
+    """Batches as dicts, padded on the right: ids, and labels that are -100 at tokens that are not trained."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -55,8 +55,8 @@ def main() -> None:
 
     trainer = KTOTrainer(
         arguments.model, train_dataloader=train,
-        kl_source="batch",  # the batches' own mismatched rows; left out, each answer is paired within its step
-        beta=0.2,  # ref_policy_kl_penalty there, whose default this is
+        kl_source="batch",  # the batches' own mismatched rows; by default completions are paired within the step
+        beta=0.2,  # called ref_policy_kl_penalty in NeMo-Aligner, where this is the default
         learning_rate=5e-5, output=arguments.output, max_steps=arguments.steps,
     )
     result = trainer.fit()

@@ -1,9 +1,9 @@
-"""KTO on a dataloader made for OpenRLHF.
+"""KTO on a dataloader written for OpenRLHF.
 
     python examples/from_openrlhf_batches.py MODEL [--output RUN] [--steps N]
 
-If you have a dataloader of that trainer, pass it as train_dataloader and forget the rest of this file: the collate
-function here only stands in for yours, so that the example runs by itself.
+If you have a dataloader of that trainer, pass it as train_dataloader and ignore the rest of this file. The collate
+function here replaces yours, so that the example is complete.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LOG = Path(__file__).parent / "data" / "feedback.jsonl"
 class Collate:
     """Batches as tuples: ids and attention mask [2n, 1, L], labels [2n], prompt lengths.
 
-    The first half are the rows. The second half, with label -1, pairs each prompt with the next row's answer.
+    The first half are the rows. The second half, with label -1, pairs each prompt with the next row's completion.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -55,10 +55,10 @@ def main() -> None:
     held_out = DataLoader(log[16:], batch_size=8, collate_fn=collate)
 
     trainer = KTOTrainer(
-        arguments.model, train_dataloader=train, eval_dataloader=held_out,  # no ref_model: it is the model at start
-        max_epochs=2, max_norm=1.0, beta=0.1, learning_rate=5e-5,  # OpenRLHF's names are understood
+        arguments.model, train_dataloader=train, eval_dataloader=held_out,  # the reference is the initial model
+        max_epochs=2, max_norm=1.0, beta=0.1, learning_rate=5e-5,  # names of OpenRLHF are accepted
         save_dir=arguments.output, max_steps=arguments.steps,
-    )  # says that the second halves are not used: Tropism pairs each answer with another prompt of its step
+    )  # a notice says that the second halves are ignored: completions are paired within the step
     result = trainer.fit()
     print(f"held-out AUC: {result.before['rewards/auc']:.2f} before, {result.after['rewards/auc']:.2f} after")
 

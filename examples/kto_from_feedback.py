@@ -1,9 +1,9 @@
-"""KTO from a feedback log: single answers, each with a thumb up or down.
+"""KTO from a feedback log: single completions, each with a thumb up or down.
 
     python examples/kto_from_feedback.py MODEL [--output RUN] [--steps N]
 
 MODEL is a directory or hub id of a chat model. The log is examples/data/feedback.jsonl: 24 invented lines, enough to
-see a run, not to teach a model anything. Put your own in its place.
+see a run, but not to teach a model anything. Replace it with your own.
 """
 
 import argparse
@@ -16,9 +16,9 @@ LOG = Path(__file__).parent / "data" / "feedback.jsonl"
 
 
 def rows() -> list[dict]:
-    """The log in Tropism's words: a prompt, a completion, and whether it was liked.
+    """The log as rows: a prompt, a completion, and a label.
 
-    Messages go through the model's chat template. For a base model, give both as plain strings.
+    Messages go through the model's chat template. For a base model, pass both as plain strings.
     """
     log = [json.loads(line) for line in LOG.read_text(encoding="utf-8").splitlines()]
     return [{"prompt": [{"role": "user", "content": entry["question"]}],
@@ -35,14 +35,14 @@ def main() -> None:
 
     trainer = KTOTrainer(
         arguments.model, train_dataset=rows(), output=arguments.output, max_steps=arguments.steps,
-        batch_size=8,  # completions per step; the reference point is a mean over them, so larger is steadier
-        learning_rate=5e-5,  # for a small model; the default, 5e-6, is for billions of weights
+        batch_size=8,  # completions per step; the reference point is a mean over them, so larger is less noisy
+        learning_rate=5e-5,  # for a small model; the default, 5e-6, is for models with billions of weights
         eval_fraction=0.2,  # one prompt in five is held out, and never trained on
         desirable_weight="auto", undesirable_weight="auto",  # balances the classes if one is rarer
     )
     result = trainer.fit()
 
-    # How often a held-out answer that was liked has a higher reward than one that was not; 0.5 is chance.
+    # How often a held-out completion with a thumb up has a higher reward than one without; 0.5 is chance.
     print(f"held-out AUC: {result.before['rewards/auc']:.2f} before, {result.after['rewards/auc']:.2f} after")
     print(f"the model, for transformers: {result.model}")
 

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning on conversations, and an answer of the result.
+"""Supervised fine-tuning on conversations, and a completion by the result.
 
     python examples/sft.py MODEL [--output RUN] [--steps N]
 
-MODEL is a directory or hub id of a chat model. The last message of each conversation is learned; what stands before it
-is context.
+MODEL is a directory or hub id of a chat model. The last message of each conversation is trained; the messages
+before it are context.
 """
 
 import argparse
@@ -17,7 +17,7 @@ CAPITALS = {"Latvia": "Riga", "Kenya": "Nairobi", "Peru": "Lima", "Nepal": "Kath
 
 
 def rows() -> list[dict]:
-    """Conversations that answer in one fixed form."""
+    """Conversations whose last message has a fixed form."""
     return [{"messages": [{"role": "user", "content": f"What is the capital of {country}?"},
                           {"role": "assistant", "content": f"{country}: {capital}."}]}
             for country, capital in CAPITALS.items()]
@@ -30,12 +30,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="optimizer steps, by default three passes over the data")
     arguments = parser.parse_args()
 
-    # A module instead of a name: it is trained in place, and can be used at once afterwards.
+    # A module instead of a name: it is trained in place and can be used immediately afterwards.
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     trainer = SFTTrainer(
         model, tokenizer=tokenizer, train_dataset=rows(), output=arguments.output,
-        epochs=3, max_steps=arguments.steps,  # steps win over epochs
+        epochs=3, max_steps=arguments.steps,  # max_steps overrides epochs
         batch_size=4, learning_rate=5e-5, samples=0,
     )
     result = trainer.fit()

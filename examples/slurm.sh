@@ -3,9 +3,9 @@
 #
 #   sbatch examples/slurm.sh dpo --config dpo.yaml --output /shared/RUN
 #
-# Adjust the lines that begin with #SBATCH. The output, the data, the model and the store (TROPISM_STORE) must lie on a
-# disk that all machines see. The run is saved when its time is nearly up, and the job queues itself again; a run that is
-# done, or fails, is not queued again.
+# Adjust the lines that begin with #SBATCH. The output, the data, the model and the store (TROPISM_STORE) must be on a
+# disk that all machines see. The run saves a checkpoint before the time limit, and the job requeues itself. A run that
+# is done, or failed, is not requeued.
 #SBATCH --job-name=tropism
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -27,15 +27,15 @@ for argument in "$@"; do
   case $argument in --output=*) output=${argument#--output=} ;; esac
   previous=$argument
 done
-[ -n "$output" ] || { echo "give --output, on a disk that all machines see" >&2; exit 2; }
+[ -n "$output" ] || { echo "--output is required, on a disk that all machines see" >&2; exit 2; }
 
-# Since SLURM 22.05 srun does not take this over from sbatch, and would leave one CPU to each machine's torchrun.
+# Since SLURM 22.05 srun does not take this from sbatch, and would give one CPU to each machine's torchrun.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-# After a signal torchrun kills what has not ended; by default after 30 seconds, and a save may take longer. Read by
-# torch 2.13; 2.11 always takes 30.
+# After a signal torchrun kills processes that have not ended, by default after 30 seconds. A save may take longer.
+# torch 2.13 reads this; torch 2.11 always waits 30 seconds.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 
-# SIGUSR1, as #SBATCH --signal=USR1@600 sends it, would else kill torchrun and leave its processes behind.
+# Otherwise SIGUSR1, as sent by #SBATCH --signal=USR1@600, would kill torchrun and leave its processes running.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$gpus" --rdzv-id "$SLURM_JOB_ID" \
   --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
@@ -43,7 +43,7 @@ srun --kill-on-bad-exit=1 torchrun \
   -m tropism "$@" --resume auto --max-time "${minutes}min" --parallel.replicate "$SLURM_JOB_NUM_NODES"
 code=$?
 
-# torchrun says 1 for a run that was stopped and for one that failed; the manifest knows which it was.
+# torchrun exits with 1 for a stopped run and for a failed one. The manifest tells which it was.
 status=$(sed -n 's/^ *"status": "\([a-z]*\)".*/\1/p' "$output/manifest.json" 2>/dev/null | head -n 1)
 if [ "$status" = "stopped" ]; then
   exec scontrol requeue "$SLURM_JOB_ID"

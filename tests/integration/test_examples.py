@@ -25,7 +25,7 @@ CASES: list[tuple[str, list[str], int, list[str]]] = [
     ("distill", ["TEACHER", "--top-k", "8"], 10, [r"stored top 8 and the tail", r"kd/divergence: 0\.\d+ at the first"]),
     ("custom_trees", [], 3, [r"36 training rows, 12 held-out rows", r"weights 2 and 1", r"held-out AUC: 0\.50 before"]),
     ("from_openrlhf_batches", [], 4, [r"kl\) rows of 4 batches are not used", r"held-out AUC: 0\.50 before"]),
-    ("from_coati_batches", [], 3, [r"kl\) rows of 6 batches", r"kept on the way: .*step-00000002/model"]),
+    ("from_coati_batches", [], 3, [r"kl\) rows of 6 batches", r"checkpoint: .*step-00000002/model"]),
     ("from_nemo_batches", [], 3, [r"beta 0\.2", r"reference point: 0\.0000 at the first step, \d\.\d{4} at the last"]),
 ]
 

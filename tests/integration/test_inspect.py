@@ -223,7 +223,8 @@ def test_every_finding_and_option_is_described() -> None:
     root = Path(__file__).parents[2]
     text = (root / "docs" / "inspect.md").read_text(encoding="utf-8")
     sources = [root / "src" / "tropism" / name for name in (
-        "data/findings.py", "data/savings.py", "data/templates.py", "inspect.py")]
+        "data/audit/findings.py", "data/audit/layout_savings.py", "data/audit/template_findings.py",
+        "commands/inspect.py")]
     named = {name for source in sources
              for name in re.findall(r'(?m)(?:Finding\(|_about\(|^    \()\s*f?"(\w+?)(?:_?\{column\})?",',
                                     source.read_text(encoding="utf-8"))}

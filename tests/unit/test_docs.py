@@ -1,10 +1,18 @@
 """The documentation names what exists."""
 
 import importlib.util
+import os
+import pkgutil
 import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tropism.cli.table import COMMANDS
 from tropism.config import METHODS
@@ -106,10 +114,83 @@ def test_requirement_ids_that_tests_name_are_described() -> None:
     assert not {requirement: file for requirement, file in named.items() if requirement not in known}
 
 
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md",
+            *DOCS.rglob("*.md")]
+
+
 def test_links_lead_somewhere() -> None:
     broken = []
-    for file in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+    for file in pages():
         for target in re.findall(r"\]\(([^)#]+)", file.read_text(encoding="utf-8")):
             if "://" not in target and not (file.parent / target).exists():
                 broken.append(f"{file.name}: {target}")
     assert not broken
+
+
+def test_files_and_names_of_the_code_exist() -> None:
+    """Paths in backticks are files of the repository, and dotted names of the package can be imported."""
+    missing = []
+    for file in pages():
+        for quoted in re.findall(r"`([^`\n]+)`", file.read_text(encoding="utf-8")):
+            path = re.fullmatch(r"(?:src|tests|tools|docs|bench|examples|constraints)/[\w./-]+", quoted)
+            if path and not (ROOT / quoted).exists():
+                missing.append(f"{file.name}: {quoted}")
+            name = re.match(r"tropism(?:\.\w+)+", quoted)
+            if name and name[0] != "tropism.trackers":  # the entry point
+                try:
+                    pkgutil.resolve_name(name[0])
+                except (ImportError, AttributeError):
+                    missing.append(f"{file.name}: {name[0]}")
+    assert not missing
+
+
+def test_every_room_is_in_the_tour() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    source = ROOT / "src" / "tropism"
+    rooms = [path.parent for path in source.rglob("__init__.py") if path.parent != source]
+    assert not [str(room) for room in rooms if f"{room.name}/`" not in text]
+    files = [path.name for path in source.glob("*.py") if not path.name.startswith("__")]
+    assert not [file for file in files if f"`{file}`" not in text]
+
+
+# --- the site ---------------------------------------------------------------------------------------------------------
+
+
+def site_source(target: Path) -> Path:
+    """The source of the site, as `tools/docs_site.py` writes it."""
+    runpy.run_path(str(ROOT / "tools" / "docs_site.py"))["write"](target)
+    return target
+
+
+def in_navigation(entry: Any) -> Iterator[str]:
+    """Pages of an entry of the navigation."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for inner in entry.values() if isinstance(entry, dict) else entry:
+            yield from in_navigation(inner)
+
+
+def test_the_navigation_has_every_page(tmp_path: Path) -> None:
+    source = site_source(tmp_path / "source")
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(in_navigation(settings["nav"])) == sorted(
+        str(page.relative_to(source)) for page in source.rglob("*.md"))
+
+
+def test_the_site_is_built_without_warnings_and_loads_nothing(tmp_path: Path) -> None:
+    """With the extra `docs`. Pages must not fetch scripts, styles, fonts or images from the network."""
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(module)
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    settings = settings.replace("build/docs-source", str(site_source(tmp_path / "source")))
+    settings = settings.replace("site_dir: build/docs", f"site_dir: {tmp_path / 'site'}")
+    (tmp_path / "mkdocs.yml").write_text(settings.replace("paths: [src]", f"paths: [{ROOT / 'src'}]"), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(tmp_path / "mkdocs.yml")],
+                          capture_output=True, text=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    assert done.returncode == 0, done.stderr
+    built = list((tmp_path / "site").rglob("*.html"))
+    assert len(built) > 60
+    fetched = re.compile(r'<(?:script|img|iframe)[^>]+src="https?:|<link[^>]+rel="(?:stylesheet|icon)"[^>]+https?:')
+    assert not [page.name for page in built if fetched.search(page.read_text(encoding="utf-8"))]
