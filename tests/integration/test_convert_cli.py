@@ -36,7 +36,7 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str], pairs: Path, tmp_path:
     assert out.splitlines() == [
         f"{pairs}: 2 read, 3 rows written as unpaired (prompt, completion, label)",
         "  read as trl (prompt, chosen, rejected), each pair as a desirable and an undesirable row; override with "
-        "--format or --columns",
+        "--format and --columns",
         "  rows left out: 1 empty_completion",
         "    pairs.jsonl:2: empty_completion: 'rejected' is empty",
         "  columns left behind: source (1 records); --keep-columns takes them along",

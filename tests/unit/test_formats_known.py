@@ -336,7 +336,7 @@ def test_renamed_columns() -> None:
 def test_sentence() -> None:
     reading = recognize(raw({"prompt": "p", "chosen": "a", "rejected": "b"}), "unpaired", "f")
     assert str(reading) == ("read as trl (prompt, chosen, rejected), each pair as a desirable and an undesirable row; "
-                            "override with --format or --columns")
+                            "override with --format and --columns")
 
 
 def test_views() -> None:

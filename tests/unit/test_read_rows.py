@@ -29,7 +29,7 @@ def put(path: Path, records: list[dict[str, Any]]) -> Path:
 
 def test_the_sentence(renderer: Renderer) -> None:
     audit = read_rows(pairs(2), renderer, "paired")
-    assert audit.format == "read as trl (prompt, chosen, rejected); override with --format or --columns"
+    assert audit.format == "read as trl (prompt, chosen, rejected); override with --format and --columns"
 
 
 def test_split_pairs_are_mixed(renderer: Renderer) -> None:

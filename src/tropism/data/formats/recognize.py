@@ -42,7 +42,7 @@ class Reading:
         """One line for the log: the format, and the options that override it."""
         how = {("paired", "unpaired"): ", each pair as a desirable and an undesirable row",
                ("unpaired", "paired"): ", paired by prompt"}.get((self.shape.view, self.wanted), "")
-        return f"read as {self.format.name} {self.shape}{how}; override with --format or --columns"
+        return f"read as {self.format.name} {self.shape}{how}; override with --format and --columns"
 
 
 def renamed(rows: Sequence[RawRow], names: Mapping[str, str]) -> list[RawRow]:
