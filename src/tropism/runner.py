@@ -13,7 +13,7 @@ from tropism.config import MethodOptions
 from tropism.data.read_rows import check_embedding
 from tropism.distributed import World, connect
 from tropism.errors import ReferenceMismatchError, UsageError
-from tropism.methods.build import build_method, effective
+from tropism.methods.build import build_method
 from tropism.model import load
 from tropism.model import moe_router as router
 from tropism.model.config import check_rope, max_positions
@@ -32,14 +32,12 @@ from tropism.train.engine import Engine
 from tropism.train.evaluation.evaluator import Evaluator
 from tropism.train.evaluation.samples import Sampler
 from tropism.train.failure import record_failure
-from tropism.train.frozen import teacher as teachers
 from tropism.train.frozen.score_store import ROWS
 from tropism.train.loop import Plan, TrainingLoop
 from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Observers
 from tropism.train.optimizer import check_given
-from tropism.train.options import TeacherOptions
 from tropism.train.preemption import Preemption
 from tropism.train.result import RunResult, export_result, finish, result_of
 from tropism.train.run_state import RunState
@@ -58,6 +56,7 @@ from tropism.train.setup.data import (
 from tropism.train.setup.parallel import parallelize
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
+from tropism.train.setup.resolve import resolve
 from tropism.train.step_packs import StepPlanner, check_partners
 
 
@@ -195,7 +194,7 @@ class Run:
                       self.world, self.objects, self.voice)
         for note in self.notes:
             self.voice.say(note)
-        if origin is not None and resume.is_over(origin, directory, inputs.schedule.total_steps, self._written(),
+        if origin is not None and resume.is_over(origin, directory, inputs.schedule.total_steps, self._resolved(),
                                                  self._fingerprints(), self.voice):
             self._take_result(directory)
             return result_of(directory, origin.manifest)
@@ -276,7 +275,7 @@ class Run:
         loop = TrainingLoop(engine, self.planner, Plan.of(options, inputs.schedule.total_steps), self.preemption,
                             observers.see, self._evaluate if evaluator is not None else None, saver, state)
         try:
-            with observers.showing(inputs.schedule.total_steps, options, self._written()):
+            with observers.showing(inputs.schedule.total_steps, options, self._resolved()):
                 loop.run()
         except Exception:  # not KeyboardInterrupt: a second Ctrl-C does not wait
             if saver is not None:
@@ -293,19 +292,16 @@ class Run:
     def _checkpoint_facts(self) -> dict[str, Any]:
         """What identifies the run in a checkpoint."""
         frozen = {name: str(self.facts[name]) for name in ("policy", "reference", "teacher") if name in self.facts}
-        return {"fingerprints": self._fingerprints() | frozen, "options": self._written(), "libraries": libraries(),
+        return {"fingerprints": self._fingerprints() | frozen, "options": self._resolved(), "libraries": libraries(),
                 "world_size": self.world.size, "stop_ids": self._stop_ids}
 
     @property
     def _stop_ids(self) -> list[int]:
         return sorted(self.inputs.data.renderer.stop_ids)
 
-    def _written(self) -> dict[str, Any]:
+    def _resolved(self) -> dict[str, Any]:
         """Every option with its effective value."""
-        distilled = isinstance(self.options, TeacherOptions)
-        of_teacher: dict[str, Any] = teachers.effective(self.options) if distilled else {}  # type: ignore[arg-type]
-        return (self.options.dump() | effective(self.inputs.method, self.values) | of_teacher
-                | {"precision": self.inputs.numerics.precision, "resume": "never", "fall_back": False})
+        return resolve(self.options.dump(), self.inputs)
 
     def _fingerprints(self) -> dict[str, str]:
         """Hashes of everything that determines the token ids of each step."""
@@ -321,7 +317,7 @@ class Run:
         directory.create()
         if origin is not None:
             resume.begin_again(directory, origin)
-        directory.write_config(self._written())
+        directory.write_config(self._resolved())
         directory.write_json("audit.json", self.inputs.data.to_json())
         model = self.named.absolute if isinstance(self.named, ModelSource) else options.model
         facts = {
