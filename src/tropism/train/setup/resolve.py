@@ -20,6 +20,6 @@ def resolve(options: Mapping[str, Any], inputs: RunInputs) -> dict[str, Any]:
         inputs: of the run.
     """
     given = inputs.options
-    of_teacher = teachers.effective(given) if isinstance(given, TeacherOptions) else {}
+    of_teacher: dict[str, Any] = teachers.effective(given) if isinstance(given, TeacherOptions) else {}
     return {**options, **effective(inputs.method, options), **of_teacher, "precision": inputs.numerics.precision,
             "resume": "never", "fall_back": False}
