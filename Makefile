@@ -56,7 +56,7 @@ test-slow: .venv/.test
 
 docs: .venv/.docs
 	.venv/bin/python tools/docs_site.py
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build
 	@echo "the site is in build/docs: open build/docs/index.html"
 
 clean:
