@@ -29,7 +29,7 @@ teacher_dir, padded_teacher_dir = distillation.teacher_dir, distillation.padded_
 
 def by_hand(options: Any, temperature: float = 1.0) -> tuple[float, float]:
     """Mean cross-entropy and mean KL(teacher || student) over all supervised tokens of all rows, by full logits."""
-    rows = Run(options, WORLD, Said()).data.train
+    rows = Run(options, WORLD, Said()).inputs.data.train
     student, teacher = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
                         for path in (options.model, options.teacher))
     entropy = divergence = tokens = 0.0

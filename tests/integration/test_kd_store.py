@@ -82,7 +82,7 @@ def test_another_question_is_another_entry(distill: Callable[..., Any], passes: 
 def test_what_is_announced_is_what_it_takes(distill: Callable[..., Any], options: Callable[..., Any],
                                             tmp_path: Path) -> None:
     """R4: tokens and bytes are said before the pass, and nothing else is stored."""
-    said, rows = Said(), Run(options(), WORLD, Said()).data.train
+    said, rows = Said(), Run(options(), WORLD, Said()).inputs.data.train
     distill(voice=said, top_k=4)
     distinct = {(row.prompt_key, row.completions[0].key): row.completions[0].length for row in rows}
     tokens = sum(distinct.values())

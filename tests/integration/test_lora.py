@@ -278,7 +278,7 @@ def test_export_dtype_and_models_of_checkpoints(start: Callable[..., Any], tmp_p
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     """S1: the adapter's file has the dtype that was asked for, in checkpoints too."""
     result = start("sft", tmp_path / "run", lora=LORA, export_dtype="bfloat16", save_every=3, checkpoint_model=True)
-    assert "of the changed weights survive" in capsys.readouterr().out
+    assert "of the changed weights" in capsys.readouterr().out
     for directory in (result.model, max((tmp_path / "run" / "checkpoints").glob("step-*")) / "model"):
         assert {weight.dtype for weight in adapter(directory).values()} == {torch.bfloat16}
         merged(directory)

@@ -128,7 +128,7 @@ def test_what_differs_is_named(start: Start, stop_after: Callable[..., None], se
     refused("the chat template changed")
     tokenizer.chat_template = own
     tokenizer.save_pretrained(model)
-    refused("the initial weights of the model and the reference are not what", model=teacher_dir)
+    refused("the initial weights of the model and the reference changed", model=teacher_dir)
     moved = tmp_path / "moved"
     model.rename(moved)
     assert main(["resume", str(output)]) == 2

@@ -59,11 +59,11 @@ def test_before_step_1_policy_and_reference_agree(train: Callable[..., Any]) -> 
 
 def test_the_result_loads_with_plain_transformers(train: Callable[..., Any]) -> None:
     """S1: same logits, tokenizer and template; a tied head stays tied; dtype on disk = asked = config."""
-    import tropism.runner as api
+    from tropism.model import save
 
     kept: dict[str, torch.Tensor] = {}
     ids = torch.randint(5, 102, (1, 24), generator=torch.Generator().manual_seed(0))
-    real = api.load.export
+    real = save.export
 
     def watched(model: Any, *args: Any) -> None:
         with torch.no_grad():
@@ -72,7 +72,7 @@ def test_the_result_loads_with_plain_transformers(train: Callable[..., Any]) -> 
         real(model, *args)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(api.load, "export", watched)
+    patch.setattr(save, "export", watched)
     try:
         result = train("kto", max_steps=3)
     finally:
@@ -98,7 +98,7 @@ def test_export_in_bfloat16_says_what_survives(train: Callable[..., Any], capsys
     with safe_open(result.model / "model.safetensors", "pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert json.loads((result.model / "config.json").read_text())["dtype"] == "bfloat16"
-    assert "of the changed weights survive" in capsys.readouterr().out
+    assert "of the changed weights" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["kto", "dpo"])
@@ -279,13 +279,13 @@ def test_messages_and_other_file_kinds(train: Callable[..., Any], tmp_path: Path
 def test_a_full_disk_at_the_end_leaves_no_half_model(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
                                                      tmp_path: Path) -> None:
     """S1: the model directory is there whole or not at all; the message says where and why."""
-    import tropism.model.load as load
+    from tropism.model import save
 
     def full(*args: Any) -> None:
         (tmp_path / "run1" / ".model.partial" / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(load, "write_model", full)
+    monkeypatch.setattr(save, "write_model", full)
     with pytest.raises(OutputError, match="the model could not be written"):
         train("dpo", max_steps=1)
     assert not (tmp_path / "run1" / "model").exists()
