@@ -84,7 +84,8 @@ def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Pat
     json
         Also write the figures to this file.
     """
-    from tropism.commands.scoring.scores import check_writable, figures, score, write_figures
+    from tropism.commands.files import check_writable, write_json
+    from tropism.commands.scoring import figures, score
     from tropism.observe.console import Voice
 
     if json is not None:
@@ -95,7 +96,7 @@ def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Pat
     found = figures(scores, options.beta)
     Voice().figures(f"{len(scores.rows)} rows", found)
     if json is not None:
-        write_figures({"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found}, json)
+        write_json(json, {"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found})
     return 0
 
 
@@ -163,7 +164,7 @@ def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat]
     keep_columns
         Carry the fields of the rows along.
     """
-    from tropism.commands.scoring import scores as scoring
+    from tropism.commands import scoring
 
     scoring.check_target(output)
     found = scoring.score(model, options)
