@@ -280,19 +280,10 @@ def store_list(*, store: Path | None = None) -> int:
     store
         Its directory; by default TROPISM_STORE, else ~/.cache/tropism/store.
     """
-    from tropism.train.frozen.score_store import entries, rendered_rows
-    from tropism.train.options import default_root
+    from tropism.commands import store as storing  # imports torch: not for --help
+    from tropism.observe.console import Voice
 
-    root = store or default_root()
-    found = entries(root)
-    print(f"{root}: scores of {len(found)} frozen models")
-    for entry in found:
-        print(f"  {entry.path.name}  {entry.scores} scores, {entry.size_bytes / 1024:.0f} KiB  "
-              f"{entry.meta.get('model', '?')} ({entry.meta.get('precision')}, {entry.meta.get('layout')}"
-              + (f", {entry.meta['holds']})" if "holds" in entry.meta else ")"))
-    blocks, size = rendered_rows(root)
-    if blocks:
-        print(f"  rendered rows: {blocks} blocks, {size / 1024:.0f} KiB")
+    storing.show(store, Voice())
     return 0
 
 
@@ -307,11 +298,10 @@ def store_clean(fingerprint: str | None = None, *, store: Path | None = None) ->
     store
         Its directory; by default TROPISM_STORE, else ~/.cache/tropism/store.
     """
-    from tropism.train.frozen.score_store import clean
-    from tropism.train.options import default_root
+    from tropism.commands import store as storing
+    from tropism.observe.console import Voice
 
-    root = store or default_root()
-    print(f"{root}: removed the scores of {clean(root, fingerprint)} frozen models")
+    storing.clean(store, fingerprint, Voice())
     return 0
 
 
