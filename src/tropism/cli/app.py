@@ -147,7 +147,7 @@ def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Pa
     account = converting.convert(data, options, voice)
     converting.show(account, Path(options.output), voice)
     if json is not None:
-        converting.write_json(account, json)
+        converting.write_report(account, json)
     return 0
 
 
