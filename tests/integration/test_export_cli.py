@@ -146,7 +146,7 @@ def test_a_run_that_never_ended(made: dict[bool, Made], tmp_path: Path) -> None:
     (run / "manifest.json").write_text(json.dumps({**manifest, "status": "stopped"}))
     assert main(["export", str(run), "--to", str(tmp_path / "out"), "--checkpoint", "last"]) == 0
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == ended
-    assert cell((tmp_path / "out" / "README.md").read_text(), "run's status") == "stopped"
+    assert cell((tmp_path / "out" / "README.md").read_text(), "run status") == "stopped"
 
 
 def check_files(path: Path, tied: bool, dtype: str, sharded: bool) -> None:

@@ -212,7 +212,7 @@ def test_a_checkpoint_that_cannot_be_used(run: Path, tmp_path: Path, tiny_model_
     with pytest.raises(CheckpointError, match="holds no weights of a model"):
         export(run, tmp_path / "out", checkpoint=str(other / "step-00000003"))
     checkpoint.write(other, 4, {"model/x": torch.ones(2)}, {"step": 4, "fingerprints": {"template": "f" * 32}})
-    with pytest.raises(CheckpointError, match=r"tokenizer that it was trained with was not found: .*the template of .* changed"):
+    with pytest.raises(CheckpointError, match=r"tokenizer .* was not found: .*the template of .* changed"):
         export(run, tmp_path / "out", checkpoint=str(other / "step-00000004"))
     (place / "state" / ".metadata").write_bytes(b"a pickle of somebody else's")
     with pytest.raises(CheckpointError, match=r"\.metadata: is damaged.*no other checkpoint"):
