@@ -19,12 +19,12 @@ class Known:
     def text(self, side: int = 0) -> list[int]:
         return self.prompt + self.completions[side]
 
-    def counted(self, side: int = 0) -> list[int]:
+    def count_of(self, side: int = 0) -> list[int]:
         return [0] * len(self.prompt) + self.masks[side]
 
     def labels(self, side: int = 0) -> list[int]:
         return [token if counts else -100
-                for token, counts in zip(self.text(side), self.counted(side), strict=True)]
+                for token, counts in zip(self.text(side), self.count_of(side), strict=True)]
 
 
 def known(prompt: list[int], *completions: list[int], label: bool = True) -> Known:
@@ -77,7 +77,7 @@ def openrlhf_dpo(rows: Sequence[Known], fill: int, side: str) -> Any:
 
 def openrlhf_sft(rows: Sequence[Known], fill: int, side: str) -> Any:
     texts = [row.text() for row in rows]
-    early = [[float(counts) for counts in row.counted()[1:]] + [0.0] for row in rows]
+    early = [[float(counts) for counts in row.count_of()[1:]] + [0.0] for row in rows]
     return pad(texts, fill, side), pad(ones(texts), 0, side), pad(early, 0, side)  # type: ignore[arg-type]
 
 
@@ -92,7 +92,7 @@ def coati_kto(rows: Sequence[Known], fill: int, side: str) -> Any:
     for prefix, group in (("", rows), ("kl_", mismatched(rows, mirrored(len(rows))))):
         ids = pad([row.text() for row in group], fill, side, width=24)
         batch |= {f"{prefix}input_ids": ids, f"{prefix}attention_mask": ids != fill,
-                  f"{prefix}loss_mask": pad([row.counted() for row in group], 0, side, width=24)}
+                  f"{prefix}loss_mask": pad([row.count_of() for row in group], 0, side, width=24)}
     return batch
 
 
@@ -102,7 +102,7 @@ def coati_dpo(rows: Sequence[Known], fill: int, side: str) -> Any:
         texts = [row.text(number) for row in rows]
         batch |= {f"{name}_input_ids": pad(texts, fill, side, width=24),
                   f"{name}_attention_mask": pad(ones(texts), 0, side, width=24).bool(),
-                  f"{name}_loss_mask": pad([row.counted(number) for row in rows], 0, side, width=24).bool()}
+                  f"{name}_loss_mask": pad([row.count_of(number) for row in rows], 0, side, width=24).bool()}
     return batch
 
 

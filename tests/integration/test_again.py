@@ -195,7 +195,7 @@ def test_more_patience_for_a_run_that_stopped_early(train: Callable[..., Any], t
     assert train("dpo", stop_patience=1, resume="auto", **settings).steps == 2
     said = capsys.readouterr().out
     assert "It stopped early: no improvement of rewards/margins in 1 evaluation (best: " in said
-    assert "Another --stop-patience" in said
+    assert "--stop-patience" in said
     result = train("dpo", stop_patience=9, resume="auto", **settings)
     assert result.steps == 8
     found = manifest(tmp_path / "run")

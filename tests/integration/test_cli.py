@@ -401,10 +401,10 @@ def test_store_list_and_clean(capsys: pytest.CaptureFixture[str], tiny_model_dir
     root = str(tmp_path / "store")
     code, out, _ = run(capsys, "store", "list", "--store", root)
     assert code == 0
-    assert "scores of 1 frozen models" in out
+    assert "scores of 1 frozen model\n" in out
     assert "fp32, tree" in out
     code, out, _ = run(capsys, "store", "clean", "--store", root)
-    assert "removed the scores of 1 frozen models" in out
+    assert "removed the scores of 1 frozen model\n" in out
     assert "scores of 0 frozen models" in run(capsys, "store", "list", "--store", root)[1]
 
 

@@ -119,7 +119,7 @@ def test_a_fresh_process_finds_what_was_in_memory(made: dict[bool, Made], tmp_pa
             assert main(["export", str(run), "--to", str(to), *options]) == 0
             assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
             said = capsys.readouterr().out
-            assert ("keep their exact value" in said) is (dtype != "float32")
+            assert ("unchanged" in said) is (dtype != "float32")
             check_files(to, tied, dtype, sharded="--max-shard-size" in options)
             wanted[str(to)] = in_memory(weights, config, DTYPES[dtype]), f"torch.{dtype}"
         assert json.loads((run / "checkpoints" / "step-00000002" / "trainer.json").read_text())["stop_ids"]
@@ -147,7 +147,7 @@ def test_a_run_that_never_ended(made: dict[bool, Made], tmp_path: Path) -> None:
     (run / "manifest.json").write_text(json.dumps({**manifest, "status": "stopped"}))
     assert main(["export", str(run), "--to", str(tmp_path / "out"), "--checkpoint", "last"]) == 0
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == ended
-    assert cell((tmp_path / "out" / "README.md").read_text(), "run's status") == "stopped"
+    assert cell((tmp_path / "out" / "README.md").read_text(), "run status") == "stopped"
 
 
 def check_files(path: Path, tied: bool, dtype: str, sharded: bool) -> None:
@@ -193,7 +193,7 @@ def test_the_card_says_what_the_run_said(made: dict[bool, Made], tmp_path: Path)
     assert f"`{options['model']}` by KTO" in card
     assert f"Training data: `{audit['source']}`" in card
     for key, value in {"rows read": audit["rows"]["read"], "rows kept": audit["rows"]["kept"],
-                       "rows left out": "1 " + next(iter(audit["rows"]["dropped"])),
+                       "rows dropped": "1 " + next(iter(audit["rows"]["dropped"])),
                        "labeled desirable": audit["labels"]["desirable"], "rows held out": audit["split"]["eval"],
                        "optimizer steps": manifest["steps"], "seed": 0, "batch size": 8, "learning rate (peak)": 0.01,
                        "precision": "fp32", "device": "1 x cpu", "`beta`": 0.1, "`loss`": "kto",
@@ -203,13 +203,13 @@ def test_the_card_says_what_the_run_said(made: dict[bool, Made], tmp_path: Path)
     assert f"torch {manifest['libraries']['torch']}" in cell(card, "libraries")
     first, last = (next(record for record in found if record["split"] == "eval")
                    for found in (records_of(run), records_of(run)[::-1]))
-    measured = card.split("## What was measured")[1]
+    measured = card.split("## Evaluation")[1]
     for key in ("loss", "rewards/margins", "logps/chosen"):
         assert cell(measured, f"`{key}`") == f"{first[key]:.4f} | {last[key]:.4f}".replace("-0.0000", "0.0000")
     assert cell(card, "`rewards/auc`").endswith(
         f"| {last['rewards/auc']:.4f} [{last['rewards/auc_low']:.4f}, {last['rewards/auc_high']:.4f}]")
-    assert "this card grants none and names none" in card
-    assert "license" not in card
+    assert "grants no license and names none" in card
+    assert "license:" not in card
 
 
 def records_of(run: Path) -> list[dict[str, Any]]:
@@ -231,7 +231,7 @@ def test_a_card_claims_nothing_that_was_not_measured(train: Callable[..., Any], 
     result = train("dpo", max_steps=3, save_every=1, keep=0, eval_fraction=0.2, eval_every=0)
     assert main(["export", str(result.directory), "--to", str(tmp_path / "b"), "--checkpoint", "2"]) == 0
     card = (tmp_path / "b" / "README.md").read_text()
-    assert "were not evaluated: they are those after step 2, and the run evaluated after steps 0, 3." in card
+    assert "These weights, after step 2, were not evaluated. The run evaluated after steps 0, 3." in card
     assert "| before | after |" not in card
 
 
@@ -241,11 +241,11 @@ def test_the_best_one_and_exit_codes(made: dict[bool, Made], tmp_path: Path,
     best = json.loads((run / "checkpoints" / "best.json").read_text())
     assert main(["export", str(run), "--to", str(tmp_path / "best"), "--checkpoint", "best"]) == 0
     assert json.loads((tmp_path / "best" / "export.json").read_text())["checkpoint"] == best["checkpoint"]
-    assert f"best by `rewards/auc` ({best['value']:.4f})" in (tmp_path / "best" / "README.md").read_text()
-    for tokens, text in ((["--to", str(tmp_path / "best")], "is not empty; nothing was changed"),
-                         (["--to", str(tmp_path / "out"), "--merge"], "has no adapter to merge"),
+    assert f"best checkpoint by `rewards/auc` ({best['value']:.4f})" in (tmp_path / "best" / "README.md").read_text()
+    for tokens, text in ((["--to", str(tmp_path / "best")], "is not empty"),
+                         (["--to", str(tmp_path / "out"), "--merge"], "no adapter to merge"),
                          (["--to", str(tmp_path / "out"), "--dtype", "int4"], "int4"), ([], "--to"),
-                         (["--to", str(tmp_path / "out"), "--checkpoint", "9"], "no checkpoint of that step")):
+                         (["--to", str(tmp_path / "out"), "--checkpoint", "9"], "no checkpoint of this step")):
         assert main(["export", str(run), *tokens]) == 2
         assert text in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -57,11 +57,11 @@ def test_case_10(command: Any) -> None:
     code, out, err, report = command(CASES / "10-empty-completions.jsonl")
     assert code == 0, err
     assert "6 read, 1 kept: 3 empty_completion, 1 missing_field, 1 empty_prompt" in out
-    assert "left out: 10-empty-completions.jsonl:4: missing_field" in out
+    assert "dropped: 10-empty-completions.jsonl:4: missing_field" in out
     assert "left_out" in names(report, "warning")
     code, out, err, report = command(CASES / "10-empty-completions.jsonl", "--strict")
     assert code == 1
-    assert "1 findings are warnings (--strict): left_out" in err
+    assert "1 warning (--strict): left_out" in err
     assert report["rows"]["read"] == 6  # it is written all the same
 
 
@@ -81,7 +81,7 @@ def test_case_14(command: Any, model_dir: Path) -> None:
         assert shown["completions"][0]["tokens"][-1] == {
             "id": 4 if own_end else 1, "text": "<|end|>" if own_end else "<|eos|>", "supervised": True}
         assert ("eos_added" in names(report)) == name.startswith("B")
-        assert f'learned text: "Seven.{"<|end|>" if own_end else "<|eos|>"}"' in out
+        assert f'supervised text: "Seven.{"<|end|>" if own_end else "<|eos|>"}"' in out
 
 
 def test_case_14_plain_row(command: Any) -> None:
@@ -108,7 +108,7 @@ def test_case_15(command: Any, supervise: str) -> None:
             assert sum(token["supervised"] for token in completion["tokens"]) == want["supervised_tokens_all_turns"]
     assert "control_spelled" in names(report, "notice")
     if supervise == "all":
-        assert 'learned text: "Blue.<|end|>" ... "Two.<|end|>"' in out
+        assert 'supervised text: "Blue.<|end|>" ... "Two.<|end|>"' in out
 
 
 def test_case_16(command: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -98,6 +99,20 @@ def test_going_back_to_an_earlier_checkpoint(start: Start, straight: Callable[..
     assert manifest(output)["resumed"][0]["step"] == 4
 
 
+def test_a_finished_run_without_checkpoints_is_not_said_to_be_extendable(
+        start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """C1: it advises --save-every and a new run, as the refusal of more steps does; never what would be refused."""
+    output = tmp_path / "run"
+    start("sft", output, save_every=None, max_steps=2)
+    capsys.readouterr()
+    assert main(["resume", str(output)]) == 0
+    advice = capsys.readouterr().out
+    assert main(["resume", str(output), "--max-steps", "4"]) == 2
+    for said in (advice, capsys.readouterr().err):
+        assert re.search(rf"no checkpoint.*--model {re.escape(str(output))}/model --output NEW.*--save-every", said)
+        assert "--max-steps" not in said
+
+
 def test_a_finished_run_says_so_and_can_be_extended(start: Start, tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     """C1: the schedule of the learning rate is that of the new length from there on."""
@@ -108,7 +123,9 @@ def test_a_finished_run_says_so_and_can_be_extended(start: Start, tmp_path: Path
     again = start("sft", output, save_every=3, resume="auto")
     assert (again.steps, again.before, again.after, again.samples) == (
         done.steps, done.before, done.after, done.samples)
-    assert "is done (7 steps)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "7 steps" in said
+    assert f"tropism resume {output} --max-steps N" in said
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     assert main(["resume", str(output), "--max-steps", "10"]) == 0
     out = capsys.readouterr().out
@@ -166,7 +183,7 @@ def test_a_signal_in_a_pass_over_the_data_stops_at_the_next_pack(start: Start, s
     assert len(stored) == 1
     packs = 0
 
-    def counted(*args: Any) -> Any:
+    def count_of(*args: Any) -> Any:
         nonlocal packs
         packs += 1
         return real(*args)

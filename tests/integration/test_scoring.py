@@ -15,7 +15,7 @@ from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
 from tropism.cli.app import main
-from tropism.commands.scoring.scores import figures, score
+from tropism.commands.scoring import figures, score
 from tropism.config import ScoringOptions
 
 
@@ -116,7 +116,7 @@ def test_parquet_with_the_columns_of_the_rows(tiny_model_dir: Path, feedback: Pa
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--output", "scores.csv"], "scores are written as .jsonl or .parquet"),
-    (["--output", "there.jsonl"], "exists already"),
+    (["--output", "there.jsonl"], "there.jsonl already exists"),
     (["--output", "new.jsonl", "--reference", "/nowhere/model"], "directory not found"),
     (["--output", "new.jsonl", "--beta", "0"], "--beta"),
 ])

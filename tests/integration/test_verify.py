@@ -42,7 +42,7 @@ def test_an_untouched_run_is_the_same_in_every_point(finished: Path, capsys: pyt
             "initial weights", "libraries", "python", "device"} <= states(verdict).keys()
     capsys.readouterr()
     assert main(["verify", str(finished)]) == 0
-    assert "intact, and can be repeated here" in capsys.readouterr().out
+    assert ": intact, reproducible on this machine" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 
 
@@ -108,8 +108,8 @@ def test_what_is_gone_is_told_apart(finished: Path, tmp_path: Path, copies: dict
     capsys.readouterr()
     assert main(["verify", str(finished)]) == 1
     out = capsys.readouterr().out
-    assert "initial weights: gone" in out
-    assert "not as it was written, and cannot be repeated here" in out
+    assert "initial weights: not found" in out
+    assert ": NOT intact, NOT reproducible" in out
 
 
 def test_other_versions_and_devices_are_told(finished: Path) -> None:
@@ -119,8 +119,8 @@ def test_other_versions_and_devices_are_told(finished: Path) -> None:
     manifest["device"] = "cuda:0"
     path.write_text(json.dumps(manifest))
     verdict = verify(finished)
-    assert "torch 2.0.0 then" in how(verdict, "libraries")
-    assert "no-such-library 1.0 then, not installed now" in how(verdict, "libraries")
+    assert "torch was 2.0.0" in how(verdict, "libraries")
+    assert "no-such-library was 1.0, now not installed" in how(verdict, "libraries")
     assert states(verdict)["device"] == "differs"
     assert verdict.intact
 
@@ -147,7 +147,7 @@ def test_as_json(finished: Path, tmp_path: Path) -> None:
 
 def test_no_run_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "nowhere")]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "not a run directory" in capsys.readouterr().err
     (tmp_path / "manifest.json").write_text("[]")
     assert main(["verify", str(tmp_path)]) == 2
-    assert "is no manifest" in capsys.readouterr().err
+    assert "not the manifest" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from exporting import filled_run, logits
 from tropism.commands.export import export
-from tropism.commands.export.source import ExportedRun
+from tropism.commands.export.read_run import ExportedRun
 from tropism.errors import ModelError
 from tropism.model import load
 from tropism.model.adapters import files as adapter_files
@@ -34,8 +34,8 @@ def silent(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def test_nothing_is_looked_up_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: a RUN/model that is not there is no hub id, though it looks like one."""
-    from tropism.commands.export import beside
-    from tropism.commands.export.source import Chosen
+    from tropism.commands.export import tokenizer_and_generation as beside
+    from tropism.commands.export.read_run import Chosen
 
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
@@ -114,7 +114,7 @@ def test_the_card_says_what_an_adapter_began_from(base: Callable[[bool], Path], 
             assert f"| `adapter` | {tmp_path / 'first'} |" in card
             assert "| `rank` | 4 |" in card
             assert "| `alpha` | 8 |" in card
-            assert f"trained from `{base(False)}`" in card
+            assert f"Trained from `{base(False)}`" in card
             assert "| epochs |" not in card
 
 
@@ -127,7 +127,7 @@ def test_the_card_leaves_out_what_an_object_decided(tiny_model_dir: Path, tmp_pa
     assert {"| optimizer | adamw |", "| epochs | 1 |"} <= set(card_of(run, tmp_path / "one").splitlines())
     (run / "manifest.json").write_text(json.dumps({**manifest, "given": {"optimizer": "SGD", "scheduler": "StepLR"}}))
     card = card_of(run, tmp_path / "two")
-    assert "| optimizer | SGD, given in Python |" in card
-    assert "| scheduler | StepLR, given in Python |" in card
+    assert "| optimizer | SGD, passed in Python |" in card
+    assert "| scheduler | StepLR, passed in Python |" in card
     for word in ("adamw", "learning rate", "| schedule |", "weight decay"):
         assert word not in card

@@ -122,7 +122,7 @@ def test_every_write_that_fails_leaves_the_last_one_alone(written: checkpoint.Ch
             "mkdir": Path.mkdir}
     left = 0
 
-    def counted(call: Any) -> Any:
+    def count_of(call: Any) -> Any:
         def wrapped(*args: Any, **keywords: Any) -> Any:
             nonlocal left
             left -= 1
@@ -131,9 +131,9 @@ def test_every_write_that_fails_leaves_the_last_one_alone(written: checkpoint.Ch
             return call(*args, **keywords)
         return wrapped
 
-    monkeypatch.setattr(os, "fsync", counted(real["fsync"]))
+    monkeypatch.setattr(os, "fsync", count_of(real["fsync"]))
     for name, call in (("write_text", real["write_text"]), ("open", real["path_open"]), ("mkdir", real["mkdir"])):
-        monkeypatch.setattr(Path, name, counted(call))
+        monkeypatch.setattr(Path, name, count_of(call))
     failures = 0
     while True:
         left = failures + 1
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_the_same_step_counts_until_the_new_one_does(written: ch
     """C1, C2: killed, or refused by the disk, at the first, second, ... call: one that is whole is always there."""
     root, left, error = written.path.parent, 0, BaseException()
 
-    def counted(call: Any) -> Any:
+    def count_of(call: Any) -> Any:
         def wrapped(*args: Any, **keywords: Any) -> Any:
             nonlocal left
             left -= 1
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_the_same_step_counts_until_the_new_one_does(written: ch
     for owner, names in ((os, ("fsync",)), (shutil, ("rmtree",)),
                          (Path, ("write_text", "open", "mkdir", "unlink", "rename"))):
         for name in names:
-            monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+            monkeypatch.setattr(owner, name, count_of(getattr(owner, name)))
     for error in (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Killed()):
         rounds, before = 0, None
         while True:

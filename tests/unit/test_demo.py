@@ -1,6 +1,7 @@
 """The feedback that the demo ships with, and its rule."""
 
 import json
+import re
 from collections import Counter
 from importlib.resources import files
 from pathlib import Path
@@ -43,6 +44,7 @@ def test_the_report_gives_the_figures(tmp_path: Path, capsys: pytest.CaptureFixt
     figures = {"rewards/auc": 0.5, "rewards/auc_low": 0.4, "rewards/auc_high": 0.6, "rewards/margins": 0.0}
     report(RunResult(tmp_path, tmp_path, 1, 1.0, figures, {**figures, "rewards/auc": 0.7}, samples), Voice())
     out = capsys.readouterr().out
-    assert "0% before, 100% after" in out
-    assert "0.500 before, 0.700 after (95 % interval 0.400 to 0.600)" in out
-    assert "\nHow?\n  before: Boil it." in out
+    assert "0% -> 100%" in out
+    assert re.search(r"0\.500 -> 0\.700 +\(95% interval 0\.400 to 0\.600\)", out)
+    assert "How?\n  before: Boil it.\n  after:  You boil it." in out
+    assert "2 held-out prompts" in out

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from exporting import IDS, filled_run, logits
-from tropism.commands.export import export, weights, write
+from tropism.commands.export import export, output_directory, weights
 from tropism.commands.export.weights import filled, rounded, skeleton
 from tropism.errors import CheckpointError, ModelError, OutputError, OutputExistsError, TropismError, UsageError
 from tropism.model import load, save
@@ -35,13 +35,13 @@ def run(tiny_model_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("size", "count"), [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2MiB", 2**21), (77, 77)])
 def test_sizes(size: str | int, count: int) -> None:
-    assert write.shard_bytes(size) == count
+    assert output_directory.shard_bytes(size) == count
 
 
 @pytest.mark.parametrize("size", ["", "5 apples", "-1GB", "0", "GB"])
 def test_what_is_no_size(size: str) -> None:
-    with pytest.raises(UsageError, match="is no size"):
-        write.shard_bytes(size)
+    with pytest.raises(UsageError, match="not a valid size"):
+        output_directory.shard_bytes(size)
 
 
 def test_rounding_is_counted_and_leaves_ties() -> None:
@@ -55,15 +55,15 @@ def test_rounding_is_counted_and_leaves_ties() -> None:
     assert found["count"].dtype == torch.int64
     assert (rounding.weights, rounding.exact, rounding.zeroed) == (4, 2, 1)
     assert rounding.largest == pytest.approx(2**-8 / (1 + 2**-8))
-    assert "2 of 4 weights (50.0%) keep their exact value; the others change by at most 0.39%, and 1 become 0" in str(
+    assert "2 of 4 weights (50.0%) unchanged; the others change by at most 0.39%, and 1 becomes 0" in str(
         rounding)
     small = rounded({"a": torch.tensor([1.0, 1 + 2**-30], dtype=torch.float64)}, torch.float32)[1]
     assert "change by at most 9.3e-08%" in str(small)
-    assert "all 1 weights keep" in str(rounded({"a": torch.ones(1)}, torch.float64)[1])
+    assert "the 1 weight unchanged" in str(rounded({"a": torch.ones(1)}, torch.float64)[1])
 
 
-@pytest.mark.parametrize(("value", "text"), [(70000.0, "holds 7e[+]04, and float16 ends at 65504"),
-                                             (float("nan"), "holds NaN")])
+@pytest.mark.parametrize(("value", "text"), [(70000.0, "7e[+]04.*float16 is 65504"),
+                                             (float("nan"), "w contains NaN")])
 def test_a_weight_that_does_not_fit_is_refused(value: float, text: str) -> None:
     with pytest.raises(ModelError, match=text):
         rounded({"w": torch.tensor([1.0, value])}, torch.float16)
@@ -81,7 +81,7 @@ def test_every_weight_is_filled(tiny_model_dir: Path) -> None:
     name = "model.norm.weight"
     for wrong, text in (({key: stored[key] for key in stored if key != name}, f"c: {name} is missing"),
                         ({**stored, "odd": torch.ones(1)}, "c: odd is not part of the model LlamaForCausalLM"),
-                        ({**stored, name: torch.ones(3)}, r"is \[3\] there and \[32\] in LlamaForCausalLM")):
+                        ({**stored, name: torch.ones(3)}, r"has shape \[3\], but \[32\] in LlamaForCausalLM")):
         with pytest.raises(CheckpointError, match=text):
             filled(model, wrong, Path("c"))
 
@@ -110,15 +110,15 @@ def test_names_in_memory_and_names_in_files(tmp_path: Path, fixture_tokenizer: A
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[TropismError], str]] = {
-    "dtype": ({"dtype": "int8"}, UsageError, "--dtype int8: is none of fp32, bf16"),
-    "size": ({"max_shard_size": "much"}, UsageError, "is no size"),
-    "merge": ({"merge": True}, UsageError, "has no adapter to merge"),
-    "best": ({"checkpoint": "best"}, UsageError, r"best.json: is not there.*--keep-best.*step-00000002"),
-    "step": ({"checkpoint": "step-00000009"}, UsageError, "no checkpoint of that step; there are: step-00000002"),
-    "name": ({"checkpoint": "first"}, UsageError, "is neither best, last, a step nor a directory"),
+    "dtype": ({"dtype": "int8"}, UsageError, "--dtype int8: unsupported.*fp32, bf16"),
+    "size": ({"max_shard_size": "much"}, UsageError, "much: not a valid size"),
+    "merge": ({"merge": True}, UsageError, "--merge: .*no adapter"),
+    "best": ({"checkpoint": "best"}, UsageError, r"best.json: not found.*--keep-best.*step-00000002"),
+    "step": ({"checkpoint": "step-00000009"}, UsageError, "no checkpoint of this step.*step-00000002"),
+    "name": ({"checkpoint": "first"}, UsageError, "--checkpoint first: not best, last, a step or a directory"),
     "in model": ({"to": "model/out"}, UsageError, "belongs to the run"),
     "in checkpoints": ({"to": "checkpoints"}, UsageError, "belongs to the run"),
-    "in use": ({"to": "."}, OutputExistsError, "exists and is not empty; nothing was changed"),
+    "in use": ({"to": "."}, OutputExistsError, "exists and is not empty"),
     "a file": ({"to": "config.yaml"}, OutputExistsError, "exists and is not empty"),
 }
 
@@ -138,8 +138,8 @@ def test_refusals_come_before_anything_is_loaded(run: Path, monkeypatch: pytest.
 
 
 def test_what_is_no_run(run: Path, tmp_path: Path) -> None:
-    for place, text in ((tmp_path, "holds no run"), (tmp_path / "gone", "holds no run"),
-                        (run / "model", f"name the run: tropism export {run}"),
+    for place, text in ((tmp_path, "not a run directory"), (tmp_path / "gone", "not a run directory"),
+                        (run / "model", f"tropism export {run}`"),
                         (run / "checkpoints" / "step-00000002", f"tropism export {run} --checkpoint step-00000002")):
         with pytest.raises(UsageError, match=text):
             export(place, tmp_path / "out")
@@ -156,14 +156,14 @@ def test_a_result_that_is_not_what_was_written(run: Path, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"model.safetensors has changed.*--checkpoint last exports step-"):
         export(run, tmp_path / "out")
     shutil.rmtree(run / "model")
-    with pytest.raises(UsageError, match="is done, but RUN/model is gone"):
+    with pytest.raises(UsageError, match="model/ is missing"):
         export(run, tmp_path / "out")
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}))
-    with pytest.raises(UsageError, match=r"not come to its end \(status: running\). --checkpoint last exports step-"):
+    with pytest.raises(UsageError, match=r"did not finish \(status: running\). --checkpoint last exports step-"):
         export(run, tmp_path / "out")
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(UsageError, match="has no checkpoint that could be exported"):
+    with pytest.raises(UsageError, match="has no checkpoint to export"):
         export(run, tmp_path / "out")
     with pytest.raises(UsageError, match="the run has no checkpoint"):
         export(run, tmp_path / "out", checkpoint="last")
@@ -187,7 +187,7 @@ def test_a_checkpoint_by_its_names_and_where_generation_stops(run: Path, tmp_pat
         assert all(torch.equal(found.state_dict()[key], value) for key, value in wanted.state_dict().items())
         assert json.loads((done.path / "generation_config.json").read_text())["eos_token_id"] == [1, 5]
     card = (tmp_path / "out0" / "README.md").read_text()
-    assert "after step 2 of 4 that were planned, the checkpoint that was best by `loss` (0.2500)." in card
+    assert "after step 2 of 4 planned steps, the best checkpoint by `loss` (0.2500)." in card
 
 
 def test_without_a_record_of_the_terminators(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +198,7 @@ def test_without_a_record_of_the_terminators(run: Path, tmp_path: Path, capsys: 
                                               in model.named_parameters()}, old)
     shutil.rmtree(run / "model")
     export(run, tmp_path / "out", checkpoint="3")
-    assert "no record of the terminators" in capsys.readouterr().out
+    assert "no record of the trained terminators" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 1
 
 
@@ -206,13 +206,13 @@ def test_a_checkpoint_that_cannot_be_used(run: Path, tmp_path: Path, tiny_model_
     place = run / "checkpoints" / "step-00000002"
     other = tmp_path / "other"
     checkpoint.write(other, 2, {"model/x": torch.ones(2)}, {"step": 2, "fingerprints": {"data": "f" * 32}})
-    with pytest.raises(CheckpointError, match=r"belongs to another run than .*: other data"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint of .*: it has other data"):
         export(run, tmp_path / "out", checkpoint=str(other / "step-00000002"))
     checkpoint.write(other, 3, {"optimizer/x/y": torch.ones(2)}, {"step": 3, "fingerprints": {}})
     with pytest.raises(CheckpointError, match="no model weights"):
         export(run, tmp_path / "out", checkpoint=str(other / "step-00000003"))
     checkpoint.write(other, 4, {"model/x": torch.ones(2)}, {"step": 4, "fingerprints": {"template": "f" * 32}})
-    with pytest.raises(CheckpointError, match=r"tokenizer that it was trained with is not to be had: .*another temp"):
+    with pytest.raises(CheckpointError, match=r"tokenizer .* was not found: .*the template of .* changed"):
         export(run, tmp_path / "out", checkpoint=str(other / "step-00000004"))
     (place / "state" / ".metadata").write_bytes(b"a pickle of somebody else's")
     with pytest.raises(CheckpointError, match=r"\.metadata: corrupted file.*It is the only one of the run"):
@@ -247,7 +247,7 @@ def _lose(real: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.mark.parametrize(("what", "error", "text"), [
     ("interrupted", KeyboardInterrupt, None),
-    ("lost", OutputError, "does not read back as it should.*has other values")])
+    ("lost", OutputError, "does not read back.*has different values")])
 def test_whole_or_not_at_all(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str,
                              error: type[BaseException], text: str | None) -> None:
     """S1: and what an export that was killed left behind goes with the next one."""

@@ -150,7 +150,7 @@ def test_what_is_missing_is_named(base: Callable[[bool], Path], tmp_path: Path) 
     whole = load_file(file)
     name = next(key for key in whole if "lora_B" in key)
     for weights, text in (({key: whole[key] for key in whole if key != name}, "lora_B.weight is missing"),
-                          ({**whole, name: whole[name][:4].clone()}, "lora_B.weight is .4, 4. there and .32, 4."),
+                          ({**whole, name: whole[name][:4].clone()}, "lora_B.weight has shape .4, 4., but .32, 4."),
                           ({**whole, "strange": torch.ones(1)}, "strange is not part of the adapter")):
         save_file(weights, file)
         filled_run(run, base(True), lora={"rank": 4})

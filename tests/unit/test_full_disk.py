@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tropism.commands.inspect import _write as write_page
-from tropism.commands.scoring.scores import write, write_figures
+from tropism.commands.files import write_json, write_text
+from tropism.commands.scoring import write
 from tropism.errors import OutputError
 from tropism.files import append_line, write_whole
 from tropism.model import save
@@ -54,8 +54,8 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "top-k store": lambda path: TopKStore(path, "f" * 32, {"model": "m"}).add(likeliest(200), 50),
     "scores": lambda path: write(ROWS, path / "scores.jsonl"),
     "scores in Parquet": lambda path: write(ROWS, path / "scores.parquet"),
-    "figures": lambda path: write_figures({"text": "x" * 8192}, path / "figures.json"),
-    "page": lambda path: write_page(path / "page.html", "x" * 8192),
+    "figures": lambda path: write_json(path / "figures.json", {"text": "x" * 8192}),
+    "page": lambda path: write_text(path / "page.html", "x" * 8192),
     "lock": lambda path: owned(path).__enter__(),
 }
 

@@ -19,7 +19,7 @@ from tropism.config import (
     ScoringOptions,
     SFTOptions,
 )
-from tropism.errors import TropismError, UsageError, did_you_mean
+from tropism.errors import TropismError, UsageError, count_of, did_you_mean
 
 app = App(name="tropism", result_action="return_value", help_flags=(), version_flags=(),
           suppress_keyboard_interrupt=False)
@@ -92,7 +92,8 @@ def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
 @app.command
 def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Path | None = None) -> int:
     """Print figures of a model, and write them to a file."""
-    from tropism.commands.scoring.scores import figures, score, write_figures
+    from tropism.commands.files import write_json
+    from tropism.commands.scoring import figures, score
     from tropism.files import check_writable
     from tropism.observe.console import Voice
 
@@ -102,9 +103,9 @@ def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Pat
     if not scores.is_main:
         return 0
     found = figures(scores, options.beta)
-    Voice().figures(f"{len(scores.rows)} rows", found)
+    Voice().figures(count_of(len(scores.rows), "row"), found)
     if json is not None:
-        write_figures({"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found}, json)
+        write_json(json, {"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found})
     return 0
 
 
@@ -134,17 +135,17 @@ def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Pa
     from tropism.observe.console import Voice
 
     voice = Voice()
-    account = converting.convert(data, options, voice)
-    converting.show(account, Path(options.output), voice)
+    report = converting.convert(data, options, voice)
+    converting.show(report, Path(options.output), voice)
     if json is not None:
-        converting.write_json(account, json)
+        converting.write_report(report, json)
     return 0
 
 
 @app.command
 def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat], keep_columns: bool = False) -> int:
     """Write one record per row."""
-    from tropism.commands.scoring import scores as scoring
+    from tropism.commands import scoring
 
     scoring.check_target(output)
     found = scoring.score(model, options)
@@ -152,7 +153,7 @@ def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat]
         return 0
     columns = scoring.original_columns(options.data) if keep_columns else None
     scoring.write(scoring.records(found, options.beta, columns), output)
-    print(f"{output}: {len(found.rows)} rows")
+    print(f"{output}: {count_of(len(found.rows), 'row')}")
     return 0
 
 
@@ -210,30 +211,20 @@ def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None 
 @store.command(name="list")
 def store_list(*, store: Path | None = None) -> int:
     """Print the entries of the cache."""
-    from tropism.train.frozen.score_store import entries, rendered_rows
-    from tropism.train.options import default_root
+    from tropism.commands import store as storing  # imports torch: not for --help
+    from tropism.observe.console import Voice
 
-    root = store or default_root()
-    found = entries(root)
-    print(f"{root}: scores of {len(found)} frozen models")
-    for entry in found:
-        print(f"  {entry.path.name}  {entry.scores} scores, {entry.size_bytes / 1024:.0f} KiB  "
-              f"{entry.meta.get('model', '?')} ({entry.meta.get('precision')}, {entry.meta.get('layout')}"
-              + (f", {entry.meta['holds']})" if "holds" in entry.meta else ")"))
-    blocks, size = rendered_rows(root)
-    if blocks:
-        print(f"  rendered rows: {blocks} blocks, {size / 1024:.0f} KiB")
+    storing.show(store, Voice())
     return 0
 
 
 @store.command(name="clean")
 def store_clean(fingerprint: str | None = None, *, store: Path | None = None) -> int:
     """Delete entries of the cache."""
-    from tropism.train.frozen.score_store import clean
-    from tropism.train.options import default_root
+    from tropism.commands import store as storing
+    from tropism.observe.console import Voice
 
-    root = store or default_root()
-    print(f"{root}: removed the scores of {clean(root, fingerprint)} frozen models")
+    storing.clean(store, fingerprint, Voice())
     return 0
 
 

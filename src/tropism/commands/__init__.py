@@ -1,1 +1,1 @@
-"""What a user types besides training, a room each. They do not know each other."""
+"""The commands besides training, one module or folder each. They do not import each other."""

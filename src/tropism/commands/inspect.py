@@ -1,4 +1,4 @@
-"""What a file is to a method and a model, before anything is spent: findings, and rows token by token."""
+"""`tropism inspect`: preview data as training will see it, with findings and sample rows token by token."""
 
 import json
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
+from tropism.commands import files
 from tropism.config import METHODS, InspectOptions
 from tropism.data.audit.audit import Audit
 from tropism.data.audit.findings import Finding, by_severity, histogram, leakage
@@ -22,8 +23,7 @@ from tropism.data.sources.resolve import DataSource
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.tokenizer import Piece, visible
-from tropism.errors import DataError, ModelError, TropismError
-from tropism.files import write_whole
+from tropism.errors import DataError, ModelError, TropismError, count_of
 from tropism.model import load
 from tropism.model.config import check_rope
 from tropism.model.source import ModelSource
@@ -33,9 +33,8 @@ from tropism.train.frozen.score_store import ROWS
 from tropism.train.setup.data import limits
 
 _STYLES = {"warning": "bold red", "notice": "yellow", "info": "cyan"}
-_SHOWN = (64, 160)  # pieces of a prompt and of a completion that a terminal shows; a page has them all
-_LISTED = 20  # rows left out that are listed with their reasons
-
+_SHOWN = (64, 160)  # tokens of a prompt and of a completion that a terminal shows; the HTML page has all
+_LISTED = 20  # dropped rows that are listed with their reasons
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,10 @@ class ShownRow:
     """A row as training sees it.
 
     Args:
-        row: its ids.
-        prompt: the pieces of its prompt.
-        completions: the pieces of each completion.
-        supervised: the exact text that is learned of each completion; one entry per stretch of it.
+        row: its token ids.
+        prompt: tokens of its prompt.
+        completions: tokens of each completion.
+        supervised: the exact supervised text of each completion; one entry per contiguous span.
     """
 
     row: EncodedRow
@@ -55,7 +54,7 @@ class ShownRow:
     supervised: list[list[str]]
 
     def to_json(self) -> dict[str, Any]:
-        """Ids, pieces and what counts."""
+        """Token ids, their text and whether they are supervised."""
         return {"id": self.row.id, "place": self.row.place, "label": self.row.desirable,
                 "notes": sorted(self.row.notes),
                 "prompt": [{"id": piece.id, "text": piece.text} for piece in self.prompt],
@@ -66,15 +65,16 @@ class ShownRow:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found.
+    """Result of an inspection.
 
     Args:
-        model: its name.
+        model: name of the model.
         view: what a row is.
-        audit: of the data; `eval_audit` of the evaluation data, if any.
+        audit: of the training data.
+        eval_audit: of the evaluation data, if there is any.
         findings: warnings first.
-        shown: some rows token by token.
-        max_length: tokens that a prompt and a completion may have together.
+        shown: sample rows token by token.
+        max_length: maximum tokens of a prompt with its completion.
     """
 
     model: str
@@ -98,7 +98,7 @@ class Inspection:
                 "completion tokens": histogram(facts.tokens[facts.tokens > 0])}
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as `--json` writes it: the content of `audit.json` with more findings, and the rows."""
+        """The content of `--json`: that of `audit.json` with more findings, and the sample rows."""
         report = {"model": self.model, "view": self.view, "max_length": self.max_length, "format": self.audit.format,
                   **self.audit.to_json(), "findings": [finding.to_json() for finding in self.findings],
                   "histograms": {name: [list(entry) for entry in bins] for name, bins in self.lengths.items()},
@@ -108,31 +108,31 @@ class Inspection:
         return report
 
     def check(self) -> None:
-        """For `--strict`.
+        """Fail for `--strict` if there are warnings.
 
         Raises:
-            TropismError: naming the findings that are warnings.
+            TropismError: naming the warnings.
         """
         if self.warnings:
-            raise TropismError(f"{self.audit.source}: {len(self.warnings)} findings are warnings (--strict): "
+            raise TropismError(f"{self.audit.source}: {count_of(len(self.warnings), 'warning')} (--strict): "
                                + ", ".join(finding.name for finding in self.warnings))
 
 
 def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = None) -> Inspection:
-    """Look at data as training would see it; needs tokenizer and config of the model, not its weights.
+    """Preview data as training will see it. Needs the model's tokenizer and config, not its weights.
 
     Args:
         data: a source as training takes it.
         options: model, method, limits, templates.
-        voice: shows how far large data are read.
+        voice: shows the progress of reading large data.
 
     Raises:
         DataError: for data that cannot be read.
         ModelError: for a model that cannot be trained.
-        UsageError: for options that do not go together or have no effect.
+        UsageError: for options that exclude each other or have no effect.
     """
     if not isinstance(data, str | Path):
-        data = list(data)  # gone through more than once
+        data = list(data)  # read more than once
     source = ModelSource.of(options.model)
     tokenizer = load.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
     config = load.load_config(source, trust_remote_code=options.trust_remote_code)
@@ -157,7 +157,7 @@ def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = Non
 
 
 def _refused_by_the_model(parts: Sequence[Sequence[EncodedRow]], config: Any, renderer: Renderer) -> list[Finding]:
-    """What would stop a run before its first step."""
+    """Findings that would stop a run before its first step."""
     found = []
     try:
         for rows in parts:
@@ -172,7 +172,7 @@ def _refused_by_the_model(parts: Sequence[Sequence[EncodedRow]], config: Any, re
 
 
 def _choose(audit: Audit, count: int) -> list[EncodedRow]:
-    """Rows worth a look: the first, the first of the other label, the first of each note; then in file order."""
+    """Sample rows: the first of each label and of each note, then more in file order."""
     first = {*first_of(audit.facts.desirable).tolist(), *(int(rows[0]) for rows in audit.facts.notes.values())}
     order = dict.fromkeys([*sorted(first), *range(min(count, len(audit.rows)))])
     return [audit.rows[number] for number in sorted(list(order)[:count])]
@@ -192,16 +192,16 @@ def _shown(row: EncodedRow, renderer: Renderer) -> ShownRow:
 
 
 def show(inspection: Inspection, voice: Voice) -> None:
-    """Say what was found."""
+    """Print the result."""
     for audit, name in ((inspection.audit, "data"), (inspection.eval_audit, "eval data")):
         if audit is not None:
             voice.say(f"{name}: {audit.source}: {audit.summary()}")
             if audit.format:
                 voice.say(f"  {audit.format}")
             for drop in audit.dropped[:_LISTED]:
-                voice.say(f"  left out: {drop.place}: {drop.reason}: {drop.detail}")
+                voice.say(f"  dropped: {drop.place}: {drop.reason}: {drop.detail}")
             if (more := sum(audit.reasons.values()) - _LISTED) > 0:
-                voice.say(f"  and {more} more; --json lists the first 1000")
+                voice.say(f"  and {more:,} more; --json lists the first 1,000 dropped rows")
     for finding in inspection.findings:
         voice.console.print(Text.assemble((f"{finding.severity:>7}", _STYLES[finding.severity]), ": ", finding.text))
     for name, bins in inspection.lengths.items():
@@ -219,25 +219,25 @@ def _show_row(shown: ShownRow, voice: Voice, *, color: bool) -> None:
     notes = f" ({', '.join(sorted(row.notes))})" if row.notes else ""
     named = row.place if row.id == row.place else f"{row.place}, id {visible(row.id)}"
     voice.say("")
-    voice.say(f"{named}{label}{notes}: prompt {len(row.prompt_ids)} tokens")
+    voice.say(f"{named}{label}{notes}: prompt {count_of(len(row.prompt_ids), 'token')}")
     voice.console.print(_colored(shown.prompt, _SHOWN[0], color))
     names = ("chosen", "rejected") if len(shown.completions) == 2 else ("completion",)
     for name, pieces, texts in zip(names, shown.completions, shown.supervised, strict=True):
         learned = sum(piece.supervised for piece in pieces)
-        voice.say(f"{name}: {len(pieces)} tokens, {learned} of them learned")
+        voice.say(f"{name}: {count_of(len(pieces), 'token')}, {learned} supervised")
         voice.console.print(_colored(pieces, _SHOWN[1], color))
-        voice.say(f"learned text: {' ... '.join(visible(json.dumps(text, ensure_ascii=False)) for text in texts)}")
+        voice.say(f"supervised text: {' ... '.join(visible(json.dumps(text, ensure_ascii=False)) for text in texts)}")
 
 
 def _colored(pieces: Sequence[Piece], most: int, color: bool) -> Text:
-    """Tokens one after another: what is learned in green, else in brackets; the middle of a long row is left out."""
+    """Tokens in order, supervised ones in green or, without color, in brackets; long rows are cut in the middle."""
     text = Text("  ")
     left_out = len(pieces) - most
     for number, piece in enumerate(pieces):
         if left_out > 0 and most // 2 <= number < most // 2 + left_out:
             if number == most // 2:
                 text.append(f" ... {left_out} tokens ... ", "dim")
-        elif color:  # neighbors differ, so that borders are seen
+        elif color:  # neighbors differ, so that token borders are visible
             shade = ("black on green", "black on bright_green") if piece.supervised else ("dim", "default")
             text.append(piece.visible, shade[number % 2])
         else:
@@ -249,26 +249,22 @@ def _colored(pieces: Sequence[Piece], most: int, color: bool) -> Text:
 
 
 def write_json(inspection: Inspection, path: Path) -> None:
-    """Everything that was found, for programs.
+    """Write the result as JSON.
 
     Raises:
         OutputError: if it cannot be written.
     """
-    _write(path, json.dumps(inspection.to_json(), ensure_ascii=False, indent=1) + "\n")
+    files.write_json(path, inspection.to_json())
 
 
 def write_html(inspection: Inspection, path: Path) -> None:
-    """One page that needs no network.
+    """Write the result as one HTML page that needs no network.
 
     Raises:
         OutputError: if it cannot be written.
     """
     report = inspection.to_json()
-    _write(path, render_page("inspect.html.jinja", report=report, summary=inspection.audit.summary(), rows=[
+    files.write_text(path, render_page("inspect.html.jinja", report=report, summary=inspection.audit.summary(), rows=[
         {"row": row, "prompt": [piece.visible for piece in shown.prompt],
          "completions": [[(piece.visible, piece.supervised) for piece in pieces] for pieces in shown.completions]}
         for row, shown in zip(report["shown"], inspection.shown, strict=True)]))
-
-
-def _write(path: Path, text: str) -> None:
-    write_whole(path, text.encode(errors="backslashreplace"), parents=True)

@@ -1,4 +1,4 @@
-"""Whether a run directory is still what was written, and whether the run could be repeated here."""
+"""`tropism verify`: check that a run directory is intact and that the run is reproducible on this machine."""
 
 import json
 import platform
@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
+from tropism.commands.files import write_json
 from tropism.config import METHODS, MethodOptions
 from tropism.config_file import read_yaml
 from tropism.distributed import World
-from tropism.errors import CheckpointError, ModelError, TropismError, UsageError, first_line
-from tropism.files import write_whole
+from tropism.errors import CheckpointError, ModelError, TropismError, UsageError, count_of, first_line
 from tropism.model import load
 from tropism.model.language_model import LanguageModel
 from tropism.model.options import LoraOptions
@@ -35,13 +35,13 @@ State = Literal["same", "differs", "gone", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """One thing that was compared with the manifest.
 
     Args:
-        what: it is.
-        state: how it stands to what the manifest says.
-        how: it differs, or why it cannot be told.
-        of: `intact` for what the run left behind, `repeatable` for what another run of it would need.
+        what: its name.
+        state: the outcome.
+        how: how it differs, or why it is unknown.
+        of: `intact` for what the run wrote, `repeatable` for what the same run would need again.
     """
 
     what: str
@@ -50,48 +50,48 @@ class Check:
     of: Literal["intact", "repeatable"] = "repeatable"
 
     def __str__(self) -> str:
-        word = "cannot be told" if self.state == "unknown" else self.state
+        word = {"same": "same", "differs": "changed", "gone": "not found", "unknown": "unknown"}[self.state]
         return f"{self.what}: {word}" + (f": {self.how}" if self.how else "")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a run.
+    """All checks of a run.
 
     Args:
-        directory: of the run.
-        checks: in the order in which they are told.
+        directory: run directory.
+        checks: in the order in which they are printed.
     """
 
     directory: Path
     checks: tuple[Check, ...]
 
     def holds(self, of: str) -> bool:
-        """Whether everything of this kind is the same."""
+        """Whether all checks of this kind passed."""
         return all(check.state == "same" for check in self.checks if check.of == of)
 
     @property
     def intact(self) -> bool:
-        """Whether what the run left behind is as it was written."""
+        """Whether everything that the run wrote is unchanged."""
         return self.holds("intact")
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same command would train the same model here."""
+        """Whether the same command would train the same model on this machine."""
         return self.holds("repeatable")
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` writes."""
+        """The content of `--json`."""
         return {"run": str(self.directory), "intact": self.intact, "reproducible_here": self.repeatable,
                 "checks": [{"what": check.what, "state": check.state, "how": check.how, "of": check.of}
                            for check in self.checks]}
 
 
 def verify(directory: Path) -> Verdict:
-    """Look at everything that the manifest has a fingerprint of. Nothing is written.
+    """Compare everything with its fingerprint in the manifest. Nothing is written.
 
     Raises:
-        UsageError: if there is no run in this directory.
+        UsageError: if this is not a run directory.
     """
     manifest = _manifest(directory)
     kept = tuple(_of_output(directory, manifest))
@@ -107,20 +107,20 @@ def verify(directory: Path) -> Verdict:
 
 
 def show(verdict: Verdict, voice: Voice) -> None:
-    """Tell a person."""
+    """Print the checks and the verdict."""
     for check in verdict.checks:
         (voice.say if check.state == "same" else voice.warn)(str(check))
-    voice.say(f"{verdict.directory}: " + ("intact" if verdict.intact else "not as it was written") + ", and "
-              + ("can be repeated here" if verdict.repeatable else "cannot be repeated here as it was"))
+    voice.say(f"{verdict.directory}: {'intact' if verdict.intact else 'NOT intact'}, "
+              f"{'reproducible' if verdict.repeatable else 'NOT reproducible'} on this machine")
 
 
 def write(verdict: Verdict, path: Path) -> None:
-    """Write the findings to a file.
+    """Write the verdict as JSON.
 
     Raises:
         OutputError: if the disk refuses.
     """
-    write_whole(path, (json.dumps(verdict.to_json(), indent=2, ensure_ascii=False) + "\n").encode())
+    write_json(path, verdict.to_json())
 
 
 def _manifest(directory: Path) -> dict[str, Any]:
@@ -128,16 +128,16 @@ def _manifest(directory: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"{directory}: holds no run (there is no manifest.json)") from None
+        raise UsageError(f"{directory}: not a run directory (no manifest.json)") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {first_line(error)}") from None
     if not isinstance(found, dict) or "fingerprints" not in found:
-        raise UsageError(f"{path}: is no manifest of a run")
+        raise UsageError(f"{path}: not the manifest of a run")
     return found
 
 
 def _of_output(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]:
-    """Files that the run wrote."""
+    """Checks of the files that the run wrote."""
     check = partial(Check, of="intact")
     known = manifest["fingerprints"].get("config")
     config = directory / "config.yaml"
@@ -147,11 +147,11 @@ def _of_output(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]:
         yield check("config.yaml", "unknown", "the manifest has no fingerprint of it")
     else:
         yield check("config.yaml", "same") if file_hash(config) == known else check(
-            "config.yaml", "differs", "it was edited after the run began")
+            "config.yaml", "differs", "edited after the run started")
     if manifest.get("status") == "done":
         files = manifest.get("model_files")
         yield _files("model", directory / "model", files, "the manifest has no checksums of it")
-    for one in checkpoint.listed(directory / "checkpoints"):  # one that was never finished does not count
+    for one in checkpoint.listed(directory / "checkpoints"):  # unfinished ones are ignored
         yield _checkpoint(one.path)
 
 
@@ -176,17 +176,17 @@ def _files(what: str, directory: Path, files: Mapping[str, Any] | None, why_not:
 
 
 def _of_inputs(options: MethodOptions, manifest: Mapping[str, Any], directory: Path) -> Iterator[Check]:
-    """What a run is a function of: tokenizer, data, weights."""
+    """Checks of what determines a run: tokenizer, data, weights."""
     prints, remote = manifest["fingerprints"], options.trust_remote_code
     try:
         if _from_python(options.model):
-            raise ModelError("the model was given in Python")
+            raise ModelError("the model was passed in Python")
         tokenizer = load.load_tokenizer(ModelSource.of(options.model), trust_remote_code=remote)
     except ModelError as error:
         gone = _state_of_missing(options.model)
         for what in ("tokenizer", "template", *(name for name in ("data", "eval_data") if name in prints)):
             yield Check(what, gone if what == "tokenizer" else "unknown", str(error) if what == "tokenizer" else
-                        "it depends on the tokenizer")
+                        "depends on the tokenizer")
     else:
         for what, found in text_fingerprints(tokenizer).items():
             yield _compared(what, found, prints.get(what))
@@ -202,7 +202,7 @@ def _of_data(options: MethodOptions, manifest: Mapping[str, Any], tokenizer: Any
     names = [name for name in ("data", "eval_data") if name in prints]
     for value in (options.data, options.eval_data):
         if value and _from_python(value):
-            yield from (Check(name, "unknown", "it was given in Python") for name in names)
+            yield from (Check(name, "unknown", "passed in Python") for name in names)
             return
     configs = []
     try:
@@ -226,16 +226,18 @@ def _row_counts(directory: Path, name: str, now: int) -> str:
         split = json.loads((directory / "audit.json").read_text(encoding="utf-8"))["split"]
         then = split["train" if name == "data" else "eval"]
     except (OSError, ValueError, KeyError, TypeError):
-        return "its rows are others"
-    return f"{then} rows then, {now} now" if then != now else f"{now} rows as then, with other content or order"
+        return "its rows changed"
+    if then != now:
+        return f"was {count_of(then, 'row')}, now {now:,}"
+    return f"{count_of(now, 'row')} as before, but content or order changed"
 
 
 def _weights(what: str, name: str, options: MethodOptions, manifest: Mapping[str, Any], known: str | None) -> Check:
-    """A model's weights as the manifest has them: with the numerics of the run, also where they cannot be had here."""
+    """Check a model's weights, with the precision and device type of the run even if this machine lacks them."""
     if known is None:
-        return Check(what, "unknown", "the manifest has no fingerprint of it: the run ended before it was loaded")
+        return Check(what, "unknown", "the manifest has no fingerprint of it; the run ended before it was loaded")
     if _from_python(name):
-        return Check(what, "unknown", "it was given in Python")
+        return Check(what, "unknown", "passed in Python")
     precision = manifest["precision"]
     try:
         cpu = torch.device("cpu")
@@ -247,14 +249,14 @@ def _weights(what: str, name: str, options: MethodOptions, manifest: Mapping[str
     device = torch.device(manifest["device"])
     found = {}
     for layout in ("tree", "padded"):
-        with suppress(ModelError):  # not every model can be served in both
+        with suppress(ModelError):  # some models support only one layout
             found[layout] = start.fingerprint(LanguageModel(module, layout, precision, device))
     if what == "teacher" and options.values.get("top_k"):
         found = {layout: stored_name(one, options, _vocabulary(name, module, options))  # type: ignore[arg-type]
                  for layout, one in found.items()}
     if known in found.values():
         return Check(what, "same")
-    return Check(what, "differs", f"{name} has other weights or another config, or this version computes with them "
+    return Check(what, "differs", f"weights or config of {name} changed, or this version computes with them "
                                   "differently")
 
 
@@ -266,7 +268,7 @@ def _vocabulary(name: str, module: Any, options: MethodOptions) -> int:
 
 
 def _of_machine(manifest: Mapping[str, Any]) -> Iterator[Check]:
-    """Versions and hardware: the last bits of a result depend on them."""
+    """Checks of versions and hardware, which decide the last bits of a result."""
     changed = []
     for name, then in manifest.get("libraries", {}).items():
         try:
@@ -274,7 +276,7 @@ def _of_machine(manifest: Mapping[str, Any]) -> Iterator[Check]:
         except metadata.PackageNotFoundError:
             now = "not installed"
         if now != then:
-            changed.append(f"{name} {then} then, {now} now")
+            changed.append(f"{name} was {then}, now {now}")
     yield Check("libraries", "differs", ", ".join(changed)) if changed else Check("libraries", "same")
     yield _compared("python", platform.python_version(), manifest.get("python"))
     device = str(manifest.get("device", "")).partition(":")[0]
@@ -288,16 +290,16 @@ def _of_machine(manifest: Mapping[str, Any]) -> Iterator[Check]:
 def _compared(what: str, now: str | None, then: str | None, how: str = "") -> Check:
     if then is None:
         return Check(what, "unknown", "the manifest has no fingerprint of it")
-    return Check(what, "same") if now == then else Check(what, "differs", how or f"{then} then, {now} now")
+    return Check(what, "same") if now == then else Check(what, "differs", how or f"was {then}, now {now}")
 
 
 def _from_python(name: str) -> bool:
-    """Whether this stands for an object, which no other process can have."""
+    """Whether the name describes a Python object, which no other process has."""
     return " given in Python" in name or name == "batches of a dataloader"
 
 
 def _state_of_missing(name: str) -> State:
-    """What a model that cannot be loaded is: gone from this disk, damaged on it, or not within reach."""
+    """State of a model that cannot be loaded: corrupted on disk, missing, or on a hub that is out of reach."""
     path = Path(name).expanduser()
     if path.exists():
         return "differs"

@@ -18,6 +18,7 @@ from tropism.model.moe_router import RouterLogits
 from tropism.train.frozen.reference import Reference
 from tropism.train.frozen.teacher import Teacher
 from tropism.train.optimizer import Updater
+from tropism.train.reward_noise import reward_noise
 from tropism.train.router_loss import KEY, RouterLoss
 from tropism.train.step_statistics import RunningMean
 
@@ -74,9 +75,6 @@ class Engine:
 
     def noise(self, scored: Scored) -> Tensor:
         """`[C]` the largest reward that rounding alone can cause; 0 if rewards are not differences."""
-        beta = self.method.beta
         if not self.method.needs_reference:
             return torch.zeros_like(scored.logps.detach())
-        if self.model.precision == "bf16":
-            return beta * max(2 * self.rounding, 1e-3) * scored.lengths.double().sqrt()
-        return {"fp32": 1e-6, "fp64": 1e-12}[self.model.precision] * (1 + beta * scored.logps.detach().abs())
+        return reward_noise(scored, self.method.beta, self.model.precision, self.rounding)

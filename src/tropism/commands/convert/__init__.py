@@ -1,6 +1,6 @@
-"""Data of any known format to a plain one, with an account of what that leaves out. Needs no model and no torch."""
+"""`tropism convert`: any format to a plain one, with a report of what is lost. It needs no model and no torch."""
 
-from tropism.commands.convert.account import Account
-from tropism.commands.convert.run import convert, show, write_json
+from tropism.commands.convert.report import ConversionReport
+from tropism.commands.convert.run import convert, show, write_report
 
-__all__ = ["Account", "convert", "show", "write_json"]
+__all__ = ["ConversionReport", "convert", "show", "write_report"]

@@ -1,9 +1,9 @@
-"""A row as the record that is written, so that it is read again as the same row."""
+"""Rows as records, written so that they are read again as the same rows."""
 
 import math
 from typing import Any
 
-from tropism.commands.convert.parts import READ_BY_NAME, ConvertPart
+from tropism.commands.convert.source import READ_BY_NAME, ConvertPart
 from tropism.data.formats.fields import as_messages, is_thumb
 from tropism.data.rows import Message, Row
 
@@ -11,11 +11,11 @@ SHAPES = {"unpaired": "prompt, completion, label", "paired": "prompt, chosen, re
           "single": "prompt, completion", "messages": "messages"}
 """Columns of each shape."""
 
-_MARKS = ("label", "feedback", "thumbs")
+_LABELS = ("label", "feedback", "thumbs")
 
 
 def record_of(row: Row, to: str) -> dict[str, Any]:
-    """The columns of a shape, and the tools of the row.
+    """The columns of a shape, and the tools of the row if it has any.
 
     Args:
         row: with one completion, or two for `paired`; labeled for `unpaired`.
@@ -23,12 +23,12 @@ def record_of(row: Row, to: str) -> dict[str, Any]:
     """
     if to == "messages":
         record: dict[str, Any] = {"messages": [
-            _unmarked(message) for message in (*as_messages(row.prompt, "user"),
+            _unlabeled(message) for message in (*as_messages(row.prompt, "user"),
                                                *as_messages(row.completions[0], "assistant"))]}
     else:
         names = ("chosen", "rejected") if to == "paired" else ("completion",)
         record = {"prompt": _plain(row.prompt)}
-        record |= {name: _behind(row.prompt, completion)
+        record |= {name: _completion(row.prompt, completion)
                    for name, completion in zip(names, row.completions, strict=True)}
         if to == "unpaired":
             record["label"] = row.desirable
@@ -39,8 +39,8 @@ def _plain(part: str | tuple[Message, ...]) -> Any:
     return part if isinstance(part, str) else list(part)
 
 
-def _behind(prompt: str | tuple[Message, ...], completion: str | tuple[Message, ...]) -> Any:
-    """A completion. One that begins like its prompt would be taken for a repetition, so the prompt goes before it."""
+def _completion(prompt: str | tuple[Message, ...], completion: str | tuple[Message, ...]) -> Any:
+    """A completion. If it starts like its prompt, the prompt is repeated before it: else it is read as a repetition."""
     if isinstance(prompt, str) or isinstance(completion, str):
         return completion
     repeats = 0 < len(prompt) < len(completion) and all(
@@ -49,21 +49,21 @@ def _behind(prompt: str | tuple[Message, ...], completion: str | tuple[Message, 
     return [*(prompt if repeats else ()), *completion]
 
 
-def _unmarked(message: Message) -> Message:
-    """A message without marks of its own: beside them, `messages` would be a chat in which single answers count."""
-    return {key: value for key, value in message.items() if not is_mark(message, key)}
+def _unlabeled(message: Message) -> Message:
+    """A message without labels: with them, `messages` is read as a chat whose single messages are labeled."""
+    return {key: value for key, value in message.items() if not is_label(message, key)}
 
 
-def is_mark(message: Message, key: str) -> bool:
-    """Whether a key of a message is read as a verdict on it."""
-    return key in _MARKS and message.get("role") == "assistant" and is_thumb(message[key])
+def is_label(message: Message, key: str) -> bool:
+    """Whether a key of a message is read as its label."""
+    return key in _LABELS and message.get("role") == "assistant" and is_thumb(message[key])
 
 
-# --- columns that no row is made of ----------------------------------------------------------------------------------
+# --- columns that no row is built from -------------------------------------------------------------------------------
 
 
-def beside(record: dict[str, Any], part: ConvertPart) -> dict[str, Any]:
-    """What a record holds besides its rows; null is nothing."""
+def other_columns(record: dict[str, Any], part: ConvertPart) -> dict[str, Any]:
+    """Columns of a record that its rows are not built from, except nulls."""
     used = part.used(record)
     if part.reading.format.name == "rating":
         used.discard(part.reading.format.shape_for(record, part.reading.shape.view).label)
@@ -71,7 +71,7 @@ def beside(record: dict[str, Any], part: ConvertPart) -> dict[str, Any]:
 
 
 def carried(extra: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """Columns under names that change nothing: those that some format is read by get `source_` before theirs."""
+    """Columns under names that do not change how the file is read: a name that could gets the prefix `source_`."""
     found: dict[str, Any] = {}
     for column, value in extra.items():
         name = column

@@ -1,70 +1,69 @@
-"""The conversion from end to end."""
+"""Convert a source from end to end."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tropism.commands.convert.account import Account
-from tropism.commands.convert.parts import PEEKED, ConvertedRecord, ConvertPart, open_parts, turns_of
-from tropism.commands.convert.records import beside, carried, record_of
+from tropism.commands.convert.records import carried, other_columns, record_of
+from tropism.commands.convert.report import ConversionReport
+from tropism.commands.convert.source import PEEKED, ConvertedRecord, ConvertPart, open_parts, turns_of
 from tropism.commands.convert.target import check_target, writing
+from tropism.commands.files import write_json
 from tropism.config import ConvertOptions
 from tropism.data.formats import pair_by_prompt
 from tropism.data.rows import Dropped, RawRow, Row
 from tropism.data.sources import resolve as sources
-from tropism.errors import DataError
-from tropism.files import write_whole
+from tropism.errors import DataError, count_of
 from tropism.observe.console import Voice
 
 _REPORTED = 1000  # records between two movements of the bar
 
 
-def convert(data: sources.DataSource, options: ConvertOptions, voice: Voice | None = None) -> Account:
+def convert(data: sources.DataSource, options: ConvertOptions, voice: Voice | None = None) -> ConversionReport:
     """Write the rows of a source in another shape.
 
     Args:
         data: a source as training takes it.
-        options: the shape, the file, and how the records are to be understood.
-        voice: shows how far a long conversion is.
+        options: the shape, the file, and how the records are read.
+        voice: shows the progress of a long conversion.
 
     Returns:
-        what was written, and what the file does not have any more.
+        What was written, and what the file does not hold.
 
     Raises:
-        DataError: for data that cannot be read or converted; then there is no file.
+        DataError: for data that cannot be read or converted. No file is written then.
         UsageError: for a file that exists, or that cannot hold the shape.
         OutputError: if the disk refuses.
     """
     path = Path(options.output).expanduser()
     check_target(path, options.to)
     parts = open_parts(data, options)
-    account = Account(str(data) if isinstance(data, str | Path) else "rows given in Python", options.to,
+    report = ConversionReport(str(data) if isinstance(data, str | Path) else "rows given in Python", options.to,
                       list(dict.fromkeys(map(str, parts))))
     long = any(len(part.head) == PEEKED for part in parts)
-    with (voice.bar("convert") if voice and long else nullcontext(None)) as report, writing(path) as write:
-        for part, raw, row in _rows(parts, options, account, report):
+    with (voice.bar("convert") if voice and long else nullcontext(None)) as progress, writing(path) as write:
+        for part, raw, row in _rows(parts, options, report, progress):
             if isinstance(row, Dropped):
                 if options.strict:
                     raise DataError(f"{row.place}: {row.reason}: {row.detail} (--strict)")
-                account.drop(row)
+                report.drop(row)
                 continue
             for one in turns_of(row) if options.turns == "all" else [row]:
-                write(_whole_record(part, raw, one, options, account), one.place)
-                account.written += 1
-        if not account.written:
-            first = account.first[0]
-            raise DataError(f"{account.source}: no row is left to write; {account.read} read, left out: "
-                            f"{', '.join(f'{count} {reason}' for reason, count in account.dropped.items())} "
+                write(_whole_record(part, raw, one, options, report), one.place)
+                report.written += 1
+        if not report.written:
+            first = report.first[0]
+            raise DataError(f"{report.source}: no row left to write: {report.read:,} read, dropped "
+                            f"{', '.join(f'{count} {reason}' for reason, count in report.dropped.items())} "
                             f"(first: {first.place}: {first.detail})")
-    return account
+    return report
 
 
-def _rows(parts: list[ConvertPart], options: ConvertOptions, account: Account,
-          report: Callable[..., None] | None) -> Iterator[tuple[ConvertPart, RawRow, Row | Dropped]]:
-    """Every row with its part and record; the account learns of the records on the way."""
-    found = _records(parts, options, account, report)
+def _rows(parts: list[ConvertPart], options: ConvertOptions, report: ConversionReport,
+          progress: Callable[..., None] | None) -> Iterator[tuple[ConvertPart, RawRow, Row | Dropped]]:
+    """Every row with its part and record; the report counts the records on the way."""
+    found = _records(parts, options, report, progress)
     if not options.pair_by_prompt:
         yield from ((part, one.raw, row) for part, one in found for row in one.rows)
         return
@@ -76,48 +75,47 @@ def _rows(parts: list[ConvertPart], options: ConvertOptions, account: Account,
     yield from ((*origins[row.place], row) for row in pair_by_prompt(rows))
 
 
-def _records(parts: list[ConvertPart], options: ConvertOptions, account: Account,
-             report: Callable[..., None] | None) -> Iterator[tuple[ConvertPart, ConvertedRecord]]:
+def _records(parts: list[ConvertPart], options: ConvertOptions, report: ConversionReport,
+             progress: Callable[..., None] | None) -> Iterator[tuple[ConvertPart, ConvertedRecord]]:
     for part in parts:
         for found in part.rows():
-            account.read += 1
-            account.look_at(part, found)
-            columns = account.carried if options.keep_columns else account.columns
-            columns.update(beside(found.raw.record, part).keys())
-            if report is not None and account.read % _REPORTED == 0:
-                report(account.read, None)
+            report.read += 1
+            report.look_at(part, found)
+            columns = report.carried if options.keep_columns else report.columns
+            columns.update(other_columns(found.raw.record, part).keys())
+            if progress is not None and report.read % _REPORTED == 0:
+                progress(report.read, None)
             yield part, found
 
 
 def _whole_record(part: ConvertPart, raw: RawRow, row: Row, options: ConvertOptions,
-                  account: Account) -> dict[str, Any]:
-    """A record with its id, where the source had one, and the columns that are taken along."""
+                  report: ConversionReport) -> dict[str, Any]:
+    """The record that is written: with an id if the source has one, and the columns that are kept."""
     has_id = raw.record.get("id") is not None
     if options.to == "messages":
-        account.look_at_chat(row)
+        report.look_at_chat(row)
     if options.pair_by_prompt and (has_id or options.keep_columns):
-        account.lost["undesirable sides' ids and columns; a pair has those of its desirable side"] += 1
+        report.lost["id and columns of a pair's undesirable side; a pair has those of its desirable side"] += 1
     record = ({"id": row.id} if has_id else {}) | record_of(row, options.to)
     if options.keep_columns:
-        extra = beside(raw.record, part)
+        extra = other_columns(raw.record, part)
         names = carried(extra, record)
-        account.renamed |= {old: new for old, new in zip(extra, names, strict=True) if old != new}
+        report.renamed |= {old: new for old, new in zip(extra, names, strict=True) if old != new}
         record |= names
     return record
 
 
-def write_json(account: Account, path: Path) -> None:
-    """The account for programs.
+def write_report(report: ConversionReport, path: Path) -> None:
+    """Write the report as JSON.
 
     Raises:
         OutputError: if it cannot be written.
     """
-    text = json.dumps(account.to_json(), ensure_ascii=False, indent=1) + "\n"
-    write_whole(path, text.encode(errors="backslashreplace"), parents=True)
+    write_json(path, report.to_json())
 
 
-def show(account: Account, path: Path, voice: Voice) -> None:
-    """Say what was converted and what is not in the file."""
-    for line in account.lines():
+def show(report: ConversionReport, path: Path, voice: Voice) -> None:
+    """Print what was converted and what is not in the file."""
+    for line in report.lines():
         voice.say(line)
-    voice.say(f"{path}: {account.written} rows")
+    voice.say(f"{path}: {count_of(report.written, 'row')}")

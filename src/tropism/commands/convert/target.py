@@ -1,23 +1,23 @@
-"""The file that is written: JSON Lines, Parquet or CSV; whole or not at all."""
+"""Write JSON Lines, Parquet or CSV, whole or not at all."""
 
 import csv
 import gzip
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tropism.commands.files import check_new
 from tropism.data.sources.files import DataFile
 from tropism.errors import DataError, UsageError, first_line
-from tropism.files import check_writable, replacing
+from tropism.files import replacing
 
 KINDS = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
 
 Write = Callable[[dict[str, Any], str], None]
-"""Takes a record and, for errors, the place that it comes from."""
+"""Takes a record, and its place for errors."""
 
 _BATCH = 1024  # rows of a Parquet row group
 
@@ -31,33 +31,31 @@ def kind_of(path: Path) -> str:
     for kind in KINDS:
         if path.name.lower().endswith(kind) and len(path.name) > len(kind):
             return kind
-    raise UsageError(f"{path}: rows are written as {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    raise UsageError(f"{path}: unsupported kind of file. Use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
 
 
 def check_target(path: Path, to: str) -> None:
-    """Find out before anything is read whether the file can be written.
+    """Check before anything is read that the file can be written.
 
     Raises:
-        UsageError: for an unknown kind of file, one that cannot hold the shape, or one that is there already.
+        UsageError: for an unsupported kind of file, one that cannot hold the shape, or one that exists.
         OutputError: if its directory cannot be written.
     """
     if kind_of(path) == ".csv" and to == "messages":
-        raise UsageError(f"{path}: CSV holds plain text only, and --to messages makes messages; write .jsonl or "
+        raise UsageError(f"{path}: CSV holds plain text only, but --to messages makes messages. Use .jsonl or "
                          ".parquet")
-    if os.path.lexists(path):
-        raise UsageError(f"{path} exists already; nothing was changed")
-    check_writable(path.parent, path)
+    check_new(path)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Write]:
-    """Give a function that writes records one by one; afterwards the file is there, and without an error only then.
+    """Give a function that writes records one by one. The file exists after the block, and only if there was no error.
 
-    Columns of Parquet and CSV are known when all rows are, so these stand on disk as JSON Lines first.
+    The columns of Parquet and CSV are known only after the last row, so rows are first spooled as JSON Lines.
 
     Raises:
-        UsageError: if the file came to be there in the meantime.
-        DataError: for a record that the kind of file cannot hold as it is.
+        UsageError: if the file was created by somebody else meanwhile.
+        DataError: for a record that the kind of file cannot hold unchanged.
         OutputError: if the disk refuses.
     """
     kind = kind_of(path)
@@ -81,15 +79,14 @@ def writing(path: Path) -> Iterator[Write]:
             (_parquet if kind == ".parquet" else _csv)(spool, table, path)
             _check_again(spool, table, path)
             table.replace(temporary)
-        if os.path.lexists(path):
-            raise UsageError(f"{path} exists already; nothing was changed")
+        check_new(path)
 
 
 def _line(value: Any) -> bytes:
-    # A column of dates, say, is written as text.
+    # `default`: a column of dates, for example, is written as text.
     try:
         return (json.dumps(value, ensure_ascii=False, default=str) + "\n").encode()
-    except UnicodeEncodeError:  # half a character, in a column that is only taken along
+    except UnicodeEncodeError:  # half a surrogate pair, in a column that is only kept
         return (json.dumps(value, default=str) + "\n").encode()
 
 
@@ -122,12 +119,12 @@ def _parquet(spool: Path, target: Path, path: Path) -> None:
             for batch in batches():
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema=schemas[0]))
     except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError) as error:
-        raise DataError(f"{path}: these rows have no common Parquet schema, as plain text beside messages has none; "
-                        f"write .jsonl ({first_line(error)})") from None
+        raise DataError(f"{path}: the rows have no common Parquet schema, for example because plain text and messages "
+                        f"are mixed ({first_line(error)}). Use .jsonl") from None
 
 
 def _in_order(kind: Any, values: list[Any]) -> Any:
-    """A type with the keys of its objects in the order of the rows; pyarrow sorts them, which a template would show."""
+    """A type with the keys of its objects in the order of the rows. pyarrow sorts them, which templates may show."""
     import pyarrow
 
     if pyarrow.types.is_struct(kind):
@@ -140,7 +137,7 @@ def _in_order(kind: Any, values: list[Any]) -> Any:
 
 
 def _with_text(record: dict[str, Any]) -> dict[str, Any]:
-    """Schemas of tools differ from row to row; as JSON, which is read as well, none of them changes."""
+    """Write tools as JSON text: their schemas differ from row to row, and a common one would change them."""
     return {**record, "tools": json.dumps(record["tools"], ensure_ascii=False)} if "tools" in record else record
 
 
@@ -150,12 +147,12 @@ def _with_text(record: dict[str, Any]) -> dict[str, Any]:
 def _check_text(record: dict[str, Any], place: str, path: Path) -> None:
     for name in ("prompt", "completion", "chosen", "rejected"):
         if not isinstance(record.get(name, ""), str):
-            raise DataError(f"{place}: '{name}' is messages, and CSV holds plain text only; write .jsonl or .parquet "
-                            f"in place of {path.name}")
+            raise DataError(f"{place}: '{name}' is messages, but CSV holds plain text only. Use .jsonl or .parquet "
+                            f"instead of {path.name}")
 
 
 def _csv(spool: Path, target: Path, path: Path) -> None:
-    """`id` is the last column: a row that has none is a short line, in which it is absent, and not empty."""
+    """Write CSV with `id` as the last column, so that a row without one is a short line: absent, not empty."""
     columns = dict.fromkeys(key for _, record in _spooled(spool) for key in record)
     has_id = columns.pop("id", "") is None
     with target.open("w", encoding="utf-8", newline="", errors="backslashreplace") as lines:
@@ -176,21 +173,23 @@ def _cell(value: Any) -> str:
 
 
 def _check_again(spool: Path, target: Path, path: Path) -> None:
-    """What a file of columns holds must be what was put into it.
+    """Check that a file of columns reads back as it was written.
 
     Raises:
-        DataError: for the first row that is not; nulls inside messages, say, are not told from absent keys there.
+        DataError: for the first row that does not; for example, such a file cannot tell a null in a message from an
+            absent key.
     """
     for (place, record), raw in zip(_spooled(spool), DataFile(target, path.name).rows(), strict=True):
         found = raw.record
         for name in ("id", "prompt", "completion", "chosen", "rejected", "messages", "label", "tools"):
             if name in record and _exact(record[name], name) != _exact(found.get(name), name):
-                raise DataError(f"{place}: {path.suffix.removeprefix('.')} cannot hold its '{name}' exactly (a null or "
-                                "an empty object in a message, text that looks like JSON); write .jsonl")
+                raise DataError(f"{place}: {path.suffix.removeprefix('.')} cannot hold '{name}' exactly (for "
+                                "example a null or an empty object in a message, or text that looks like JSON). "
+                                "Use .jsonl")
 
 
 def _exact(value: Any, name: str) -> Any:
-    """A value for comparison: of messages, the order of keys does not matter; of what stands in them it does."""
+    """A value for comparison. The order of a message's keys does not matter; the order inside their values does."""
     if name == "tools":
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if name == "label":

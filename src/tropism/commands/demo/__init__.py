@@ -1,1 +1,1 @@
-"""The demo: a house style, feedback that follows it, and the prompts it came from."""
+"""`tropism demo`: a house style, feedback labeled by it, and the prompts of that feedback."""

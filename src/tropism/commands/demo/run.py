@@ -1,4 +1,4 @@
-"""The demonstration: KTO of a small model on feedback that comes with the package."""
+"""Train a small model by KTO on feedback that comes with the package, and show what changed."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 from tropism.commands.demo.rule import RULE, passes
 from tropism.config import KTOOptions
-from tropism.errors import ModelError
+from tropism.errors import ModelError, count_of
 from tropism.observe.console import Voice
 from tropism.runner import RunResult, run
 
@@ -19,7 +19,7 @@ HELD_OUT = 0.2
 
 
 def model_file() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0) in its package, which is found but never imported.
+    """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0), found in its package without importing it.
 
     Raises:
         ModelError: with the command that installs it.
@@ -28,16 +28,16 @@ def model_file() -> Path:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).rglob("*.gguf")):
             return file
-    raise ModelError(f"the demo's model is not installed; `make demo` does it, or: {INSTALL}")
+    raise ModelError(f"the demo's model is not installed. Install it with `{INSTALL}`, or use `make demo`")
 
 
-def pass_rate(answers: Sequence[str]) -> float:
-    """Share of the answers that follow the rule."""
-    return sum(map(passes, answers)) / len(answers)
+def pass_rate(completions: Sequence[str]) -> float:
+    """Share of the completions that follow the rule."""
+    return sum(map(passes, completions)) / len(completions)
 
 
 def main(output: Path, voice: Voice | None = None) -> RunResult:
-    """Train, and say what changed on prompts that were not trained on.
+    """Train, and show what changed on held-out prompts.
 
     Raises:
         ModelError: if the model is not installed.
@@ -47,16 +47,20 @@ def main(output: Path, voice: Voice | None = None) -> RunResult:
     with as_file(files("tropism.commands.demo") / "feedback.jsonl") as data:
         rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
         prompts = len({json.dumps(row["prompt"]) for row in rows})
-        voice.say(f"Demo: SmolLM2-135M-Instruct learns a house style from {len(rows)} of its own answers to {prompts} "
-                  f"prompts.\nThe rule behind the labels: {RULE}\n"
-                  "The answers were sampled from the model; a rule of a few lines labeled them: no person did.")
+        good = sum(row["label"] for row in rows)
+        voice.say("Tropism demo: teach a small model a house style by KTO.\n"
+                  "  model:    SmolLM2-135M-Instruct\n"
+                  f"  feedback: {len(rows)} completions that the model wrote for {prompts} prompts, {good} labeled "
+                  "desirable\n"
+                  f"  style:    {RULE} A short script labeled the feedback, not a person.\n"
+                  f"  held out: {HELD_OUT:.0%} of the prompts, for a comparison before and after training\n")
         result = run(options(model, data, output, prompts), voice)
     report(result, voice)
     return result
 
 
 def options(model: Path, data: Path, output: Path, prompts: int) -> KTOOptions:
-    """The demo's options: all others have their defaults."""
+    """The demo's options. All others keep their defaults."""
     return KTOOptions(
         model=str(model), data=str(data), output=str(output), eval_fraction=HELD_OUT, eval_every=0,
         batch_size=16, max_steps=24, learning_rate=5e-5, group_prompts=True,
@@ -64,16 +68,19 @@ def options(model: Path, data: Path, output: Path, prompts: int) -> KTOOptions:
 
 
 def report(result: RunResult, voice: Voice) -> None:
-    """The figures that matter, as they are."""
-    answers: dict[str, list[Any]] = {side: [sample[side] for sample in result.samples] for side in ("before", "after")}
+    """Print sample completions and metrics, before and after training."""
+    completions: dict[str, list[Any]] = {side: [sample[side] for sample in result.samples]
+                                         for side in ("before", "after")}
     for sample in result.samples[:3]:
-        question = sample["prompt"].rsplit("user\n", 1)[-1].split("<|", 1)[0].strip()
-        voice.say(f"\n{question}\n  before: {sample['before']}\n  after:  {sample['after']}")
+        prompt = sample["prompt"].rsplit("user\n", 1)[-1].split("<|", 1)[0].strip()
+        voice.say(f"\nPrompt: {prompt}\n  before: {sample['before']}\n  after:  {sample['after']}")
     before, after = result.before, result.after
-    voice.say(f"\nOn {len(result.samples)} prompts that were not trained on:")
-    voice.say(f"  fresh answers that follow the rule: {pass_rate(answers['before']):.0%} before, "
-              f"{pass_rate(answers['after']):.0%} after (greedy)")
-    voice.say(f"  AUC of the implied reward: {before['rewards/auc']:.3f} before, {after['rewards/auc']:.3f} after "
-              f"(95 % interval {after['rewards/auc_low']:.3f} to {after['rewards/auc_high']:.3f})")
-    voice.say(f"  margin: {before['rewards/margins']:.3f} before, {after['rewards/margins']:.3f} after")
-    voice.say("It learned a style: a model of this size does not get better at facts.")
+    voice.say(f"\nOn {count_of(len(result.samples), 'held-out prompt')}, before -> after training:")
+    voice.say(f"  completions in house style: {pass_rate(completions['before']):>6.0%} -> "
+              f"{pass_rate(completions['after']):.0%}  (greedy decoding)")
+    voice.say(f"  reward AUC:                 {before['rewards/auc']:>6.3f} -> {after['rewards/auc']:.3f}  "
+              f"(95% interval {after['rewards/auc_low']:.3f} to {after['rewards/auc_high']:.3f})")
+    voice.say(f"  reward margin:              {before['rewards/margins']:>6.3f} -> {after['rewards/margins']:.3f}")
+    voice.say("The model learned a style, not facts: at this size it does not become more accurate.")
+    voice.say(f"\nNext: `tropism verify {result.directory}` checks the run, and "
+              f"`tropism export {result.directory} --to DIR` exports the model.")

@@ -1,4 +1,4 @@
-"""A run's result, or one of its checkpoints, as a directory that transformers or peft loads, with a model card."""
+"""`tropism export`: a run's result or checkpoint as a directory that transformers or peft loads, with a model card."""
 
 from tropism.commands.export.run import Exported, export
 

@@ -1,6 +1,6 @@
-"""Adapters: alone, as peft loads them, or merged into the model that they were trained on.
+"""Export adapters: alone, as peft loads them, or merged into their base model.
 
-peft is imported when it is needed: it takes seconds.
+peft is imported where it is used: the import takes seconds.
 """
 
 import json
@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tropism.commands.export.source import ADAPTER_CONFIG, Chosen, ExportedRun
+from tropism.commands.export.output_directory import check_tensors, unreadable
+from tropism.commands.export.read_run import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.commands.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
-from tropism.commands.export.write import check_tensors
 from tropism.distributed.state import read_model
-from tropism.errors import CheckpointError, ModelError, OutputError, first_line
+from tropism.errors import CheckpointError, ModelError, first_line
 from tropism.model import load, save
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
@@ -32,18 +32,18 @@ from tropism.model.source import ModelSource
 
 WEIGHTS = "adapter_model.safetensors"
 _INNER = "base_model.model."
-_MOVED = "; where it lies now is said by --base DIR"
+_MOVED = ". If the base was moved, pass --base DIR"
 
 
 @dataclass
 class Adapter:
-    """An adapter as peft files it.
+    """An adapter as peft stores it.
 
     Args:
-        config: peft's.
+        config: peft's config.
         weights: by their names in `adapter_model.safetensors`.
-        base: the model that it belongs to.
-        written: content of its `adapter_config.json`, where it has one that is to be kept.
+        base: the model that it adapts.
+        written: content of its `adapter_config.json`, if that is kept.
     """
 
     config: Any
@@ -53,10 +53,10 @@ class Adapter:
 
 
 def read(run: ExportedRun, chosen: Chosen) -> Adapter:
-    """The adapter of a result or a checkpoint, and whether all of it is there.
+    """The complete adapter of a result or a checkpoint.
 
     Raises:
-        CheckpointError, ModelError: naming a weight that is missing, left over or of another size.
+        CheckpointError, ModelError: naming a weight that is missing, unexpected or of another shape.
     """
     return _of_result(run, chosen) if chosen.trainer is None else _of_checkpoint(run, chosen)
 
@@ -76,7 +76,7 @@ def _of_result(run: ExportedRun, chosen: Chosen) -> Adapter:
 
 
 def _of_checkpoint(run: ExportedRun, chosen: Chosen) -> Adapter:
-    """A checkpoint has the weights by their names in the inner model; peft's own are made of those."""
+    """Peft's weights from a checkpoint, which has them by their names in the inner model."""
     from peft import get_peft_model_state_dict
 
     stored = _with_plain_names(read_model(chosen.path / "state"))
@@ -86,7 +86,7 @@ def _of_checkpoint(run: ExportedRun, chosen: Chosen) -> Adapter:
     ends = [f"{name}.modules_to_save.default.weight" for name in _ends_of(module)]
     shell = _shell(module, adapter)
     learned = {name: weight.shape for name, weight in shell.get_base_model().named_parameters() if weight.requires_grad}
-    if adapter.config.ensure_weight_tying:  # then one copy of the two ends was trained, and stored under one name
+    if adapter.config.ensure_weight_tying:  # then one copy of embedding and head was trained and stored, under one name
         stored |= {name: stored[other] for name, other in (ends, ends[::-1]) if other in stored and name in learned}
     _compare(learned, {name: weight.shape for name, weight in stored.items()}, chosen.path)
     with _quiet():
@@ -97,7 +97,7 @@ def _of_checkpoint(run: ExportedRun, chosen: Chosen) -> Adapter:
 
 
 def _with_plain_names(stored: Weights) -> Weights:
-    """Weights by the names that they have where nobody named the adapter: a PeftModel from Python may name its own."""
+    """Weights by their names under the default adapter name: a PeftModel from Python may use another one."""
     found = re.search(r"\.(?:lora_[AB]|modules_to_save)\.([^.]+)\.", " ".join(stored))
     name = found[1] if found else NAME
     return {re.sub(rf"(\.(?:lora_\w+|modules_to_save))\.{re.escape(name)}\.", rf"\1.{NAME}.", key): weight
@@ -111,15 +111,15 @@ def _config_in(path: Path) -> Any:
     try:
         return PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{path}: no adapter config could be read: {first_line(error)}") from error
+        raise ModelError(f"{path}: the adapter config cannot be read: {first_line(error)}") from error
 
 
 def _base(run: ExportedRun, chosen: Chosen) -> str:
-    """The model that the adapter of a run stands on: as whoever exports says, as the adapter's own file says, or what
-    the run began with, which may have been an adapter or a module.
+    """The base model of a run's adapter: the one of --base, else the one that the adapter's config names, else the
+    model that the run started from, which may have been an adapter or a module.
 
     Raises:
-        ModelError: if none of them says.
+        ModelError: if none of them is known.
     """
     if run.other_base is not None:
         return run.other_base
@@ -127,17 +127,16 @@ def _base(run: ExportedRun, chosen: Chosen) -> str:
         if config.base_model_name_or_path:
             return str(config.base_model_name_or_path)
     if run.given:
-        raise ModelError(f"{chosen.path}: an adapter of {run.base}, and nothing says where its base lies; save the "
-                         "module as it was, without the adapter, and name it: --base DIR")
+        raise ModelError(f"{chosen.path}: an adapter of {run.base}, whose base is not recorded. Save the module "
+                         "without the adapter, and pass its directory: --base DIR")
     return run.base
 
 
 def _configs(run: ExportedRun, chosen: Chosen, begun: str) -> Iterator[Any]:
-    """The adapter's config from beside the checkpoint, from the result, from the manifest, and of runs whose manifest
-    has none from what they began with.
+    """The adapter's config from the checkpoint, the result, the manifest, and the adapter that the run started from.
 
     Args:
-        begun: the adapter that the run began with, if that is one.
+        begun: the model that the run started from; ignored if it is not an adapter.
     """
     from peft import PeftConfig
 
@@ -148,17 +147,17 @@ def _configs(run: ExportedRun, chosen: Chosen, begun: str) -> Iterator[Any]:
         try:
             yield PeftConfig.from_peft_type(**values)
         except (TypeError, ValueError) as error:
-            raise ModelError(f"{run.path / 'manifest.json'}: the adapter's config there does not suit this peft: "
-                             f"{first_line(error)}; export with the peft that the run had") from error
+            raise ModelError(f"{run.path / 'manifest.json'}: its adapter config does not fit the installed peft: "
+                             f"{first_line(error)}. Export with the peft version of the run") from error
     if (Path(begun).expanduser() / ADAPTER_CONFIG).is_file():
         yield _config_in(Path(begun).expanduser())
 
 
 def _config_of_checkpoint(run: ExportedRun, chosen: Chosen, stored: Weights, module: Any) -> Any:
-    """The first of those that there are; else it follows from what the run was told and the names in the checkpoint.
+    """The first config that exists; else one that follows from the run's options and the names in the checkpoint.
 
     Args:
-        module: the base, without memory.
+        module: the base, on the meta device.
     """
     from peft import LoraConfig
 
@@ -167,8 +166,8 @@ def _config_of_checkpoint(run: ExportedRun, chosen: Chosen, stored: Weights, mod
     if (found := next(_configs(run, chosen, begun), None)) is not None:
         return found
     if lora.get("rank") is None:
-        raise CheckpointError(f"{chosen.path}: the adapter that the run began with ({begun}) is gone, and "
-                              "with it its config, which runs of this version keep in their manifest")
+        raise CheckpointError(f"{chosen.path}: the adapter that the run started from ({begun}) was not found, and this "
+                              "run's manifest does not hold its config. Restore that directory")
     targets = sorted({name.partition(".lora_")[0] for name in stored if ".lora_" in name})
     whole = sorted({name.partition(".modules_to_save.")[0] for name in stored if ".modules_to_save." in name})
     kinds = {type(module.get_submodule(name)).__name__ for name in targets}
@@ -181,11 +180,11 @@ def _config_of_checkpoint(run: ExportedRun, chosen: Chosen, stored: Weights, mod
 
 
 def _shell(module: Any, adapter: Adapter) -> Any:
-    """A model with the adapter on it, without memory: it has the names and the sizes."""
+    """The base with the adapter, on the meta device: its names and shapes."""
     from peft import get_peft_model
 
     config = deepcopy(adapter.config)
-    config.inference_mode = False  # else nothing in it learns, and nothing says what is the adapter's
+    config.inference_mode = False  # else no weight requires a gradient, and the adapter's cannot be told apart
     try:
         with _quiet():
             return get_peft_model(module, config, low_cpu_mem_usage=True)
@@ -210,20 +209,20 @@ def _compare(wanted: dict[str, torch.Size], there: dict[str, torch.Size], path: 
             raise CheckpointError(f"{path}: {min(names)} {problem}")
     for name, size in wanted.items():
         if there[name] != size:
-            raise CheckpointError(f"{path}: {name} is {list(there[name])} there and {list(size)} in the adapter")
+            raise CheckpointError(f"{path}: {name} has shape {list(there[name])}, but {list(size)} in the adapter")
 
 
 def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) -> None:
     """Write an adapter as peft does, and read it back.
 
     Args:
-        weights: those of the adapter in the dtype.
+        weights: the adapter's, in the dtype.
 
     Raises:
-        OutputError: if it does not read back as it was.
+        OutputError: if it does not read back as it was written.
     """
     first = {weight.data_ptr(): name for name, weight in reversed(weights.items())}
-    save_file({name: weight.contiguous() if first[weight.data_ptr()] == name else weight.clone()  # of tied ends
+    save_file({name: weight.contiguous() if first[weight.data_ptr()] == name else weight.clone()  # tied
                for name, weight in weights.items()}, path / WEIGHTS, metadata={"format": "pt"})
     if adapter.written is None:
         adapter.config.inference_mode = True
@@ -238,18 +237,18 @@ def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) ->
     wrong = [name for name in there.keys() | weights.keys()
              if name not in there or name not in weights or not torch.equal(there[name], weights[name])]
     if wrong:
-        raise OutputError(f"what was written does not read back as it should, and was removed: {min(wrong)}")
+        raise unreadable(f"{min(wrong)} has different values")
 
 
 def merged(run: ExportedRun, adapter: Adapter, precision: Precision, check_space: CheckSpace) -> tuple[Any, Weights]:
-    """The model with the adapter in its weights, without memory of its own, and these weights.
+    """The base with the adapter merged, on the meta device, and its weights.
 
     Args:
-        precision: `fp32` or `fp64`: what it is loaded and merged in.
+        precision: `fp32` or `fp64`, of loading and merging.
 
     Raises:
-        ModelError: if the model is not to be had, is not what the adapter was trained on, or does not say the same
-            after merging as before.
+        ModelError: if the base is not found, its weights changed since training, or the merged model computes
+            something else.
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
@@ -258,8 +257,8 @@ def merged(run: ExportedRun, adapter: Adapter, precision: Precision, check_space
                            trust_remote_code=run.trust_remote_code)
     known = run.manifest.get("base_weights")
     if known is not None and base_hash(base) != known:
-        raise ModelError(f"{adapter.base}: holds other weights than the adapter was trained on, so that merging would "
-                         "give another model; put them back, or name where they are: --base DIR")
+        raise ModelError(f"{adapter.base}: its weights changed since the adapter was trained on them, so merging would "
+                         "give another model. Restore them, or pass the directory that has them: --base DIR")
     with _quiet():
         model = get_peft_model(base, deepcopy(adapter.config), autocast_adapter_dtype=False).to(base.dtype).eval()
         strange = set_peft_model_state_dict(model, adapter.weights).unexpected_keys
@@ -276,8 +275,8 @@ def _ends_of(model: Any) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """peft warns of what is looked after here: tied ends, and embeddings that are saved."""
+    """Hide peft's warnings about what is handled here: tied embeddings, and embeddings that are saved."""
     with warnings.catch_warnings():
-        for kind in (UserWarning, FutureWarning):  # the latter is of what peft asks transformers
+        for kind in (UserWarning, FutureWarning):  # the latter for how peft calls transformers
             warnings.simplefilter("ignore", kind)
         yield

@@ -1,4 +1,4 @@
-"""The model card: facts of the run, in the words of its own files. What was not measured is not claimed."""
+"""The model card: facts from the run's own files. It claims nothing that was not measured."""
 
 import math
 from collections.abc import Mapping
@@ -9,30 +9,30 @@ from typing import Any
 import jinja2
 import yaml
 
-from tropism.commands.export.source import Chosen, ExportedRun
+from tropism.commands.export.read_run import Chosen, ExportedRun
 from tropism.config import METHODS
 from tropism.data.options import DataOptions
 from tropism.observe.metrics import BOOKKEEPING
 from tropism.train.options import RunOptions
 
 METHOD_NAMES = {
-    "kto": "KTO (Kahneman-Tversky optimization, on single labeled answers)",
-    "dpo": "DPO (direct preference optimization, on pairs of answers)",
-    "sft": "SFT (supervised fine-tuning, on answers to imitate)",
+    "kto": "KTO (Kahneman-Tversky optimization, on single labeled completions)",
+    "dpo": "DPO (direct preference optimization, on pairs of completions)",
+    "sft": "SFT (supervised fine-tuning, on completions to imitate)",
     "kd": "KD (knowledge distillation from a teacher)",
 }
 _TRAINING = {"epochs": "epochs", "batch_size": "batch size", "learning_rate": "learning rate (peak)",
              "schedule": "schedule", "warmup_ratio": "warm-up ratio", "optimizer": "optimizer",
-             "weight_decay": "weight decay", "max_grad_norm": "gradient clipped to", "seed": "seed"}
+             "weight_decay": "weight decay", "max_grad_norm": "gradient norm clipped to", "seed": "seed"}
 
 
 def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str, adapter_config: Any = None) -> str:
     """The card as Markdown with the hub's front matter.
 
     Args:
-        facts: of the export, as `export.json` has them.
-        adapter_config: peft's, of an adapter that was trained.
-        name: of the model.
+        facts: the content of `export.json`.
+        name: name of the model.
+        adapter_config: peft's config of a trained adapter.
     """
     adapter = bool(facts["adapter"]) and not facts["merged"]
     options = {key: value for key, value in run.options.items() if value is not None}
@@ -64,12 +64,12 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
 
 
 def _lora(run: ExportedRun, config: Any | None) -> list[tuple[str, Any]]:
-    """What was asked of the adapter, with rank and scale as its own config has them; and what it began from."""
+    """Options of the adapter, with rank and scale from its own config, and what it started from."""
     if config is None:
         return []
     rows = {**run.lora, "rank": config.r, "alpha": config.lora_alpha, "dora": config.use_dora,
             "rslora": config.use_rslora}
-    if not run.lora:  # then what it was given as its model is, or holds, the adapter that it began from
+    if not run.lora:  # then its model is, or contains, the adapter that it started from
         rows |= {"adapter": run.base, "quantize": (run.options.get("lora") or {}).get("quantize")}
     return [(key, value) for key, value in rows.items() if value not in (None, False)]
 
@@ -81,7 +81,7 @@ def _what(adapter: bool, merged: bool, options: Mapping[str, Any]) -> str:
         return "A causal language model."
     quantized = (options.get("lora") or {}).get("quantize")
     return "A causal language model: its base with the trained adapter merged into the weights" + (
-        f" (the adapter was trained on the base in {quantized}, and merged into the base as it was before that)."
+        f" (the adapter was trained on the base quantized to {quantized}, and merged into the unquantized base)."
         if quantized else ".")
 
 
@@ -104,16 +104,16 @@ def _training(run: ExportedRun, chosen: Chosen, options: Mapping[str, Any]) -> l
     rows: list[tuple[str, Any]] = [("optimizer steps", chosen.step)]
     given = manifest.get("given") or {}
     left_out = {"epochs"} if "max_steps" in options else set()
-    if "optimizer" in given:  # it has a rate and a decay of its own, and perhaps a scheduler
+    if "optimizer" in given:  # it has its own rate and decay, and perhaps a scheduler
         left_out |= {"learning_rate", "schedule", "warmup_ratio", "optimizer", "weight_decay"}
     rows += [(called, options[key]) for key, called in _TRAINING.items() if key in options and key not in left_out]
-    rows += [(name, f"{kind}, given in Python") for name, kind in given.items()]
+    rows += [(name, f"{kind}, passed in Python") for name, kind in given.items()]
     rows += [("precision", manifest.get("precision", options.get("precision", "?"))),
              ("layout", manifest.get("layout", "?")),
              ("device", f"{manifest.get('world_size', 1)} x {device}")]
     if chosen.trainer is None and "seconds" in manifest:
         rows.append(("wall time", f"{float(manifest['seconds']):.0f} s"))
-    rows.append(("run's status", manifest.get("status", "?")))
+    rows.append(("run status", manifest.get("status", "?")))
     if "python" in manifest:
         rows.append(("Python", manifest["python"]))
     versions = manifest.get("libraries", {})
@@ -129,39 +129,39 @@ def _data(run: ExportedRun) -> list[dict[str, Any]]:
         rows = audit.get("rows", {})
         facts: list[tuple[str, Any]] = [("rows read", rows.get("read", "?")), ("rows kept", rows.get("kept", "?"))]
         dropped = rows.get("dropped") or {}
-        facts.append(("rows left out", ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or 0))
-        facts += [(called, rows[key]) for key, called in (("prompt_cut", "prompts cut"),
-                                                          ("completion_cut", "completions cut")) if rows.get(key)]
+        facts.append(("rows dropped", ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or 0))
+        facts += [(called, rows[key]) for key, called in (("prompt_cut", "prompts truncated"),
+                                                          ("completion_cut", "completions truncated")) if rows.get(key)]
         facts += [(f"labeled {label}", count) for label, count in (audit.get("labels") or {}).items()]
         facts += [(called, audit[key]) for key, called in (("prompts", "distinct prompts"),
-                                                           ("duplicates", "repeated rows"),
-                                                           ("conflicts", "answers with both labels")) if key in audit]
+                                                           ("duplicates", "duplicate rows"),
+                                                           ("conflicts", "conflicting labels")) if key in audit]
         if split := audit.get("split"):
             facts += [("rows trained on", split.get("train", "?")), ("rows held out", split.get("eval", "?"))]
             if split.get("prompts_on_both_sides"):
-                facts.append(("held-out prompts that were trained on too", split["prompts_on_both_sides"]))
+                facts.append(("held-out prompts that were also trained on", split["prompts_on_both_sides"]))
         found.append({"title": title, "source": audit.get("source", "?"), "facts": facts})
     return found
 
 
 def _measured(run: ExportedRun, chosen: Chosen) -> tuple[str, tuple[str, str], list[tuple[str, str, str]]]:
-    """What the run's own evaluations say, before and of these weights."""
+    """The run's own evaluations, before training and of these weights."""
     nothing = ("", "")
     evaluations = [record for record in run.records if record.get("split") == "eval"]
     if not evaluations:
-        return "No rows were held out: how the model does on rows that it was not trained on is not known.", nothing, []
+        return "No rows were held out, so the model was not evaluated on rows that it was not trained on.", nothing, []
     first: dict[str, Any] = next((record for record in evaluations if record["step"] == 0), {})
     last: dict[str, Any] = next((record for record in reversed(evaluations) if record["step"] == chosen.step), {})
     if not last:
         when = ", ".join(str(record["step"]) for record in evaluations)
-        return (f"These weights were not evaluated: they are those after step {chosen.step}, and the run evaluated "
-                f"after steps {when}.", nothing, [])
+        return (f"These weights, after step {chosen.step}, were not evaluated. The run evaluated after steps "
+                f"{when}.", nothing, [])
     leave_out = {*BOOKKEEPING, "step", "split"}
     keys = [key for key in last if key not in leave_out and not key.endswith(("_low", "_high"))]
     rows = (run.audit.get("split") or {}).get("eval", "the")
     limit = run.options.get("eval_limit")
-    held = f"{rows} held-out rows" + (f" (of which at most {limit} were evaluated)" if limit else "")
-    return (f"On {held}, by the run itself, before training and after step {chosen.step}:",
+    held = f"{rows} held-out rows" + (f" (at most {limit} of them evaluated)" if limit else "")
+    return (f"Evaluated by the run on {held}, before training and after step {chosen.step}:",
             ("before", "after"), [(key, _interval(first, key), _interval(last, key)) for key in keys])
 
 
@@ -184,6 +184,6 @@ def _listed(words: list[str]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value in a cell of a table: of one line, and without bars of its own."""
+    """A value for a table cell: one line, with escaped bars."""
     text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
     return " ".join(text.split()).replace("|", "\\|")

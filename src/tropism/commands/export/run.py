@@ -1,4 +1,4 @@
-"""The export from end to end."""
+"""Export a run from end to end."""
 
 import json
 from collections.abc import Mapping
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from tropism.commands.export import adapter as adapters
-from tropism.commands.export import beside, card
-from tropism.commands.export.source import Chosen, ExportedRun, choose, read_run
+from tropism.commands.export import card
+from tropism.commands.export.output_directory import check_space, check_target, read_back, shard_bytes, whole
+from tropism.commands.export.read_run import Chosen, ExportedRun, choose, read_run
+from tropism.commands.export.tokenizer_and_generation import generation_of, tokenizer_of
 from tropism.commands.export.weights import (
     CheckSpace,
     Rounding,
@@ -21,8 +23,7 @@ from tropism.commands.export.weights import (
     of_result,
     rounded,
 )
-from tropism.commands.export.write import check_space, check_target, read_back, shard_bytes, whole
-from tropism.errors import ModelError, UsageError
+from tropism.errors import ModelError, UsageError, count_of
 from tropism.model import load, save
 from tropism.model.source import ModelSource
 from tropism.observe.checksums import checksums
@@ -34,16 +35,16 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """What an export wrote.
 
     Args:
         path: the directory.
         dtype: of every weight in it.
-        step: of the run, after which the weights are these.
-        is_adapter: it holds an adapter alone.
-        merged: an adapter was merged into it.
-        rounding: what the dtype made of the weights.
-        files: size and hash of each.
+        step: optimizer step of the run that the weights are from.
+        is_adapter: whether it is an adapter alone.
+        merged: whether an adapter was merged into it.
+        rounding: how the dtype changed the weights.
+        files: size and hash of each file.
     """
 
     path: Path
@@ -58,43 +59,42 @@ class Exported:
 def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str | None = None,
            checkpoint: str | None = None, max_shard_size: str | int | None = None,
            base: str | Path | None = None, voice: Voice | None = None) -> Exported:
-    """Write the result of a run, or one of its checkpoints, as a directory that loads as it is. The run is not changed.
+    """Write the result of a run, or one of its checkpoints, as a model directory. The run is not changed.
 
     Args:
-        run: its directory.
-        to: a directory that is empty or not there.
-        merge: the adapter into its base; the result is a plain model.
-        dtype: of the weights: fp32, bf16, fp16 or fp64, or by their long names; by default what the run's result has.
+        run: run directory.
+        to: a directory that is empty or absent.
+        merge: merge the adapter into its base; the result is a plain model.
+        dtype: of the weights: fp32, bf16, fp16 or fp64, or their long names; by default the dtype of the run's result.
         checkpoint: `best`, `last`, a step (`step-00000100`), or a path; by default the result.
-        max_shard_size: of a file of weights at most, by default 50GB; beyond it there are several with an index.
-        base: where the base of an adapter lies now, if not where the run found it.
-        voice: speaks to the user.
+        max_shard_size: maximum size of a weights file, by default 50GB; larger models get several files and an index.
+        base: directory of the adapter's base, if it was moved since the run.
+        voice: prints to the user.
 
     Raises:
-        UsageError: for options that cannot go together, or name what is not there.
-        OutputExistsError: if the directory holds something.
-        CheckpointError: if files of the run are not what was written, or weights are missing.
+        UsageError: for options that exclude each other, or name something that was not found.
+        OutputExistsError: if the directory is not empty.
+        CheckpointError: if files of the run are corrupted, or weights are missing.
         ModelError: if the base, tokenizer or adapter cannot be used, or the weights do not fit the dtype.
-        OutputError: if the disk refuses, or what was written does not read back; then nothing is there.
+        OutputError: if the disk refuses, or the export does not read back. Nothing is left then.
     """
     path, place, voice = Path(to).expanduser(), Path(run).expanduser(), voice or Voice()
     if path.name in ("", "..") or path.is_symlink():
-        path = path.resolve()  # what is written beside it needs its name, and takes the place of a directory only
+        path = path.resolve()  # the temporary directory needs its name, and can only replace a directory
     wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size or save.SHARD_SIZE)
     found = read_run(place)
     check_target(path, place)
     chosen = choose(found, checkpoint)
     if merge and not chosen.is_adapter:
-        raise UsageError(f"--merge: {place} trained all weights of its model and has no adapter to merge; leave it out")
+        raise UsageError(f"--merge: {place} trained all weights, so there is no adapter to merge. Omit --merge")
     if max_shard_size is not None and chosen.is_adapter and not merge:
-        raise UsageError("--max-shard-size has no effect on an adapter alone, which is one file; leave it out, or "
-                         "--merge it")
+        raise UsageError("--max-shard-size has no effect on an adapter alone, which is one file. Omit it, or add "
+                         "--merge")
     if base is not None:
         if not chosen.is_adapter:
-            raise UsageError(f"--base: {place} trained all weights of its model; only an adapter has a base")
+            raise UsageError(f"--base: {place} trained all weights; only an adapter has a base. Omit --base")
         found = replace(found, other_base=ModelSource.of(str(base)).absolute)
-    voice.say(f"{chosen.path}: step {chosen.step}, its files as they were written"
-              if not chosen.notes else f"{chosen.path}: step {chosen.step}")
+    voice.say(f"{chosen.path}: step {chosen.step}" + ("" if chosen.notes else ", files intact"))
     for note in chosen.notes:
         voice.warn(note)
     work = _Work(found, chosen, path, merge, wanted, shards, voice)
@@ -103,7 +103,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
 
 @dataclass
 class _Work:
-    """One export, after everything that was asked for was found to be possible."""
+    """One export, after its options were checked."""
 
     run: ExportedRun
     chosen: Chosen
@@ -115,7 +115,7 @@ class _Work:
     adapter_config: Any = None
 
     def model(self) -> Exported:
-        """A plain model."""
+        """Export a plain model."""
         run, chosen = self.run, self.chosen
         dtype = self.wanted or self._usual()
         needed = 0
@@ -125,13 +125,13 @@ class _Work:
             needed = count * dtype.itemsize
             check_space(self.path, needed)
 
-        adapter = adapters.read(run, chosen) if self.merge else None  # says what its base is, or that it is gone
-        tokenizer = beside.tokenizer_of(run, chosen, adapter.base if adapter is not None else None)
+        adapter = adapters.read(run, chosen) if self.merge else None  # raises if its base was not found
+        tokenizer = tokenizer_of(run, chosen, adapter.base if adapter is not None else None)
         module, weights = self._weights(adapter, dtype, room)
         base = run.base if adapter is None else adapter.base
         weights, rounding = self._rounded(weights, dtype)
         module = module.to(dtype)
-        generation, notes = beside.generation_of(run, chosen, base, tokenizer, module.config)
+        generation, notes = generation_of(run, chosen, base, tokenizer, module.config)
         self._tell(notes)
         module.generation_config = generation
         with whole(self.path, needed) as partial:
@@ -151,15 +151,15 @@ class _Work:
         return adapters.merged(run, adapter, "fp64" if wide else "fp32", room)
 
     def adapter(self) -> Exported:
-        """An adapter alone."""
+        """Export an adapter alone."""
         run, chosen = self.run, self.chosen
         adapter = adapters.read(run, chosen)
         self.adapter_config = adapter.config
         dtype = self.wanted or (self._usual() if chosen.trainer is not None else _common(adapter.weights))
         needed = sum(weight.numel() for weight in adapter.weights.values()) * dtype.itemsize
         check_space(self.path, needed)
-        tokenizer = beside.tokenizer_of(run, chosen, adapter.base)
-        generation, notes = beside.generation_of(run, chosen, adapter.base, tokenizer, _config(run, adapter.base))
+        tokenizer = tokenizer_of(run, chosen, adapter.base)
+        generation, notes = generation_of(run, chosen, adapter.base, tokenizer, _config(run, adapter.base))
         self._tell(notes)
         weights, rounding = self._rounded(adapter.weights, dtype)
         with whole(self.path, needed) as partial:
@@ -171,7 +171,7 @@ class _Work:
         return self._done(dtype, rounding, files, is_adapter=True)
 
     def _usual(self) -> torch.dtype:
-        """The dtype of the run's result, or of what it would be."""
+        """The dtype of the run's result; for a checkpoint, the dtype that the result would have."""
         if self.chosen.trainer is None and not self.chosen.is_adapter:
             config = json.loads((self.chosen.path / "config.json").read_text(encoding="utf-8"))
             return dtype_named(str(config.get("dtype") or config.get("torch_dtype") or "float32"))
@@ -191,7 +191,7 @@ class _Work:
 
     def _describe(self, partial: Path, dtype: torch.dtype, rounding: Rounding, generation: Any, tokenizer: Any,
                   base: str) -> None:
-        """Card and `export.json`, beside the other files, whose hashes it has."""
+        """Write the model card, and `export.json` with the hashes of all other files."""
         run, chosen = self.run, self.chosen
         stops = generation.eos_token_id
         ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
@@ -213,8 +213,8 @@ class _Work:
         size = sum(entry["bytes"] for entry in files.values())
         shards = sum(name.endswith(".safetensors") for name in files)
         self.voice.say(f"{self.path}: {'an adapter' if is_adapter else 'a model'} in "
-                       f"{str(dtype).removeprefix('torch.')}, {shards} file{'s' if shards > 1 else ''} of weights, "
-                       f"{size:,} bytes in all; read back, every weight as it should be")
+                       f"{str(dtype).removeprefix('torch.')}, {count_of(shards, 'weights file')}, "
+                       f"{size:,} bytes in total; every weight was read back and compared")
         return Exported(self.path, dtype, self.chosen.step, is_adapter, self.merge, rounding, files)
 
 
@@ -225,7 +225,7 @@ def _common(weights: Weights) -> torch.dtype:
 
 
 def _config(run: ExportedRun, base: str) -> Any | None:
-    """The base's config, where it is to be had: an adapter can be exported without."""
+    """The base's config if it is available: an adapter can be exported without."""
     try:
         return load.load_config(ModelSource.of(base), trust_remote_code=run.trust_remote_code)
     except ModelError:
@@ -233,7 +233,7 @@ def _config(run: ExportedRun, base: str) -> Any | None:
 
 
 def _fingerprints(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """What the run has a fingerprint of, in one place."""
+    """All fingerprints of a run."""
     found = dict(manifest.get("fingerprints") or {})
     called = {"policy": "initial weights", "reference": "reference", "teacher": "teacher"}
     return found | {name: manifest[key] for key, name in called.items() if manifest.get(key)}

@@ -1,4 +1,4 @@
-"""Weights of a result or a checkpoint by their names in the model, each filled; and their rounding to another dtype."""
+"""Weights of a result or a checkpoint by their names in the model, and their rounding to another dtype."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,49 +10,49 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tropism.commands.export.source import ADAPTER_CONFIG, Chosen, ExportedRun
+from tropism.commands.export.read_run import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.distributed.state import read_model
-from tropism.errors import CheckpointError, ModelError, UsageError, first_line
+from tropism.errors import CheckpointError, ModelError, UsageError, count_of, did_you_mean, first_line
 from tropism.model import load
 from tropism.model.source import ModelSource
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
           "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-"""Names that a dtype may be asked for by."""
+"""Dtypes by the names that `--dtype` takes."""
 
 Weights = dict[str, Tensor]
 CheckSpace = Callable[[int], None]
-"""Told how many weights there will be, before any is read; may raise."""
+"""Called with the number of weights before any is read; may raise."""
 
 
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of a name.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if it is unsupported.
     """
     if name not in DTYPES:
-        raise UsageError(f"--dtype {name}: is none of {', '.join(DTYPES)}")
+        raise UsageError(f"--dtype {name}: unsupported. {did_you_mean(name, DTYPES)}")
     return DTYPES[name]
 
 
 def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
-    """A model without memory for its weights, as training had it."""
-    if hasattr(config, "quantization_config"):  # of a GGUF file, whose weights were plain in training
+    """A model on the meta device, as training had it."""
+    if hasattr(config, "quantization_config"):  # a GGUF file, whose weights were dequantized for training
         del config.quantization_config
     return load.skeleton(config, trust_remote_code=trust_remote_code)
 
 
 def number_of(model: Any) -> int:
-    """Weights of a model; tied ones count once."""
+    """The number of weights of a model; tied ones count once."""
     return sum(weight.numel() for weight in model.parameters())
 
 
 def config_of(run: ExportedRun, chosen: Chosen) -> Any:
-    """The architecture of what was trained, from a config alone.
+    """The config of the trained model.
 
     Raises:
-        ModelError: if there is no config to be had.
+        ModelError: if no config was found.
     """
     for place in (chosen.path / "model", run.directory.model):
         if (place / "config.json").is_file() and not (place / ADAPTER_CONFIG).is_file():
@@ -61,26 +61,26 @@ def config_of(run: ExportedRun, chosen: Chosen) -> Any:
 
 
 def base_config(run: ExportedRun, name: str, moved: str = "") -> Any:
-    """The config of the model that a run began with.
+    """The config of the model that a run started from.
 
     Args:
-        moved: what to do where it lies elsewhere, in an error.
+        moved: what to do if it was moved, for the error.
 
     Raises:
-        ModelError: if it is not to be had.
+        ModelError: if it was not found.
     """
     try:
         return load.load_config(ModelSource.of(name), trust_remote_code=run.trust_remote_code)
     except ModelError as error:
-        raise ModelError(f"{error}. The run began with this model, and its config says how the weights of a "
-                         f"checkpoint or an adapter belong together{moved}") from error
+        raise ModelError(f"{error}. The run started from this model, and its config is needed to export a checkpoint "
+                         f"or an adapter{moved}") from error
 
 
 def of_result(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:
-    """The model of RUN/model, without memory of its own, and its weights.
+    """The model of RUN/model on the meta device, and its weights.
 
     Raises:
-        ModelError: if it cannot be loaded, or a weight is missing or left over.
+        ModelError: if it cannot be loaded, or a weight is missing or unexpected.
     """
     config = load.load_config(ModelSource.of(str(chosen.path)), trust_remote_code=run.trust_remote_code)
     check_space(number_of(skeleton(config, run.trust_remote_code)))
@@ -96,17 +96,17 @@ def of_result(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> tupl
 
 
 def emptied(model: Any) -> tuple[Any, Weights]:
-    """A model whose weights were taken out of it, and these: who lets go of one has its memory back."""
+    """A model moved to the meta device, and its weights, which can then be freed one by one."""
     weights = dict(model.state_dict())
     return model.to("meta"), weights
 
 
 def of_checkpoint(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:
-    """The model of a run's architecture, without memory, and the weights that a checkpoint has for it.
+    """A model of the run's architecture on the meta device, and its weights from a checkpoint.
 
     Raises:
-        CheckpointError: naming a weight that is missing, left over or of another size.
-        ModelError: if the architecture is not to be had.
+        CheckpointError: naming a weight that is missing, unexpected or of another shape.
+        ModelError: if the config was not found.
     """
     model = skeleton(config_of(run, chosen), run.trust_remote_code)
     check_space(number_of(model))
@@ -115,10 +115,10 @@ def of_checkpoint(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> 
 
 
 def filled(model: Any, stored: Weights, path: Path) -> Weights:
-    """What was stored, by every name in the model; of tied weights one name is enough.
+    """Stored weights by every name in the model; of tied weights one stored name is enough.
 
     Raises:
-        CheckpointError: naming a weight that is missing, left over or of another size.
+        CheckpointError: naming a weight that is missing, unexpected or of another shape.
     """
     wanted = model.state_dict(keep_vars=True)
     owners: dict[int, list[str]] = {}
@@ -134,21 +134,21 @@ def filled(model: Any, stored: Weights, path: Path) -> Weights:
         raise CheckpointError(f"{path}: {name} is not part of the model {type(model).__name__}")
     for name, tensor in wanted.items():
         if found[name].shape != tensor.shape:
-            raise CheckpointError(f"{path}: {name} is {list(found[name].shape)} there and {list(tensor.shape)} in "
+            raise CheckpointError(f"{path}: {name} has shape {list(found[name].shape)}, but {list(tensor.shape)} in "
                                   f"{type(model).__name__}")
     return {name: found[name] for name in wanted}
 
 
 @dataclass
 class Rounding:
-    """What a dtype makes of weights.
+    """How weights change when they are rounded to a dtype.
 
     Args:
-        dtype: that they were rounded to.
-        weights: how many there are.
-        exact: those that keep their value.
-        zeroed: those that become 0.
-        largest: change of a weight that does not become 0, as a share of it.
+        dtype: the new dtype.
+        weights: number of weights.
+        exact: weights that keep their value.
+        zeroed: weights that become 0.
+        largest: largest relative change of a weight that does not become 0.
     """
 
     dtype: torch.dtype
@@ -160,10 +160,10 @@ class Rounding:
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         if self.exact == self.weights:
-            return f"{name}: all {self.weights:,} weights keep their exact value"
-        text = (f"{name}: {self.exact:,} of {self.weights:,} weights ({self.exact / self.weights:.1%}) keep their "
-                f"exact value; the others change by at most {_percent(self.largest)}")
-        return text + (f", and {self.zeroed:,} become 0" if self.zeroed else "")
+            return f"{name}: {'the' if self.weights == 1 else 'all'} {count_of(self.weights, 'weight')} unchanged"
+        text = (f"{name}: {self.exact:,} of {count_of(self.weights, 'weight')} ({self.exact / self.weights:.1%}) "
+                f"unchanged; the others change by at most {_percent(self.largest)}")
+        return text + (f", and {self.zeroed:,} {'becomes' if self.zeroed == 1 else 'become'} 0" if self.zeroed else "")
 
 
 def _percent(share: float) -> str:
@@ -195,13 +195,13 @@ def _round(name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     if bool(torch.isnan(tensor).any()):
-        raise ModelError(f"{name} holds NaN: this is no model to pass on")
+        raise ModelError(f"{name} contains NaN. The model is not exported")
     found = tensor.to(rounding.dtype)
     if bool((torch.isinf(found) & ~torch.isinf(tensor)).any()):
         most = torch.finfo(rounding.dtype).max
-        raise ModelError(f"{name} holds {float(tensor.abs().max()):.3g}, and "
-                         f"{str(rounding.dtype).removeprefix('torch.')} ends at {most:.5g}; bfloat16 reaches as far as "
-                         "float32")
+        raise ModelError(f"{name} contains {float(tensor.abs().max()):.3g}, but the largest value of "
+                         f"{str(rounding.dtype).removeprefix('torch.')} is {most:.5g}. Use --dtype bf16, which has the "
+                         "range of float32")
     rounding.weights += tensor.numel()
     back = found.to(tensor.dtype)
     moved = back != tensor

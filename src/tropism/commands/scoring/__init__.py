@@ -1,1 +1,11 @@
-"""`tropism evaluate` and `tropism score`: a model on held-out rows, without training."""
+"""`tropism evaluate` and `tropism score`: score held-out rows with a model, without training.
+
+scores.py scores the rows with a model and, if there is one, a reference; figures.py makes the metrics of `evaluate`
+from the scores; records.py makes and writes the rows of `score`.
+"""
+
+from tropism.commands.scoring.figures import figures
+from tropism.commands.scoring.records import check_target, original_columns, records, write
+from tropism.commands.scoring.scores import Scores, score
+
+__all__ = ["Scores", "check_target", "figures", "original_columns", "records", "score", "write"]

@@ -58,17 +58,13 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
     planned = origin.manifest.get("planned_steps", origin.manifest.get("steps", 0))
     early = origin.finished and origin.manifest.get("stopped_by") == "stop_metric"
     if origin.finished and total <= planned and not (early and _stops_otherwise(origin.options or recorded, options)):
-        more = f"--max-steps above {planned} goes on"
-        if early:
-            more = (f"It stopped early: {origin.manifest.get('reason')}. Another --stop-patience, --stop-delta or "
-                    "--stop-metric goes on")
-        voice.say(f"{place} is done ({origin.manifest['steps']} steps): the model is in {directory.model}. {more}")
+        voice.say(f"{place} is finished after {origin.manifest['steps']} steps; the model is in {directory.model}. "
+                  + _how_to_extend(origin, directory, planned, early))
         return True
     if origin.problem:
         raise CheckpointError(origin.problem)
     if origin.finished and origin.checkpoint is None:
-        raise CheckpointError(f"{place} is done and kept no checkpoint, so it cannot be extended; train on from "
-                              f"{directory.model}, with --output NEW")
+        raise CheckpointError(f"{place}: finished. {_how_to_extend(origin, directory, planned, early=False)}")
     if total < origin.step:
         raise CheckpointError(f"{place}: {origin.step} steps are done, more than the {total} that are planned now")
     for note in origin.notes:
@@ -80,6 +76,20 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
     for entry in libraries_that_differ(origin.manifest.get("libraries", {})):
         voice.warn(entry)
     return False
+
+
+def _how_to_extend(origin: Origin, directory: RunDirectory, planned: int, early: bool) -> str:
+    """What trains a finished run further; only what will work."""
+    reason = f"It stopped early: {origin.manifest.get('reason')}. " if early else ""
+    if origin.problem:
+        return f"{reason}It cannot be extended as it is: {origin.problem}"
+    if origin.checkpoint is None:
+        return (f"{reason}It kept no checkpoint, so it cannot be extended: start a new run from that model with "
+                f"`--model {directory.model} --output NEW`, and add `--save-every N` to keep checkpoints")
+    if early:
+        return (f"{reason}To train further, change --stop-patience, --stop-delta or --stop-metric: "
+                f"`tropism resume {directory.path} --stop-patience N`")
+    return f"To train further: `tropism resume {directory.path} --max-steps N`, with N above {planned}"
 
 
 def _stops_otherwise(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -1,20 +1,21 @@
 """Evaluation: a few scalars per row, pooled over the whole set; the same figures whatever the layout or ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tropism.data.batching.collate import collate
-from tropism.data.batching.pack import assign_to_ranks, cost, mismatched_trees, scoring_packs
+from tropism.data.batching.collate import Batch
+from tropism.data.batching.pack import mismatched_trees
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import PromptTree, score_key
-from tropism.losses.scored import Scored
-from tropism.methods import StepInputs, Units
+from tropism.losses.scored import CompletionScore, Scored
+from tropism.methods import Method, StepInputs, Units
 from tropism.train.engine import Engine
 from tropism.train.evaluation.bootstrap import Array, accuracy, auc, resamples, with_interval
+from tropism.train.score_packs import ReportProgress, score_trees, silent
 from tropism.train.step_packs import all_trees, has_partners
 from tropism.train.step_statistics import (
     ReferencePoint,
@@ -24,9 +25,6 @@ from tropism.train.step_statistics import (
     side_values,
     sorted_partners,
 )
-
-Values = tuple[float, float, float, float]
-"""Policy log-prob, reference log-prob, divergence and confidence of a completion; 0 where there is none."""
 
 
 def evenly(rows: Sequence[EncodedRow], limit: int | None) -> Sequence[EncodedRow]:
@@ -51,83 +49,85 @@ class Evaluator:
         self.max_length = max_length
         self.baselines: dict[str, float] = {}
 
-    def __call__(self, engine: Engine, report: Callable[[int, int], None] = lambda done, total: None,
-                 ) -> dict[str, float]:
+    def __call__(self, engine: Engine, report: ReportProgress = silent) -> dict[str, float]:
         """The evaluation record of the policy as it is; every rank gets the same."""
         found = self.score(engine, report)
         world = engine.world
         return world.broadcast(world.on_main(lambda: self._record(engine, found)) or {})
 
-    @torch.no_grad()
-    def score(self, engine: Engine, report: Callable[[int, int], None]) -> dict[bytes, Values]:
-        """What is known of every (prompt, completion), mismatched ones included, by all ranks."""
-        model = engine.model
+    def score(self, engine: Engine, report: ReportProgress) -> dict[bytes, CompletionScore]:
+        """The score of every (prompt, completion), mismatched ones included; every rank gets all of them."""
         trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length)
-        packs = scoring_packs(trees, self.microbatch_tokens, model.layout)
-        shares = assign_to_ranks([sum(map(cost, pack)) for pack in packs], engine.world.parts)
-        own, rounds = shares[engine.world.part], max(map(len, shares))
-        found: dict[bytes, Values] = {}
+        return score_trees(engine.model, trees, self.microbatch_tokens, partial(_values, engine), engine.world, report)
 
-        for number in range(rounds):
-            pack = packs[own[number]] if number < len(own) else []
-            keys = [key for tree in pack for key in tree.score_keys]
-            found |= dict(zip(keys, engine.world.computed(partial(_values, engine, pack)), strict=True))
-            report(number + 1, rounds)  # by all ranks alike: it may stop them
-        return {key: value for part in engine.world.gather(found) for key, value in part.items()}
-
-    def _record(self, engine: Engine, found: dict[bytes, Values]) -> dict[str, float]:
-        values = [[found[score_key(row.prompt_ids, completion)] for completion in row.completions] for row in self.rows]
-        flat = torch.tensor(values, dtype=torch.float64).flatten(0, 1)
-        lengths = torch.tensor([completion.length for row in self.rows for completion in row.completions])
-        scored = Scored(flat[:, 0], flat[:, 1], lengths, flat[:, 2], flat[:, 3])
+    def _record(self, engine: Engine, found: dict[bytes, CompletionScore]) -> dict[str, float]:
+        scored = Scored.join(found[score_key(row.prompt_ids, completion)]
+                             for row in self.rows for completion in row.completions)
         point = None
         if engine.method.needs_reference_point and has_partners(self.rows, range(len(self.rows))):
             entries = mismatched_trees(self.rows, range(len(self.rows)), self.max_length)
-            pairs = torch.tensor([found[key] for entry in entries for key in entry.tree.score_keys],
-                                 dtype=torch.float64)
+            partners = Scored.join(found[key] for entry in entries for key in entry.tree.score_keys)
             counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
-            point = pool(reference_moments(pairs[:, 0] - pairs[:, 1], counts))
-        return self.summarize(engine, scored, point)
-
-    def summarize(self, engine: Engine, scored: Scored, point: ReferencePoint | None) -> dict[str, float]:
-        """Figures of the set.
-
-        Args:
-            scored: completions of all rows, row after row.
-            point: the reference point over the whole set, where there is one.
-        """
-        method = engine.method
-        members = torch.arange(len(scored.logps)).reshape(len(self.rows), -1)
-        labels = [row.desirable for row in self.rows]
-        units = Units(members, None if None in labels else torch.tensor(labels))
-        noise = engine.noise(scored)
-        losses = [torch.zeros(len(members), dtype=torch.float64)] * len(method.terms)
-        known = point is not None or not method.needs_reference_point
-        if known:
-            wide = StepInputs(point.value if point else None, engine.shift.value.cpu())
-            if method.needs_sorting:
-                wide = StepInputs(wide.reference_point, wide.shift,
-                                  *sorted_partners(side_values(method, scored, units)))
-            losses = method.losses(scored, units, wide)
-        sums = method.metrics(scored, units, losses, method.counts(self.rows), noise)
-        terms = {"saturated", *(term.key for term in method.terms)}  # what follows from the losses
-        record = method.combine({key: float(total) / int(count) for key, (total, count) in sums.items()
-                                 if int(count) and (known or key not in terms)})
-        if point is not None:
-            record |= point_record(point)
-        if method.view != "single":
-            record |= ranking(self.rows, method.clear_rewards(scored, units, noise).numpy())
-            record |= self._baselines(scored, members[:, :2] if method.view == "paired" else members)
+            point = pool(reference_moments(partners.logratios, counts))
+        record = summarize(self.rows, engine.method, scored, engine.noise(scored), point, engine.shift.value.cpu())
+        if engine.method.view != "single":
+            if not self.baselines:  # the first evaluation is that of the initial policy
+                self.baselines = baselines(self.rows, scored)
+            record |= self.baselines
         return record
 
-    def _baselines(self, scored: Scored, members: Tensor) -> dict[str, float]:
-        """How well the initial policy's own log-prob, and length, rank the completions; found once."""
-        if not self.baselines:  # the first evaluation is that of the initial policy
-            for name, value in (("logps", scored.logps), ("logps_per_token", scored.logps / scored.lengths),
-                                ("length", scored.lengths.double())):
-                found = ranking(self.rows, value[members].numpy(), with_ends=False)
-                self.baselines |= {f"baselines/{name}": share for share in found.values()}
-        return self.baselines
+
+def summarize(rows: Sequence[EncodedRow], method: Method, scored: Scored, noise: Tensor,
+              point: ReferencePoint | None = None, shift: Tensor | None = None) -> dict[str, float]:
+    """Metrics of a set of rows: what training logs of a step, and the ranking of the rewards with its interval.
+
+    Args:
+        method: says what a reward is and which losses there are.
+        scored: completions of all rows, row after row, on the host.
+        noise: `[C]` rewards no larger than this count as 0 in the ranking.
+        point: reference point over the set; None leaves out the losses that need it.
+        shift: running mean of the rewards, for a method that needs it.
+    """
+    members = _members(rows, scored)
+    labels = [row.desirable for row in rows]
+    units = Units(members, None if None in labels else torch.tensor(labels))
+    losses = [torch.zeros(len(members), dtype=torch.float64)] * len(method.terms)
+    known = point is not None or not method.needs_reference_point
+    if known:
+        inputs = StepInputs(point.value if point else None, shift)
+        if method.needs_sorting:
+            inputs = StepInputs(inputs.reference_point, inputs.shift,
+                                *sorted_partners(side_values(method, scored, units)))
+        losses = method.losses(scored, units, inputs)
+    sums = method.metrics(scored, units, losses, method.counts(rows), noise)
+    terms = {"saturated", *(term.key for term in method.terms)}  # what follows from the losses
+    record = method.combine({key: float(total) / int(count) for key, (total, count) in sums.items()
+                             if int(count) and (known or key not in terms)})
+    if point is not None:
+        record |= point_record(point)
+    if method.view != "single":
+        record |= ranking(rows, method.clear_rewards(scored, units, noise).numpy())
+    return record
+
+
+def baselines(rows: Sequence[EncodedRow], scored: Scored) -> dict[str, float]:
+    """How well the policy's log-prob, summed and per token, and the mere length rank labeled or paired completions.
+
+    Args:
+        scored: completions of all rows, row after row, on the host.
+    """
+    members = _members(rows, scored)[:, :2]
+    found: dict[str, float] = {}
+    for name, value in (("logps", scored.logps), ("logps_per_token", scored.logps / scored.lengths),
+                        ("length", scored.lengths.double())):
+        ranked = ranking(rows, value[members].numpy(), with_ends=False)
+        found |= {f"baselines/{name}": share for share in ranked.values()}
+    return found
+
+
+def _members(rows: Sequence[EncodedRow], scored: Scored) -> Tensor:
+    """`[n, m]` indices of each row's completions."""
+    return torch.arange(len(scored.logps)).reshape(len(rows), -1)
 
 
 def ranking(rows: Sequence[EncodedRow], scores: Array, with_ends: bool = True) -> dict[str, float]:
@@ -145,12 +145,5 @@ def ranking(rows: Sequence[EncodedRow], scores: Array, with_ends: bool = True) -
     return with_interval(key, statistic()[0], np.concatenate([np.zeros(0), *map(statistic, drawn)]))
 
 
-def _values(engine: Engine, pack: Sequence[PromptTree]) -> list[Values]:
-    """What is known of each completion of a pack."""
-    scored = engine.score(pack, collate(pack, engine.model.layout).to(engine.model.device))
-    zeros = torch.zeros_like(scored.logps)
-    columns = [zeros if column is None else column for column in (
-        scored.logps, scored.reference_logps, scored.divergence, scored.confidence)]
-    return [(a, b, c, d) for a, b, c, d in torch.stack(columns, dim=1).tolist()]
-
-
+def _values(engine: Engine, pack: Sequence[PromptTree], batch: Batch) -> list[CompletionScore]:
+    return engine.score(pack, batch).split()

@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tropism.data.batching.collate import Batch, collate
-from tropism.data.batching.pack import assign_to_ranks, cost, scoring_packs
+from tropism.data.batching.collate import Batch
+from tropism.data.batching.pack import scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
@@ -20,11 +20,9 @@ from tropism.model.adapters.switch import adapter_off
 from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
 from tropism.train.frozen.score_store import ScoreStore
+from tropism.train.score_packs import ReportProgress, score_packs, silent, unscored
 
 _WRITE_EVERY_S = 10.0  # at most this much of the pass is lost by a kill
-
-ReportProgress = Callable[[int, int], None]
-"""Called with (packs done, packs in all) by all ranks alike; it may stop them by `StoppedEarly`."""
 
 
 class Reference(Protocol):
@@ -98,7 +96,7 @@ class OffReference:
 
 
 def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: int, root: Path, world: World,
-          report: ReportProgress = lambda done, total: None) -> StoredReference:
+          report: ReportProgress = silent) -> StoredReference:
     """Score what the store does not have yet, with all ranks together, and return all scores of `trees`.
 
     Packs are a function of the whole set of trees; a pack of which one score is missing is computed whole, but
@@ -117,13 +115,9 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
     store = ScoreStore(root, fingerprint(model), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
     known = world.broadcast(world.on_main(store.load) or {})
-    missing = [pack for pack in packs if any(key not in known for tree in pack for key in tree.score_keys)]
-    planned = rounds(missing, world.parts)
+    missing = unscored(packs, known)
     fresh: dict[bytes, float] = {}
     written = time.monotonic()
-
-    def compute(own: list[PromptTree]) -> dict[bytes, float]:
-        return _score_pack(model, own)
 
     def keep() -> None:
         nonlocal written
@@ -137,11 +131,10 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
         fresh.clear()
 
     try:
-        for number, of_ranks in enumerate(planned, start=1):
-            for scores in world.gather(world.computed(partial(compute, of_ranks[world.part]))):
+        for own in score_packs(model, missing, partial(_score_pack, model), world, report):
+            for scores in world.gather(own):
                 fresh.update((key, value) for key, value in scores.items() if key not in known)
             world.on_main(keep)
-            report(min(number * world.parts, len(missing)), len(missing))
     except StoppedEarly:  # from the report: the next time begins where this one stopped
         world.on_main(write)
         raise
@@ -164,19 +157,10 @@ def check_vocabulary(other: Any, policy: Any, name: str = "reference") -> None:
                              f"{'student' if name == 'teacher' else 'policy'}; both need the same tokenizer")
 
 
-def rounds(packs: Sequence[list[PromptTree]], ranks: int) -> list[list[list[PromptTree]]]:
-    """Packs for each rank, round by round, with empty ones at the end."""
-    shares = assign_to_ranks([sum(cost(tree) for tree in pack) for pack in packs], ranks)
-    longest = max((len(own) for own in shares), default=0)
-    return [[packs[own[i]] if i < len(own) else [] for own in shares] for i in range(longest)]
-
-
-@torch.no_grad()
-def _score_pack(model: LanguageModel, pack: Sequence[PromptTree]) -> dict[bytes, float]:
-    batch = collate(pack, model.layout).to(model.device)
-    values = model.logps(batch).tolist()
+def _score_pack(model: LanguageModel, pack: Sequence[PromptTree], batch: Batch) -> list[float]:
+    values: list[float] = model.logps(batch).tolist()
     for value, ids in zip(values, (tree.prompt_ids for tree in pack for _ in tree.completions), strict=True):
         if not math.isfinite(value) or value >= 0:
-            raise ReferenceMismatchError(f"the reference gives a completion the log-prob {value} (its prompt starts "
-                                         f"with token ids {ids[:8].tolist()}). Nothing was trained.")
-    return dict(zip((key for tree in pack for key in tree.score_keys), values, strict=True))
+            raise ReferenceMismatchError(f"the reference gives a completion the log-prob {value} (its prompt begins "
+                                         f"with ids {ids[:8].tolist()}); nothing was trained")
+    return values

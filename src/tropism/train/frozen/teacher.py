@@ -23,9 +23,9 @@ from tropism.model.fingerprint import fingerprint
 from tropism.model.head.divergence import Comparison, FullTargets, Targets, TopK, top_k
 from tropism.model.head.logprob import Head, head_of
 from tropism.model.language_model import LanguageModel
-from tropism.train.frozen.reference import ReportProgress, rounds
 from tropism.train.frozen.topk_store import TopkEntry, TopKStore, bytes_per_token
 from tropism.train.options import TeacherOptions
+from tropism.train.score_packs import ReportProgress, score_packs, silent, unscored
 
 _WRITE_EVERY_S = 10.0
 _WRITE_EVERY_BYTES = 2**26
@@ -171,7 +171,7 @@ def stored_name(of_model: str, options: TeacherOptions, vocabulary: int) -> str:
 
 def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOptions, comparison: Comparison,
           microbatch_tokens: int, root: Path, world: World, say: Callable[[str], None],
-          report: ReportProgress = lambda done, total: None) -> StoredTeacher:
+          report: ReportProgress = silent) -> StoredTeacher:
     """Keep the teacher's likeliest tokens of every completion that the store does not have yet, with all ranks.
 
     Args:
@@ -191,8 +191,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
         "holds": f"top {k} at temperature {comparison.temperature:g}", "teacher": of_model})
     world.together(store.open)
     packs = scoring_packs(trees, microbatch_tokens, model.layout)
-    missing = [pack for pack in packs if any(key not in store for tree in pack for key in tree.score_keys)]
-    missing = world.broadcast(missing)  # ranks may see different disks
+    missing = world.broadcast(unscored(packs, store))  # ranks may see different disks
     tokens = sum(completion.length for pack in missing for tree in pack for completion in tree.completions)
     per_token = bytes_per_token(k, vocabulary, torch.promote_types(model.compute, torch.float32).itemsize)
     if missing:
@@ -226,26 +225,21 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
         written, size = time.monotonic(), 0
 
     try:
-        for number, of_ranks in enumerate(rounds(packs, world.parts), start=1):
-            found = world.computed(partial(_top_k_of, model, of_ranks[world.part], comparison, k))
+        for found in score_packs(model, packs, lambda pack, batch: _top_k_of(model, pack, batch, comparison, k),
+                                 world, report):
             world.together(partial(keep, found))
-            report(min(number * world.parts, len(packs)), len(packs))
     except StoppedEarly:  # from the report: the next time begins where this one stopped
         world.together(write)
         raise
     world.together(write)
 
 
-@torch.no_grad()
-def _top_k_of(model: LanguageModel, pack: Sequence[PromptTree], comparison: Comparison,
-              k: int) -> dict[bytes, TopkEntry]:
-    batch = collate(pack, model.layout).to(model.device)
+def _top_k_of(model: LanguageModel, pack: Sequence[PromptTree], batch: Batch, comparison: Comparison,
+              k: int) -> list[TopkEntry]:
     hidden = model.hidden(batch, model.tree_pass(batch))  # and with it the head, of a sharded teacher
     best = top_k(hidden, head_of(model.module, model.compute), k, comparison.temperature, comparison.vocabulary)
     if not (bool(torch.isfinite(best.logps).all()) and bool(torch.isfinite(best.tail).all())):
         raise ReferenceMismatchError("the teacher gives a token a log-prob that is not finite. Nothing was trained.")
     lengths = batch.lengths.tolist()
     parts = [tensor.cpu().split(lengths) for tensor in (best.ids, best.logps, best.tail)]
-    keys = [key for tree in pack for key in tree.score_keys]
-    return {key: (ids.numpy(), logps.numpy(), tail.numpy())
-            for key, ids, logps, tail in zip(keys, *parts, strict=True)}
+    return [(ids.numpy(), logps.numpy(), tail.numpy()) for ids, logps, tail in zip(*parts, strict=True)]

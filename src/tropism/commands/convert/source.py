@@ -1,4 +1,4 @@
-"""A source to rows, each with what else its record holds."""
+"""Read the parts of a source as rows, each with the record that it comes from."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,29 +12,29 @@ from tropism.data.rows import Dropped, RawRow, Row
 from tropism.data.sources import resolve as sources
 from tropism.errors import DataError
 
-PEEKED = 10_000  # records of a part by which its format is known
+PEEKED = 10_000  # records of a part that decide its format
 
 WANTED: dict[str, View] = {"unpaired": "unpaired", "paired": "paired", "single": "single", "messages": "single"}
-"""What a row must be before it is written in a shape."""
+"""The view that each shape is written from."""
 
-_JUDGED = ("feedback", "rating")  # formats whose earlier answers may be bad ones
-_BESIDE = {"id", "tools"}  # columns that every format takes
+_JUDGED = ("feedback", "rating")  # formats whose earlier completions may be bad
+_COMMON = {"id", "tools"}  # columns that every format takes
 _OF_CHATS = {"system", "history"}
 
-READ_BY_NAME = _BESIDE | _OF_CHATS | {
+READ_BY_NAME = _COMMON | _OF_CHATS | {
     column for known in FORMATS.values() for shape in known.shapes for column in shape.columns
-    if not (known.name == "rating" and column == shape.label)}  # ratings are not looked at unless one asks for it
-"""Columns that may change how a file is read."""
+    if not (known.name == "rating" and column == shape.label)}  # ratings are ignored without --label-threshold
+"""Columns that can change how a file is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedRecord:
-    """A record and what it gives.
+    """A record and its rows.
 
     Args:
-        raw: the record, columns renamed.
-        rows: its rows, and reasons why others are left out.
-        replaced: columns that gave way to a renamed one.
+        raw: the record, with renamed columns.
+        rows: its rows, and why others were dropped.
+        replaced: columns that were replaced by a renamed one.
     """
 
     raw: RawRow
@@ -44,14 +44,14 @@ class ConvertedRecord:
 
 @dataclass(frozen=True, slots=True)
 class ConvertPart:
-    """A part of a source whose format is known.
+    """A part of a source whose format is recognized.
 
     Args:
-        source: where its records are.
+        source: where its records come from.
         reading: how they become rows.
-        first_side: of each pair only the chosen side is wanted.
-        head: the first of them, as they stand in the file.
-        rest: the others.
+        first_side: take only the chosen side of each pair.
+        head: its first records, unchanged.
+        rest: the other records.
     """
 
     source: sources.SourcePart
@@ -61,14 +61,14 @@ class ConvertPart:
     rest: Iterator[RawRow]
 
     def __str__(self) -> str:
-        """The sentence that says what was seen."""
+        """How the part is read, in one sentence."""
         if not self.first_side:
             return str(self.reading)
-        return (f"read as {self.reading.format.name} {self.reading.shape}, the chosen side of each pair; --format and "
-                "--columns read it otherwise")
+        return (f"read as {self.reading.format.name} {self.reading.shape}, the chosen side of each pair; override with "
+                "--format and --columns")
 
     def rows(self) -> Iterator[ConvertedRecord]:
-        """Each record with its rows, once; pairs that are split are mixed as training mixes them."""
+        """Each record with its rows, once. Pairs that are split alternate their order, as in training."""
         names = self.reading.options.renames
         split = (self.reading.shape.view, self.reading.wanted) == ("paired", "unpaired")
         for number, given in enumerate(chain(self.head, self.rest)):
@@ -83,14 +83,14 @@ class ConvertPart:
 
     @property
     def labels(self) -> set[str]:
-        """Columns by which completions to imitate are chosen."""
+        """Columns that decide which completions are imitated."""
         return _labels(self.reading)
 
     def used(self, record: dict[str, Any]) -> set[str]:
-        """Columns of a record that its rows are made of."""
+        """Columns of a record that its rows are built from."""
         known = self.reading.format
         shape = known.shape_for(record, self.reading.shape.view)
-        used = {*shape.columns, *_BESIDE, *self.labels, *(_OF_CHATS if known.chat else ())}
+        used = {*shape.columns, *_COMMON, *self.labels, *(_OF_CHATS if known.chat else ())}
         return used | {"input"} if known.chat and shape.prompt == "instruction" else used
 
 
@@ -98,7 +98,7 @@ def open_parts(source: sources.DataSource, options: ConvertOptions) -> list[Conv
     """The parts of a source, each recognized by its first records.
 
     Raises:
-        DataError: if one is missing, empty, or cannot be converted to what is wanted.
+        DataError: if one is missing, empty, or cannot be converted to the wanted shape.
     """
     opened = []
     for part in sources.resolve_source(source):
@@ -110,14 +110,14 @@ def open_parts(source: sources.DataSource, options: ConvertOptions) -> list[Conv
     for column in options.renames:
         if not any(column in raw.record for _, head, _ in opened for raw in head):
             found = dict.fromkeys(key for _, head, _ in opened for raw in head[:1000] for key in raw.record)
-            raise DataError(f"{opened[0][0].name}: no row has the column '{column}' that --columns names; found: "
-                            f"{', '.join(found) or 'none'}")
+            raise DataError(f"{opened[0][0].name}: column '{column}' of --columns is in no row. "
+                            f"Columns found: {', '.join(found) or 'none'}")
     return [ConvertPart(part, *_reading(part.name, renamed(head, options.renames), options), head, rest)
             for part, head, rest in opened]
 
 
 def _reading(name: str, head: list[RawRow], options: ConvertOptions) -> tuple[Reading, bool]:
-    """How records are read, and whether only the chosen side of pairs is wanted."""
+    """How records are read, and whether only the chosen side of each pair is taken."""
     wanted = WANTED[options.to]
     try:
         reading, first_side = recognize(head, wanted, name, options), False
@@ -128,9 +128,9 @@ def _reading(name: str, head: list[RawRow], options: ConvertOptions) -> tuple[Re
     if options.turns == "all":
         judged = next((label for label in _labels(reading) for raw in head if label in raw.record), "")
         if judged or reading.shape.view != "single" or reading.format.name in _JUDGED:
-            what = f"'{judged}'" if judged else f"{reading.format.name} {reading.shape}"
-            raise DataError(f"{name}: --turns all is for conversations to imitate; {what} is a verdict on single "
-                            "answers, and those before may be bad ones")
+            what = f"the column '{judged}'" if judged else f"{reading.format.name} {reading.shape}"
+            raise DataError(f"{name}: --turns all needs conversations to imitate, but {what} labels single "
+                            "completions, so earlier turns may be bad. Use --turns last")
     return reading, first_side
 
 
@@ -141,7 +141,7 @@ def _labels(reading: Reading) -> set[str]:
 
 
 def _others(name: str, head: list[RawRow], options: ConvertOptions) -> str:
-    """What the part could be converted to."""
+    """Which shapes the part can be converted to."""
     possible = []
     for to, wanted in WANTED.items():
         try:
@@ -149,13 +149,13 @@ def _others(name: str, head: list[RawRow], options: ConvertOptions) -> str:
         except DataError:
             continue
         possible.append(f"--to {to}")
-    return f" It can be converted with {' or '.join(possible)}." if possible else ""
+    return f" Use {' or '.join(possible)}." if possible else ""
 
 
 def turns_of(row: Row) -> list[Row]:
-    """A row for each answer of a conversation, first to last; the last answer's is the row itself, in the end.
+    """One row per assistant turn of a conversation, in order; the last one is the row itself.
 
-    A greeting with which the assistant opens answers nothing, and is context of the answers after it.
+    An assistant's opening greeting answers no prompt. It is only context of the turns after it.
     """
     (completion,) = row.completions
     if isinstance(row.prompt, str) or isinstance(completion, str):

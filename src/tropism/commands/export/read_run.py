@@ -1,4 +1,4 @@
-"""What is exported: the result of a run or one of its checkpoints, and what the run says of it."""
+"""Read a run directory, and choose what to export: the result or a checkpoint."""
 
 import json
 import re
@@ -20,7 +20,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True)
 class ExportedRun:
-    """What a run directory holds; nothing of it is changed.
+    """Contents of a run directory.
 
     Args:
         path: of the directory.
@@ -28,7 +28,7 @@ class ExportedRun:
         options: content of `config.yaml`.
         audit: content of `audit.json`; empty if there is none.
         records: lines of `metrics.jsonl`.
-        other_base: where the base of its adapter lies, if not where the run found it.
+        other_base: directory of the adapter's base, if it was moved since the run.
     """
 
     path: Path
@@ -40,42 +40,42 @@ class ExportedRun:
 
     @property
     def directory(self) -> RunDirectory:
-        """Its places by name."""
+        """Its paths by name."""
         return RunDirectory(self.path)
 
     @property
     def base(self) -> str:
-        """The model that the run began with: a directory, a hub id, a GGUF file, or words for one given in Python."""
+        """The model that the run started from: a directory, hub id, GGUF file, or a description of a Python object."""
         return str(self.manifest.get("model") or self.options.get("model"))
 
     @property
     def given(self) -> bool:
-        """Whether it began with a module from Python."""
+        """Whether it started from a module that was passed in Python."""
         return "given in Python" in self.base
 
     @property
     def lora(self) -> dict[str, Any]:
-        """Options of the adapter; empty where all weights were trained."""
+        """Options of the adapter; empty if all weights were trained."""
         lora = self.options.get("lora") or {}
         return lora if lora.get("rank") is not None or lora.get("adapter") is not None else {}
 
     @property
     def trust_remote_code(self) -> bool:
-        """As the run was told."""
+        """The run's option of that name."""
         return bool(self.options.get("trust_remote_code"))
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is exported of a run.
+    """The result or checkpoint that is exported.
 
     Args:
         path: RUN/model, or the checkpoint.
-        step: after which the weights are these.
+        step: optimizer step that the weights are from.
         trainer: content of the checkpoint's `trainer.json`; None for the result.
-        is_adapter: only an adapter of `ExportedRun.base` was trained.
-        notes: what a person should know.
-        best: by which metric it is the best, and its value.
+        is_adapter: whether only an adapter of `ExportedRun.base` was trained.
+        notes: warnings for the user.
+        best: the metric by which it is the best checkpoint, and its value.
     """
 
     path: Path
@@ -87,25 +87,25 @@ class Chosen:
 
     @property
     def stop_ids(self) -> list[int] | None:
-        """The trained terminators, where a checkpoint keeps them."""
+        """The trained terminators, if a checkpoint has them."""
         found = (self.trainer or {}).get("stop_ids")
         return None if found is None else [int(token) for token in found]
 
 
 def read_run(path: Path) -> ExportedRun:
-    """Read what a run says of itself.
+    """Read a run directory.
 
     Raises:
-        UsageError: if there is no run, or a file of it cannot be read.
+        UsageError: if it is not one, or a file in it cannot be read.
     """
     if not (path / "manifest.json").is_file():
         run = path.parent.parent
         hint = ""
         if (path / "COMPLETE").is_file() and (run / "manifest.json").is_file():
-            hint = f"; this is a checkpoint: tropism export {run} --checkpoint {path.name}"
+            hint = f". It is a checkpoint: use `tropism export {run} --checkpoint {path.name}`"
         elif path.name == "model" and (path.parent / "manifest.json").is_file():
-            hint = f"; name the run: tropism export {path.parent}"
-        raise UsageError(f"{path}: holds no run (there is no manifest.json){hint}")
+            hint = f". It is the model of a run: use `tropism export {path.parent}`"
+        raise UsageError(f"{path}: not a run directory (no manifest.json){hint}")
     manifest = _read(path / "manifest.json", json.loads)
     options = _read(path / "config.yaml", yaml.safe_load)
     audit = _read(path / "audit.json", json.loads) if (path / "audit.json").is_file() else {}
@@ -122,19 +122,19 @@ def _read(file: Path, parse: Any) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{file}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{file}: cannot be read: it holds no fields")
+        raise UsageError(f"{file}: cannot be read: not a mapping")
     return found
 
 
 def choose(run: ExportedRun, named: str | None) -> Chosen:
-    """The result, or the checkpoint that was named. Its files are compared with what was written.
+    """The result, or the named checkpoint. Its files are compared with their checksums.
 
     Args:
         named: `best`, `last`, a step (`step-00000100` or `100`), a path, or None for the result.
 
     Raises:
-        UsageError: if there is no such thing.
-        CheckpointError: if its files are not what was written, or it belongs to another run.
+        UsageError: if it was not found.
+        CheckpointError: if its files changed, or it belongs to another run.
     """
     return _result(run) if named is None else _checkpoint(run, named)
 
@@ -142,21 +142,21 @@ def choose(run: ExportedRun, named: str | None) -> Chosen:
 def _result(run: ExportedRun) -> Chosen:
     model, status = run.directory.model, run.manifest.get("status")
     if status != "done" or not model.is_dir():
-        what = (f"has not come to its end (status: {status})" if status != "done" else "is done, but RUN/model is gone")
+        what = f"did not finish (status: {status})" if status != "done" else "finished, but its model/ is missing"
         raise UsageError(f"{run.path}: the run {what}. {_instead(run)}")
     notes = []
     files = run.manifest.get("model_files")
     if files is None:
-        notes.append("the manifest has no checksums of RUN/model: whether it is as it was written cannot be told")
+        notes.append(f"{model}: cannot check whether the model changed: the manifest has no checksums of it")
     elif wrong := differences(model, files):
-        raise CheckpointError(f"{model}: is not what the run wrote: {', '.join(wrong[:3])}. {_instead(run)}")
+        raise CheckpointError(f"{model}: changed since the run wrote it: {', '.join(wrong[:3])}. {_instead(run)}")
     return Chosen(model, int(run.manifest.get("steps", 0)), None, (model / ADAPTER_CONFIG).is_file(), tuple(notes))
 
 
 def _instead(run: ExportedRun) -> str:
     steps = [one.path.name for one in checkpoint.listed(run.directory.checkpoints)]
     return (f"--checkpoint last exports {steps[-1]}" if steps else
-            "It has no checkpoint that could be exported in its place")
+            "It has no checkpoint to export instead")
 
 
 def _checkpoint(run: ExportedRun, named: str) -> Chosen:
@@ -166,46 +166,46 @@ def _checkpoint(run: ExportedRun, named: str) -> Chosen:
     except CheckpointError as error:
         others = [one.path.name for one in checkpoint.listed(run.directory.checkpoints) if one.path != path]
         raise CheckpointError(f"{error}. " + (f"Other checkpoints of the run: {', '.join(others)}" if others else
-                                              "It is the only one of the run")) from error
+                                              "The run has no other checkpoint")) from error
     _check_same(run, path, trainer)
-    # An adapter may be what `model` named, so that the options do not say it. The names do.
+    # The names tell, not the options: `model` may have been an adapter.
     is_adapter = any(".lora_" in name or ".modules_to_save." in name for name in model_names(path / "state"))
     return Chosen(path, int(trainer["step"]), trainer, is_adapter, (), best)
 
 
 def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]:
-    """Where a checkpoint lies that was named, and by what it is the best if that was asked for."""
+    """Path of the named checkpoint; for `best` also its metric and value."""
     root = run.directory.checkpoints
     finished = {one.step: one.path for one in checkpoint.listed(root)}
-    there = (f"there are: {', '.join(path.name for path in finished.values())}" if finished
-             else "the run has no checkpoint")
+    there = (f"The run has {', '.join(path.name for path in finished.values())}" if finished
+             else "The run has no checkpoint")
     if named == "last":
         if not finished:
-            raise UsageError(f"--checkpoint last: {root}: the run has no checkpoint (--save-every writes them)")
+            raise UsageError(f"--checkpoint last: {root}: the run has no checkpoint; only a run with --save-every has")
         return finished[max(finished)], None
     if named == "best":
         if not (root / "best.json").is_file():
-            raise UsageError(f"--checkpoint best: {root / 'best.json'}: is not there: the run kept no best checkpoint "
-                             f"(--keep-best METRIC does); {there}")
+            raise UsageError(f"--checkpoint best: {root / 'best.json'}: not found. Only a run with --keep-best METRIC "
+                             f"keeps its best checkpoint. {there}")
         best = _read(root / "best.json", json.loads)
         if best.get("step") not in finished:
-            raise UsageError(f"--checkpoint best: {root / str(best.get('checkpoint'))}: is not there; {there}")
+            raise UsageError(f"--checkpoint best: {root / str(best.get('checkpoint'))}: not found. {there}")
         return finished[best["step"]], (str(best["metric"]), float(best["value"]))
     if found := re.fullmatch(r"(?:step-)?(\d+)", named):
         if int(found[1]) not in finished:
-            raise UsageError(f"--checkpoint {named}: {root}: no checkpoint of that step; {there}")
+            raise UsageError(f"--checkpoint {named}: {root}: no checkpoint of this step. {there}")
         return finished[int(found[1])], None
     path = Path(named).expanduser()
     if not path.is_dir():
-        raise UsageError(f"--checkpoint {named}: is neither best, last, a step nor a directory; {there}")
+        raise UsageError(f"--checkpoint {named}: not best, last, a step or a directory. {there}")
     return path, None
 
 
 def _check_same(run: ExportedRun, path: Path, trainer: Mapping[str, Any]) -> None:
-    """A checkpoint from elsewhere may be of another run: the card would tell of what it was not made from."""
+    """Refuse a checkpoint of another run: the model card would describe the wrong training."""
     theirs = trainer.get("fingerprints") or {}
     ours = {**(run.manifest.get("fingerprints") or {}),
             **{name: run.manifest[name] for name in ("policy", "reference", "teacher") if name in run.manifest}}
     wrong = sorted(name for name in theirs.keys() & ours.keys() if name != "config" and theirs[name] != ours[name])
     if wrong:
-        raise CheckpointError(f"{path}: belongs to another run than {run.path}: other {', '.join(wrong)}")
+        raise CheckpointError(f"{path}: not a checkpoint of {run.path}: it has other {', '.join(wrong)}")

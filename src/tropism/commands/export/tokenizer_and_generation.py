@@ -1,4 +1,4 @@
-"""What stands beside the weights: the tokenizer with its chat template, and where generation stops."""
+"""The tokenizer with its chat template, and the generation config with its stop ids, for an export."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from tropism.commands.export.source import Chosen, ExportedRun
+from tropism.commands.export.read_run import Chosen, ExportedRun
 from tropism.data.tokenization.chat_template import template_text
 from tropism.errors import CheckpointError, ModelError, UsageError
 from tropism.model import load, save
@@ -16,13 +16,13 @@ from tropism.observe.manifest import text_fingerprints
 
 
 def tokenizer_of(run: ExportedRun, chosen: Chosen, base: str | None = None) -> Any:
-    """The tokenizer that was trained with, and its chat template.
+    """The tokenizer of the training, with its chat template.
 
     Args:
-        base: of an adapter, which may have one too.
+        base: an adapter's base, another place to look for it.
 
     Raises:
-        CheckpointError: if none that can be had is the one that a checkpoint was trained with.
+        CheckpointError: if no available tokenizer is the one that a checkpoint was trained with.
         ModelError: if the result has none.
     """
     if chosen.trainer is None:
@@ -34,13 +34,13 @@ def tokenizer_of(run: ExportedRun, chosen: Chosen, base: str | None = None) -> A
         wrong = [what for what, found in prints.items() if known.get(what, found) != found]
         if not wrong:
             return tokenizer
-        reasons.append(f"that of {name} has another {' and '.join(wrong)} now")
-    raise CheckpointError(f"{chosen.path}: the tokenizer that it was trained with is not to be had: "
+        reasons.append(f"the {' and '.join(wrong)} of {name} changed")
+    raise CheckpointError(f"{chosen.path}: the tokenizer that it was trained with was not found: "
                           f"{'; '.join(reasons)}")
 
 
 def _candidates(run: ExportedRun, chosen: Chosen, base: str | None, reasons: list[str]) -> Iterator[tuple[str, Any]]:
-    """Tokenizers by where they come from; why others cannot be had goes to `reasons`."""
+    """Available tokenizers by their source; why others are not available is added to `reasons`."""
     for place in (chosen.path / "model", run.directory.model):
         if (place / "tokenizer_config.json").is_file():
             try:
@@ -63,18 +63,18 @@ def _tokenizer_in(run: ExportedRun, place: Path) -> Any:
 
 def generation_of(run: ExportedRun, chosen: Chosen, base: str, tokenizer: Any,
                   config: Any | None) -> tuple[GenerationConfig, list[str]]:
-    """How text is generated: as before training, with the trained terminators among the stop ids.
+    """The generation config from before training, with the trained terminators added to its stop ids.
 
     Args:
-        base: the model that the run began with; of an adapter its base.
-        config: of the model, where it has to say what no generation config says.
+        base: the model that the run started from; for an adapter its base.
+        config: the model's config, used if there is no generation config.
 
     Returns:
-        it, and what a person should know.
+        The generation config, and warnings for the user.
     """
     result = _in(chosen.path if chosen.trainer is None else run.directory.model)
     if chosen.trainer is None and result is not None:
-        return result, []  # has what was trained
+        return result, []  # it has the trained terminators
     before = result or _named(base) or _named(run.base) or (
         GenerationConfig() if config is None else GenerationConfig.from_model_config(config))
     notes: list[str] = []
@@ -82,14 +82,14 @@ def generation_of(run: ExportedRun, chosen: Chosen, base: str, tokenizer: Any,
     if stop_ids is None:
         stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         if result is None:
-            notes.append("no record of the terminators that were trained; generation stops at the tokenizer's own end "
-                         f"of text ({tokenizer.eos_token}) and at those that it had before")
+            notes.append("no record of the trained terminators. Generation stops at the tokenizer's end of text "
+                         f"({tokenizer.eos_token}) and where it stopped before")
     save.add_stop_ids(before, stop_ids)
     return before, notes
 
 
 def _named(name: str) -> GenerationConfig | None:
-    """The generation config of a model by its name; of an adapter the one that lies beside it."""
+    """The generation config of a model by its name; for an adapter the one in its directory."""
     with suppress(ModelError):
         source = ModelSource.of(name)
         place = Path(source.adapter or source.name)
@@ -101,7 +101,7 @@ def _named(name: str) -> GenerationConfig | None:
 
 
 def _in(place: Path) -> GenerationConfig | None:
-    """The generation config in a directory, if there is one; a name that is no directory is not looked up anywhere."""
+    """The generation config in a directory, if there is one. Never looks a name up on the hub."""
     with suppress(OSError, ValueError):
         if place.is_dir():
             return GenerationConfig.from_pretrained(place)

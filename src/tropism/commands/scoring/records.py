@@ -1,0 +1,78 @@
+"""One record per scored row, and the file that they are written to."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tropism.commands.files import check_new
+from tropism.commands.scoring.scores import Scores
+from tropism.data.sources import resolve as sources
+from tropism.errors import OutputError, UsageError
+from tropism.files import replacing
+
+
+def check_target(path: Path) -> None:
+    """Check before the scoring that its result can be written.
+
+    Raises:
+        UsageError: for an unsupported kind of file, or one that exists.
+        OutputError: if it cannot be written.
+    """
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise UsageError(f"{path}: scores are written as .jsonl or .parquet")
+    check_new(path)
+
+
+def original_columns(data: str) -> dict[str, dict[str, Any]]:
+    """The records of a source by their places."""
+    return {row.place: row.record for row in sources.read(data)}
+
+
+def records(scores: Scores, beta: float, columns: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """One object per row, as it is written.
+
+    Args:
+        beta: factor between a log-ratio and a reward.
+        columns: fields of the original record by the row's place, to be kept.
+    """
+    names = ("chosen_", "rejected_") if scores.view == "paired" else ("",)
+    rewards = iter(scores.rewards(beta))
+    found = []
+    for row, completions in zip(scores.rows, scores.completions, strict=True):
+        record: dict[str, Any] = dict((columns or {}).get(row.place, {}))
+        record |= {"id": row.id, "place": row.place}
+        if row.desirable is not None:
+            record["label"] = row.desirable
+        for name, one in zip(names, completions, strict=True):
+            record |= {f"{name}logps": one.logps, f"{name}tokens": one.length}
+            if scores.has_reference:
+                record |= {f"{name}reference_logps": one.reference_logps, f"{name}reward": next(rewards),
+                           f"{name}kl": one.divergence}
+        if scores.view == "paired" and scores.has_reference:
+            record["margin"] = record["chosen_reward"] - record["rejected_reward"]
+        found.append(record)
+    return found
+
+
+def write(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows as JSONL or Parquet, whole or not at all.
+
+    Raises:
+        UsageError: for an unsupported kind of file, or one that exists.
+        OutputError: if the disk refuses.
+    """
+    check_target(path)
+    try:
+        with replacing(path) as temporary:
+            if path.suffix == ".parquet":
+                import pyarrow
+                from pyarrow import parquet
+
+                parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+            else:
+                # `default`: a column of dates, for example, is written as text.
+                lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+                # JSON may hold half a surrogate pair, which UTF-8 cannot: it is escaped again.
+                temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    except ValueError as error:  # of pyarrow, for columns that Parquet cannot hold
+        raise OutputError.because(path, error) from error
