@@ -46,7 +46,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     made = trees(tokenizer)
     trainer = KTOTrainer(
-        arguments.model, train_dataset=made[:12], eval_dataset=made[12:],  # hold out complete trees
+        arguments.model, train_dataset=made[:12], eval_dataset=made[12:],  # trees are never split
         output=arguments.output, max_steps=arguments.steps,
         group_prompts=True,  # all completions of a tree in one step; by default each is a row
         batch_size=12, learning_rate=2e-5, desirable_weight="auto",  # one correct guess and two wrong ones: weight 2

@@ -104,7 +104,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     real = teachers._top_k_of
 
-    def count_of(model: Any, pack: Any, *rest: Any) -> Any:
+    def counted(model: Any, pack: Any, *rest: Any) -> Any:
         seen.append(len(pack))
         return real(model, pack, *rest)
 

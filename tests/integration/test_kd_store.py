@@ -129,7 +129,7 @@ def test_a_half_filled_store_continues(distill: Callable[..., Any], passes: list
     def killed(*args: Any) -> Any:
         if len(passes) == planned + 2:
             raise KeyboardInterrupt
-        return count_of(*args)
+        return counted(*args)
 
     monkeypatch.setattr(teachers, "_WRITE_EVERY_S", -1.0)
     monkeypatch.setattr(teachers, "_top_k_of", killed)

@@ -38,7 +38,7 @@ class Counter:
         self.passes = 0
         real = LanguageModel.logps
 
-        def count_of(model: LanguageModel, *args: Any) -> torch.Tensor:
+        def counted(model: LanguageModel, *args: Any) -> torch.Tensor:
             self.passes += 1
             return real(model, *args)
 

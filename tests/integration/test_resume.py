@@ -183,7 +183,7 @@ def test_a_signal_in_a_pass_over_the_data_stops_at_the_next_pack(start: Start, s
     assert len(stored) == 1
     packs = 0
 
-    def count_of(*args: Any) -> Any:
+    def counted(*args: Any) -> Any:
         nonlocal packs
         packs += 1
         return real(*args)

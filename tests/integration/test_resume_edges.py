@@ -61,7 +61,7 @@ def test_a_window_with_a_step_that_was_left_out(train: Train, during: Callable[.
     real, options = step.clip, {"max_steps": 6, "log_every": 5, "on_nonfinite": "skip"}
     current = 0
 
-    def count_of(engine: Any, work: Any) -> StepOutcome:
+    def counted(engine: Any, work: Any) -> StepOutcome:
         nonlocal current
         current = work.step
         return step.train_step(engine, work)
@@ -73,7 +73,7 @@ def test_a_window_with_a_step_that_was_left_out(train: Train, during: Callable[.
     def stopping(engine: Any, work: Any) -> StepOutcome:
         if work.step == stop:
             os.kill(os.getpid(), signal.SIGTERM)
-        return count_of(engine, work)
+        return counted(engine, work)
 
     monkeypatch.setattr(loop, "train_step", stopping)
     with pytest.raises(StoppedEarly):
