@@ -242,11 +242,9 @@ def test_going_back_names_the_best_of_those_that_count(train: Train, during: Cal
 def test_the_space_that_is_asked_for_is_that_of_the_saves(train: Train, monkeypatch: pytest.MonkeyPatch,
                                                           save_every: Any, copies: int) -> None:
     """C2: a run of ten steps, two epochs, is not refused for ten checkpoints."""
-    from tropism.model import load
-
     asked: list[int] = []
     real = save.check_space
-    monkeypatch.setattr(load, "check_space", lambda *args: asked.append(args[4]) or real(*args))
+    monkeypatch.setattr(save, "check_space", lambda *args: asked.append(args[4]) or real(*args))
     monkeypatch.setattr(keep.Saver, "estimate_bytes", lambda self: 1)
     result = train("dpo", max_steps=10, save_every=save_every, keep=0)
     assert max(asked) == len(kept(result.directory)) == copies

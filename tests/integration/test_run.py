@@ -279,13 +279,13 @@ def test_messages_and_other_file_kinds(train: Callable[..., Any], tmp_path: Path
 def test_a_full_disk_at_the_end_leaves_no_half_model(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
                                                      tmp_path: Path) -> None:
     """S1: the model directory is there whole or not at all; the message says where and why."""
-    import tropism.model.load as load
+    from tropism.model import save
 
     def full(*args: Any) -> None:
         (tmp_path / "run1" / ".model.partial" / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(load, "write_model", full)
+    monkeypatch.setattr(save, "write_model", full)
     with pytest.raises(OutputError, match="the model could not be written"):
         train("dpo", max_steps=1)
     assert not (tmp_path / "run1" / "model").exists()
@@ -297,7 +297,7 @@ def test_a_disk_too_small_for_the_result_is_noticed_before_training(train: Calla
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(OutputError, match="GiB are free"):
+    with pytest.raises(OutputError, match="GiB free"):
         train("dpo", max_steps=1)
 
 
