@@ -297,7 +297,7 @@ def test_a_disk_too_small_for_the_result_is_noticed_before_training(train: Calla
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(OutputError, match="GiB are free"):
+    with pytest.raises(OutputError, match="GiB free"):
         train("dpo", max_steps=1)
 
 

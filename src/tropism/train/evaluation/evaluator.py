@@ -72,7 +72,7 @@ class Evaluator:
         record = summarize(self.rows, engine.method, scored, engine.noise(scored), point, engine.shift.value.cpu())
         if engine.method.view != "single":
             if not self.baselines:  # the first evaluation is that of the initial policy
-                self.baselines = baselines(self.rows, scored)
+                self.baselines |= baselines(self.rows, scored)  # in place: checkpoints keep this dict
             record |= self.baselines
         return record
 
