@@ -302,7 +302,7 @@ def test_one_process_goes_on_with_a_run_of_tensor_parallel(tiny_model_dir: Path,
     assert "is not the number of processes, 1" in capsys.readouterr().err
     assert main(["resume", output, "--max-steps=2"]) == 0
     said = capsys.readouterr()
-    assert "config.yaml has parallel.tensor 2, which does not fit 1 processes" in said.err
+    assert "config.yaml has parallel.tensor 2, which does not fit the number of processes, 1" in said.err
     assert "changed: parallel.tensor: 2, now 1" in said.out
 
 
