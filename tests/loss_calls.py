@@ -6,7 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tropism.losses import Scored, links, pairwise, reference_free, transport
+from tropism.losses import Scored, pairwise, reference_free
+from tropism.losses import aot as transport
+from tropism.losses import f_divergence_links as links
 
 PairLoss = Callable[..., Tensor]
 

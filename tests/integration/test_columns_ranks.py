@@ -77,7 +77,7 @@ def one_rank(rank: int, size: int, port: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port)}
     from tropism.distributed import connect
-    from tropism.distributed.peers import Peers
+    from tropism.distributed.vocab_group import Peers
 
     torch.set_num_threads(1)
     divergence._CPU_CHUNK = CHUNK * 64  # of top_k

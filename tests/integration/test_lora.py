@@ -18,7 +18,7 @@ from integration.conftest import records
 from integration.resuming import answers, during, settings, start, stop_after, teacher_dir  # noqa: F401
 from tropism.cli.app import main
 from tropism.config import METHODS
-from tropism.distributed.state import dcp
+from tropism.distributed.training_state import dcp
 from tropism.errors import CheckpointError, ModelError, StoppedEarly, UsageError
 from tropism.model import load
 from tropism.model.source import ModelSource

@@ -22,7 +22,7 @@ def _six_rows(rank: int, size: int, port: int, folder: str) -> None:
     from tropism.distributed import connect
     from tropism.losses.scored import Scored
     from tropism.losses.unpaired import kto
-    from tropism.train.step_statistics import pool, reference_moments
+    from tropism.train.reference_point import pool, reference_moments
 
     with connect() as world:
         own = slice(3 * rank, 3 * rank + 3)

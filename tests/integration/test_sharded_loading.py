@@ -106,7 +106,8 @@ def test_what_one_process_loads(tiny_model_dir: Path, fixture_tokenizer: Any, tm
 def _run(rank: int, size: int, port: int, folder: str, what: str, method: str, settings: dict[str, Any]) -> None:
     """A run in which something is odd on one process; what is raised."""
     join(rank, size, port)
-    from tropism.distributed import connect, state
+    from tropism.distributed import connect
+    from tropism.distributed import training_state as state
     from tropism.observe.console import Voice
     from tropism.runner import Run
     from tropism.train.setup import models

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from integration.conftest import assert_same_metrics, distance, records, weights
 from tropism import DPOOptions, DPOTrainer, KDTrainer, KTOTrainer, SFTTrainer
 from tropism.argument_names import ALIASES, ARGUMENTS, canonical
-from tropism.data.dataloaders.layouts import LAYOUTS
+from tropism.data.dataloaders.published_layouts import LAYOUTS
 from tropism.data.read_rows import read_rows
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tropism.distributed.state import TrainingState, check_plain, read_tensors
+from tropism.distributed.training_state import TrainingState, check_plain, read_tensors
 from tropism.errors import CheckpointError, OutputError, UsageError
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.rng_state import random_state, set_random_state

@@ -26,7 +26,7 @@ from published_batches import (
     openrlhf_sft,
     openrlhf_sft_with_lengths,
 )
-from tropism.data.dataloaders.layouts import LAYOUTS
+from tropism.data.dataloaders.published_layouts import LAYOUTS
 from tropism.data.dataloaders.rows import BatchRows, rows_of_batch
 from tropism.data.rows import EncodedRow
 from tropism.errors import DataError

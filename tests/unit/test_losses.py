@@ -12,7 +12,7 @@ from tropism.data.batching.pack import partners
 from tropism.losses import Scored
 from tropism.losses.pairwise import sigmoid
 from tropism.losses.unpaired import kto
-from tropism.train.step_statistics import pool, reference_moments
+from tropism.train.reference_point import pool, reference_moments
 
 BETA, DESIRABLE_WEIGHT, UNDESIRABLE_WEIGHT = 0.1, 1.0, 1.33
 LABELS = [True, False, True, True, False, False]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from loss_calls import OF_POLICY, OF_REFERENCE, OF_STEP, PAIRED, PairLoss, gradients, scored
 from tropism.losses import Scored
-from tropism.losses.links import alpha, forward_kl, js, reverse_kl
+from tropism.losses.aot import aot
+from tropism.losses.f_divergence_links import alpha, forward_kl, js, reverse_kl
 from tropism.losses.pairwise import apo_zero, bco_pair, exo_pair, robust, sigmoid
 from tropism.losses.reference_free import cpo, simpo
-from tropism.losses.transport import aot
 from tropism.losses.unpaired import apo_zero_unpaired, bco, kto, kto_no_reference_point
 
 Pairs = tuple[Scored, Scored]

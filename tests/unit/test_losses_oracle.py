@@ -14,7 +14,8 @@ from torch import Tensor
 
 from helpers import CASES
 from loss_calls import aot_alone, aot_unpaired_alone
-from tropism.losses import Scored, divergence, links, pairwise, reference_free, unpaired
+from tropism.losses import Scored, divergence, pairwise, reference_free, unpaired
+from tropism.losses import f_divergence_links as links
 from tropism.losses.sft import nll
 
 (ORACLE,) = (CASES / "oracle").glob("trl-*.npz")

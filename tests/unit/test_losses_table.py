@@ -8,9 +8,9 @@ import torch
 
 from helpers import case_yaml, expected
 from loss_calls import PairLoss, gradients, scored
-from tropism.losses.logistic import log1mexp
 from tropism.losses.pairwise import hinge, ipo, ipo_mean, robust, sigmoid
 from tropism.losses.reference_free import log_odds_difference, odds_ratio, simpo
+from tropism.losses.scalar_functions import log1mexp
 from tropism.losses.scored import Scored
 from tropism.losses.sft import nll
 

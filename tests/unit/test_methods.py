@@ -11,7 +11,7 @@ from helpers import case_yaml, expected, row
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion
 from tropism.losses import Scored
-from tropism.losses.transport import partners
+from tropism.losses.aot import partners
 from tropism.methods import LOSSES, Method, StepInputs, Units
 from tropism.methods.build import build_method
 

@@ -10,8 +10,8 @@ import torch
 from tropism.distributed import World
 from tropism.errors import NonFiniteError
 from tropism.train.monitor.nonfinite import MOST_IN_A_ROW, BadStep, Tolerance, diagnose
+from tropism.train.reference_point import ReferencePoint
 from tropism.train.step_log import StepOutcome
-from tropism.train.step_statistics import ReferencePoint
 
 ALONE = World(0, 1, torch.device("cpu"))
 NAN, INF = float("nan"), float("inf")

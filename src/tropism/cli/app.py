@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tropism.cli.help import requested
 from tropism.errors import StoppedEarly, TropismError
-from tropism.observe.attempt import follows_stop, note_stop, say_once
+from tropism.observe.torchrun_notes import follows_stop, note_stop, say_once
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from tropism.distributed.meeting import meeting_place
 from tropism.distributed.mesh import Mesh
+from tropism.distributed.rendezvous import meeting_place
 from tropism.errors import TropismError, UsageError
 
 T = TypeVar("T")

@@ -1,8 +1,8 @@
 """Losses of preference pairs: one value per pair, no mean.
 
 Throughout, c and r are the log-ratios of a pair's chosen and rejected completion (policy minus reference log-prob, in
-nats) and h is their difference. A `link` replaces each log-ratio according to an f-divergence (`tropism.losses.links`);
-the default leaves it unchanged. Losses without a link are not functions of h.
+nats) and h is their difference. A `link` replaces each log-ratio according to an f-divergence
+(`tropism.losses.f_divergence_links`); the default leaves it unchanged. Losses without a link are not functions of h.
 """
 
 import math
@@ -10,8 +10,8 @@ import math
 import torch
 from torch.nn.functional import logsigmoid
 
-from tropism.losses.links import Link, reverse_kl
-from tropism.losses.logistic import logistic
+from tropism.losses.f_divergence_links import Link, reverse_kl
+from tropism.losses.scalar_functions import logistic
 from tropism.losses.scored import Scored
 from tropism.shapes import PerUnit
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tropism.losses.logistic import log1mexp, logistic
+from tropism.losses.scalar_functions import log1mexp, logistic
 from tropism.losses.scored import Scored
 from tropism.shapes import PerUnit
 

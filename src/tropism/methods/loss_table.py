@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 
 from tropism.data.rows import EncodedRow, View
-from tropism.losses import pairwise, reference_free, transport, unpaired
-from tropism.losses.links import link_of
+from tropism.losses import aot
+from tropism.losses import pairwise, reference_free, unpaired
+from tropism.losses.f_divergence_links import link_of
 from tropism.losses.scored import Scored
 from tropism.losses.sft import nll
 from tropism.shapes import Labels, PerUnit
@@ -116,9 +117,9 @@ _ROWS = (
             {**_BETA, "discopop_tau": 0.05, **_LINK}),
     LossRow("sigmoid_norm", "paired", pairwise.sigmoid_norm, "DPO on log-probs per token", {"beta": 5.0, **_LINK},
             reward="mean_logratio", flat="low"),
-    LossRow("aot", "paired", transport.aot, "AOT: margins of policy and reference, sorted over the step",
+    LossRow("aot", "paired", aot.aot, "AOT: margins of policy and reference, sorted over the step",
             _SMOOTH, step_inputs=("partner",), weighted=False),
-    LossRow("aot_unpaired", "paired", transport.aot_unpaired,
+    LossRow("aot_unpaired", "paired", aot.aot_unpaired,
             "AOT: chosen and rejected log-ratios, sorted over the step", _SMOOTH,
             step_inputs=("chosen_partner", "rejected_partner"), weighted=False),
     LossRow("simpo", "paired", reference_free.simpo, "SimPO on log-probs per token, no reference",

@@ -8,9 +8,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import GenerationConfig
 
-from tropism.distributed.peers import Peers
 from tropism.distributed.shard import Sharding, fill, region_of, shard
-from tropism.distributed.tensor import divide
+from tropism.distributed.tensor_parallel import divide
+from tropism.distributed.vocab_group import Peers
 from tropism.distributed.world import World
 from tropism.errors import ModelError, first_line
 from tropism.model.adapters.parameters import base_name

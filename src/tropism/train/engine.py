@@ -18,7 +18,7 @@ from tropism.model.moe_router import RouterLogits
 from tropism.train.frozen.reference import Reference
 from tropism.train.frozen.teacher import Teacher
 from tropism.train.optimizer import Updater
-from tropism.train.reward_noise import reward_noise
+from tropism.train.reward_rounding import reward_noise
 from tropism.train.router_loss import KEY, RouterLoss
 from tropism.train.step_statistics import RunningMean
 

@@ -12,8 +12,9 @@ from tropism.model.attention import TreePass
 from tropism.model.moe_router import RouterLogits
 from tropism.observe.metrics import Tally
 from tropism.train.engine import Engine
-from tropism.train.step_packs import MismatchedPack, Pack, StepPacks
-from tropism.train.step_statistics import ReferencePoint, pool, ranks_of_step, reference_moments, rewards_of_step
+from tropism.train.reference_point import ReferencePoint, pooled_reference_point
+from tropism.train.step_packs import Pack, StepPacks
+from tropism.train.step_statistics import ranks_of_step, rewards_of_step
 
 
 class LookAhead:
@@ -83,20 +84,3 @@ class LookAhead:
         return [replace(of_pack, shift=shift) for of_pack in ranked]
 
 
-@torch.no_grad()
-def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack],
-                           prompts: TreePass | None = None) -> ReferencePoint:
-    """z0 = max(0, S / n) with S and n summed over all units of the step on all processes (KTO paper, section 4.1).
-
-    Args:
-        packs: mismatched trees of this process.
-        prompts: the pass that has computed their prompts already, if one has.
-    """
-    moments = torch.zeros(5, dtype=torch.float64, device=engine.model.device)
-    for pack in packs:
-        batch = pack.batch.to(engine.model.device)
-        leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
-        assert engine.reference is not None
-        logratios = engine.model.logps(batch, leaf_pass) - engine.reference.score(pack.trees, batch)
-        moments += reference_moments(logratios, pack.counts.to(batch.lengths.device))
-    return pool(engine.world.sum(moments))

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from tropism.distributed.shard import Owned
-from tropism.distributed.state import check_plain
+from tropism.distributed.training_state import check_plain
 from tropism.distributed.world import World
 from tropism.errors import UsageError
 from tropism.train.options import RunOptions

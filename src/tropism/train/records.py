@@ -11,8 +11,8 @@ from tropism.observe.metrics import means
 from tropism.train.engine import Engine
 from tropism.train.memory import peak_gib
 from tropism.train.monitor.nonfinite import BadStep, Tolerance
+from tropism.train.reference_point import point_record
 from tropism.train.step_log import StepOutcome
-from tropism.train.step_statistics import point_record
 
 
 @dataclass(frozen=True, slots=True)

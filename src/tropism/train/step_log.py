@@ -11,8 +11,8 @@ from tropism.methods import Units
 from tropism.observe.metrics import Tally
 from tropism.shapes import PerUnit
 from tropism.train.engine import Engine
+from tropism.train.reference_point import ReferencePoint
 from tropism.train.step_packs import Pack, StepPacks
-from tropism.train.step_statistics import ReferencePoint
 
 
 @dataclass

@@ -1,16 +1,13 @@
 """Statistics of a whole step that some losses need: reference point (KTO), ranks (AOT), mean of rewards (BCO)."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tropism.distributed.world import World
+from tropism.losses.aot import partners
 from tropism.losses.scored import Scored
-from tropism.losses.transport import partners
 from tropism.methods import Method, StepInputs, Units
 
 ScoredPacks = Sequence[tuple[Scored, Units]]
@@ -102,39 +99,3 @@ def sorted_partners(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return partners(policy, reference), partners(chosen, rejected), partners(rejected, chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class ReferencePoint:
-    """KTO's z0 of a step, and the estimate it comes from; all on the device.
-
-    Args:
-        value: max(0, raw): clamped after pooling.
-        raw: mean log-ratio of the mismatched completions, over the units of all processes.
-        stderr: its standard error over the distinct mismatched pairs; NaN if there are fewer than two.
-    """
-
-    value: Tensor
-    raw: Tensor
-    stderr: Tensor
-
-
-def reference_moments(logratios: Tensor, counts: Tensor) -> Tensor:
-    """`[5]` sums that pool over packs and processes: S and n over units; m, sum and sum of squares over pairs."""
-    logratios = logratios.double()  # the spread of large log-ratios is a small difference of large squares
-    return torch.stack(((counts * logratios).sum(), counts.sum(),
-                        torch.ones_like(logratios).sum(), logratios.sum(), (logratios * logratios).sum()))
-
-
-def pool(moments: Tensor) -> ReferencePoint:
-    """The reference point from pooled sums: divided first, clamped then."""
-    total, units, pairs, pair_sum, pair_squares = moments.unbind()
-    raw = total / units
-    variance = (pair_squares - pair_sum * pair_sum / pairs).clamp(min=0) / (pairs - 1)
-    stderr = torch.where(pairs > 1, (variance / pairs).sqrt(), torch.full_like(raw, math.nan))
-    return ReferencePoint(raw.clamp(min=0), raw, stderr)
-
-
-def point_record(point: ReferencePoint) -> dict[str, float]:
-    """`kl`, `kl/raw` and, where it exists, `kl/stderr`."""
-    record = {"kl": float(point.value), "kl/raw": float(point.raw)}
-    stderr = float(point.stderr)
-    return record | ({"kl/stderr": stderr} if np.isfinite(stderr) else {})

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tropism.commands.export.output_directory import check_tensors, unreadable
 from tropism.commands.export.read_run import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.commands.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
-from tropism.distributed.state import read_model
+from tropism.distributed.training_state import read_model
 from tropism.errors import CheckpointError, ModelError, first_line
 from tropism.model import load, save
 from tropism.model.adapters import files as adapter_files

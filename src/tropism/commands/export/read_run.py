@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tropism.distributed.state import model_names
+from tropism.distributed.training_state import model_names
 from tropism.errors import CheckpointError, UsageError
 from tropism.observe.checksums import differences
 from tropism.observe.rundir import RunDirectory

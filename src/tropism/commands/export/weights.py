@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tropism.commands.export.read_run import ADAPTER_CONFIG, Chosen, ExportedRun
-from tropism.distributed.state import read_model
+from tropism.distributed.training_state import read_model
 from tropism.errors import CheckpointError, ModelError, UsageError, count_of, did_you_mean, first_line
 from tropism.model import load
 from tropism.model.source import ModelSource

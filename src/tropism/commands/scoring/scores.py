@@ -30,7 +30,7 @@ from tropism.observe.console import Voice
 from tropism.shapes import PerCompletion
 from tropism.train.frozen.score_store import ROWS
 from tropism.train.frozen.teacher import LiveTeacher, shared_vocabulary
-from tropism.train.reward_noise import reward_noise
+from tropism.train.reward_rounding import reward_noise
 from tropism.train.score_packs import score_trees
 from tropism.train.setup.checks import probe_trees
 from tropism.train.setup.data import limits

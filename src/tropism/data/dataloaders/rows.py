@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tropism.data.dataloaders.layouts import BatchContent, Side, recognize_layout
+from tropism.data.dataloaders.published_layouts import BatchContent, Side, recognize_layout
 from tropism.data.formats import View
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion, TokenIds, token_ids

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tropism.distributed.state import write_tensors
+from tropism.distributed.training_state import write_tensors
 from tropism.distributed.world import World
 from tropism.errors import CheckpointError, OutputError
 from tropism.observe.checksums import checksums, file_hash

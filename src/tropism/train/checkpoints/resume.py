@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tropism.distributed.state import TrainingState, read_tensors
+from tropism.distributed.training_state import TrainingState, read_tensors
 from tropism.errors import CheckpointError, first_line
 from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.observe.console import Voice

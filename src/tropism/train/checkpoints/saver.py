@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tropism.distributed.state import TrainingState, check_plain, read_whole
+from tropism.distributed.training_state import TrainingState, check_plain, read_whole
 from tropism.distributed.world import World
 from tropism.errors import OutputError, TropismError, UsageError
 from tropism.files import write_whole

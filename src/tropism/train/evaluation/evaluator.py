@@ -15,16 +15,10 @@ from tropism.losses.scored import CompletionScore, Scored
 from tropism.methods import Method, StepInputs, Units
 from tropism.train.engine import Engine
 from tropism.train.evaluation.bootstrap import Array, accuracy, auc, resamples, with_interval
+from tropism.train.reference_point import ReferencePoint, point_record, pool, reference_moments
 from tropism.train.score_packs import ReportProgress, score_trees, silent
 from tropism.train.step_packs import all_trees, has_partners
-from tropism.train.step_statistics import (
-    ReferencePoint,
-    point_record,
-    pool,
-    reference_moments,
-    side_values,
-    sorted_partners,
-)
+from tropism.train.step_statistics import side_values, sorted_partners
 
 
 def evenly(rows: Sequence[EncodedRow], limit: int | None) -> Sequence[EncodedRow]:

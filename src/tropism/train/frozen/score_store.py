@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from tropism.errors import OutputError, ReferenceMismatchError
-from tropism.train.frozen.store_files import publish
 from tropism.train.frozen.topk_store import TopKStore
+from tropism.train.frozen.write_store import publish
 
 ROWS = "rows"
 """Directory of the store that holds rendered rows (see `data.encode`)."""

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from tropism.errors import OutputError, ReferenceMismatchError
-from tropism.train.frozen.store_files import publish
+from tropism.train.frozen.write_store import publish
 
 TopkEntry = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
 """ids `[n, k]`, logps `[n, k]`, tail `[n]` of one completion's supervised tokens."""

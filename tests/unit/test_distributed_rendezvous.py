@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from tropism.distributed.meeting import meeting_place
+from tropism.distributed.rendezvous import meeting_place
 from tropism.errors import TropismError
 
 

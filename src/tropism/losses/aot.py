@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tropism.losses.logistic import logistic
+from tropism.losses.scalar_functions import logistic
 from tropism.losses.scored import Scored
 from tropism.shapes import PerUnit
 

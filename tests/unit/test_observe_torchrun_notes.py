@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tropism.cli.app import main
-from tropism.observe.attempt import follows_stop, note_stop, say_once
+from tropism.observe.torchrun_notes import follows_stop, note_stop, say_once
 
 
 @pytest.fixture

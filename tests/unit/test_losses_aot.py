@@ -8,8 +8,8 @@ from torch import Tensor
 
 from loss_calls import aot_alone, aot_unpaired_alone, gradients, scored
 from tropism.losses import Scored
-from tropism.losses.logistic import logistic
-from tropism.losses.transport import aot, aot_unpaired, partners
+from tropism.losses.aot import aot, aot_unpaired, partners
+from tropism.losses.scalar_functions import logistic
 
 
 def doubles(*values: float) -> Tensor:

@@ -1,0 +1,70 @@
+"""KTO's reference point z0: pooled over the units of a step on all processes, then clamped at 0."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tropism.model.attention import TreePass
+from tropism.train.engine import Engine
+from tropism.train.step_packs import MismatchedPack
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePoint:
+    """KTO's z0 of a step, and the estimate it comes from; all on the device.
+
+    Args:
+        value: max(0, raw): clamped after pooling.
+        raw: mean log-ratio of the mismatched completions, over the units of all processes.
+        stderr: its standard error over the distinct mismatched pairs; NaN if there are fewer than two.
+    """
+
+    value: Tensor
+    raw: Tensor
+    stderr: Tensor
+
+
+def reference_moments(logratios: Tensor, counts: Tensor) -> Tensor:
+    """`[5]` sums that pool over packs and processes: S and n over units; m, sum and sum of squares over pairs."""
+    logratios = logratios.double()  # the spread of large log-ratios is a small difference of large squares
+    return torch.stack(((counts * logratios).sum(), counts.sum(),
+                        torch.ones_like(logratios).sum(), logratios.sum(), (logratios * logratios).sum()))
+
+
+def pool(moments: Tensor) -> ReferencePoint:
+    """The reference point from pooled sums: divided first, clamped then."""
+    total, units, pairs, pair_sum, pair_squares = moments.unbind()
+    raw = total / units
+    variance = (pair_squares - pair_sum * pair_sum / pairs).clamp(min=0) / (pairs - 1)
+    stderr = torch.where(pairs > 1, (variance / pairs).sqrt(), torch.full_like(raw, math.nan))
+    return ReferencePoint(raw.clamp(min=0), raw, stderr)
+
+
+def point_record(point: ReferencePoint) -> dict[str, float]:
+    """`kl`, `kl/raw` and, where it exists, `kl/stderr`."""
+    record = {"kl": float(point.value), "kl/raw": float(point.raw)}
+    stderr = float(point.stderr)
+    return record | ({"kl/stderr": stderr} if np.isfinite(stderr) else {})
+
+
+@torch.no_grad()
+def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack],
+                           prompts: TreePass | None = None) -> ReferencePoint:
+    """z0 = max(0, S / n) with S and n summed over all units of the step on all processes (KTO paper, section 4.1).
+
+    Args:
+        packs: mismatched trees of this process.
+        prompts: the pass that has computed their prompts already, if one has.
+    """
+    moments = torch.zeros(5, dtype=torch.float64, device=engine.model.device)
+    for pack in packs:
+        batch = pack.batch.to(engine.model.device)
+        leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
+        assert engine.reference is not None
+        logratios = engine.model.logps(batch, leaf_pass) - engine.reference.score(pack.trees, batch)
+        moments += reference_moments(logratios, pack.counts.to(batch.lengths.device))
+    return pool(engine.world.sum(moments))
