@@ -7,8 +7,7 @@ from typing import Any, Literal
 import torch
 
 from tropism.data.rows import EncodedRow, View
-from tropism.losses import aot
-from tropism.losses import pairwise, reference_free, unpaired
+from tropism.losses import aot, pairwise, reference_free, unpaired
 from tropism.losses.f_divergence_links import link_of
 from tropism.losses.scored import Scored
 from tropism.losses.sft import nll
