@@ -133,7 +133,7 @@ def test_real_data(capsys: pytest.CaptureFixture[str], test_data: Path, tmp_path
             output = tmp_path / f"{to}{kind}"
             code, out, err = run(capsys, data, "--to", to, "--output", output)
             assert code == 0, err
-            assert f"{output}: {len(before)} rows" in out
+            assert f"{output}: {len(before):,} rows" in out
             assert sorted(_content(output, to)) == sorted(before)
     assert run(capsys, data, "--to", "messages", "--output", tmp_path / "messages.jsonl.gz")[0] == 0
     if view == "paired" and len(_content(data, "unpaired")) == 2 * len(_content(data, "paired")):

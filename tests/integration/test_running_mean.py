@@ -13,7 +13,7 @@ from tropism.config import METHODS
 from tropism.data.batching.collate import collate
 from tropism.data.tree import PromptTree, score_key
 from tropism.distributed import World
-from tropism.errors import NonFiniteError
+from tropism.errors import NonFiniteError, count_of
 from tropism.observe.console import Voice
 from tropism.runner import Run
 from tropism.train.frozen.reference import StoredReference
@@ -122,4 +122,4 @@ def test_a_step_that_is_not_finite(opened: Callable[..., Run], monkeypatch: pyte
     assert engine.shift.sums is None if sums is None else torch.equal(engine.shift.sums, sums)
     guilty = [row.place for row in (run.inputs.data.train[index] for index in run.inputs.schedule.step(2))
               if key in (score_key(row.prompt_ids, completion) for completion in row.completions)]
-    assert f"the loss of {len(guilty)} rows is not finite: {', '.join(guilty)}" in str(error.value)
+    assert f"the loss of {count_of(len(guilty), 'row')} is not finite: {', '.join(guilty)}" in str(error.value)
