@@ -306,7 +306,7 @@ def test_renamed_columns(tmp_path: Path) -> None:
     account = converted(records, tmp_path / "a.jsonl", "single", columns="prompt=question,completion=answer")
     assert lines(tmp_path / "a.jsonl") == [{"prompt": "p", "completion": "a"}]
     assert "not in the file (1): column prompt, replaced" in said(account)
-    with pytest.raises(DataError, match=r"column 'quest' of --columns is in no row\. Columns found: prompt"):
+    with pytest.raises(DataError, match=r"column 'quest' of --columns not found in any row\. Columns found: prompt"):
         made(tmp_path, records, "single", columns="prompt=quest")
 
 

@@ -206,7 +206,7 @@ def test_a_checkpoint_that_cannot_be_used(run: Path, tmp_path: Path, tiny_model_
     place = run / "checkpoints" / "step-00000002"
     other = tmp_path / "other"
     checkpoint.write(other, 2, {"model/x": torch.ones(2)}, {"step": 2, "fingerprints": {"data": "f" * 32}})
-    with pytest.raises(CheckpointError, match=r"not a checkpoint of .*: it has other data"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint of .*: different data"):
         export(run, tmp_path / "out", checkpoint=str(other / "step-00000002"))
     checkpoint.write(other, 3, {"optimizer/x/y": torch.ones(2)}, {"step": 3, "fingerprints": {}})
     with pytest.raises(CheckpointError, match="no model weights"):

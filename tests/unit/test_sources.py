@@ -87,7 +87,7 @@ def test_files_that_are_not_there_or_of_no_kind(write, tmp_path: Path) -> None:
     assert refused(tmp_path / "none.jsonl") == f"{tmp_path / 'none.jsonl'}: file not found"
     assert refused(tmp_path).startswith(f"{tmp_path}: no data file in this directory. Known: .jsonl, .ndjson, .json, ")
     said = refused(str(write("d.txt", "x")))
-    assert "unknown file type '.txt'" in said
+    assert "unsupported file type '.txt'" in said
     assert ".jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv" in said
     assert ".gz or .zst" in said
     assert refused("a.jsonl,,b.jsonl") == "a.jsonl,,b.jsonl: a name is missing between two commas"
@@ -304,7 +304,7 @@ def test_names_with_commas_and_colons(write) -> None:
     assert len(list(read(str(write("a,b.jsonl", as_jsonl(ROWS)))))) == 2
     path = write("c.jsonl", as_jsonl(ROWS))
     odd = path.rename(path.with_name("c.jsonl:2"))
-    assert "unknown file type" in refused(str(odd))
+    assert "unsupported file type" in refused(str(odd))
 
 
 def test_places_of_files_that_share_a_name(write, tmp_path: Path) -> None:
@@ -342,6 +342,6 @@ def test_a_dataset_of_the_hub(write, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     assert refused("someone/some-data") == (
-        "someone/some-data: file not found, and the dataset could not be downloaded from the hub (ConnectionError: "
+        "someone/some-data: file not found, and the dataset could not be downloaded from the Hub (ConnectionError: "
         "no route). Check the name, log in, or download the files and give their directory")
     assert refused("someone/data.jsonl") == "someone/data.jsonl: file not found"

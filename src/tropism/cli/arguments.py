@@ -90,7 +90,8 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     left_out = [f"{group}{name}" for name in unusable_sizes(recorded, sizes, count)]
     if left_out:
         said = " and ".join(f"{name} {_spell(values[name])}" for name in left_out)
-        _note(f"{path} has {said}, which does not fit {count_of(count, 'process', 'processes')}. Resuming without")
+        _note(f"{path} has {said}, which does not fit {count_of(count, 'process', 'processes')}. Resuming "
+              f"without {'it' if len(left_out) == 1 else 'them'}")
     return {name: value for name, value in values.items() if name not in left_out}
 
 

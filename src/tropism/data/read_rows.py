@@ -139,7 +139,7 @@ def _open(source: DataSource, options: FormatOptions, most: int | None = None) -
     for column in options.renames:
         if not any(column in part.columns for part in parts):
             found = dict.fromkeys(key for part in parts for key in part.columns)
-            raise DataError(f"{parts[0].name}: no row has the column '{column}' that --columns renames. Found: "
+            raise DataError(f"{parts[0].name}: column '{column}' of --columns not found in any row. Columns found: "
                             f"{', '.join(found) or 'none'}")
     return parts
 

@@ -286,8 +286,9 @@ def _refusal(path: Path, owner: Owner | None) -> str:
     if owner.visible:
         return (f"{path.parent}: is in use by {owner}. Wait for it to finish, stop it, or choose another directory "
                 "with --output")
-    return (f"{path.parent}: is in use by {owner}. From here it cannot be seen whether that process still runs. If it "
-            f"does not, delete {path}, or wait: the lock expires {_SILENT_S / 60:.0f} minutes after its last heartbeat")
+    return (f"{path.parent}: is in use by {owner}. This machine cannot tell whether that process is still "
+            f"running. If it is not, delete {path}, or wait: the lock expires {_SILENT_S / 60:.0f} minutes after its "
+            "last heartbeat")
 
 
 def _boot() -> str:

@@ -31,7 +31,7 @@ def kind_of(path: Path) -> str:
     for kind in KINDS:
         if path.name.lower().endswith(kind) and len(path.name) > len(kind):
             return kind
-    raise UsageError(f"{path}: unsupported kind of file. Use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    raise UsageError(f"{path}: unsupported file type. Use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
 
 
 def check_target(path: Path, to: str) -> None:

@@ -208,4 +208,4 @@ def _check_same(run: ExportedRun, path: Path, trainer: Mapping[str, Any]) -> Non
             **{name: run.manifest[name] for name in ("policy", "reference", "teacher") if name in run.manifest}}
     wrong = sorted(name for name in theirs.keys() & ours.keys() if name != "config" and theirs[name] != ours[name])
     if wrong:
-        raise CheckpointError(f"{path}: not a checkpoint of {run.path}: it has other {', '.join(wrong)}")
+        raise CheckpointError(f"{path}: not a checkpoint of {run.path}: different {', '.join(wrong)}")

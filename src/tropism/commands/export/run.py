@@ -213,7 +213,7 @@ class _Work:
         size = sum(entry["bytes"] for entry in files.values())
         shards = sum(name.endswith(".safetensors") for name in files)
         self.voice.say(f"{self.path}: {'an adapter' if is_adapter else 'a model'} in "
-                       f"{str(dtype).removeprefix('torch.')}, {count_of(shards, 'weights file')}, "
+                       f"{str(dtype).removeprefix('torch.')}, {count_of(shards, 'weight file')}, "
                        f"{size:,} bytes in total; every weight was read back and compared")
         return Exported(self.path, dtype, self.chosen.step, is_adapter, self.merge, rounding, files)
 

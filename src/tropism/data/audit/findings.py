@@ -35,11 +35,11 @@ _NOTED: tuple[tuple[str, float, str], ...] = (
      "Raise --max-length, or remove these rows: a truncated completion does not teach the model to stop"),
     ("eos_added", 1.0, "the chat template does not terminate the completions of {count} (first {first}). One EOS was "
      "added to each"),
-    ("text_changed", 0.1, "the tokenizer or template changes the text of {count} (first {first}). The changed text is "
-     "trained. `tropism inspect` shows it"),
-    ("unseen", 0.1, "a completion of {count} has only invisible characters (first {first}). It is trained as it is. "
-     "Remove these rows if that is not intended"),
-    ("control_spelled", 1.0, "the text of {count} contains control tokens (first {first}). They are trained as plain "
+    ("text_changed", 0.1, "the tokenizer or template changes the text of {count} (first {first}). Training uses the "
+     "changed text. `tropism inspect` shows it"),
+    ("unseen", 0.1, "a completion of {count} has only invisible characters (first {first}). Training uses it "
+     "unchanged. Remove these rows if that is not intended"),
+    ("control_spelled", 1.0, "the text of {count} contains control tokens (first {first}). They are encoded as plain "
      "characters"),
 )
 
@@ -209,7 +209,7 @@ def _duplicates(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding
         places = _places(rows, np.flatnonzero(again))
         yield Finding("duplicates", "notice" if count > 0.01 * len(rows) else "info",
                       f"the data contains {count_of(count, 'duplicate row')}, equal to an earlier row in every token "
-                      f"(first {places[0]}). Each copy is trained. Remove the copies if that is not intended",
+                      f"(first {places[0]}). Each copy is used. Remove the copies if that is not intended",
                       places, {"rows": count})
 
 
@@ -242,8 +242,8 @@ def _both_orders(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Findin
 
 def _one_token(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
     yield from _about("one_token", rows, np.flatnonzero((facts.learned == 1).any(axis=1)), 0.1,
-                      "a completion of {count} has a single token (first {first}). It is only a terminator, or all "
-                      "that truncation left. Check these rows")
+                      "a completion of {count} has a single token (first {first}). It is only a terminator, or "
+                      "what truncation left. Check these rows")
 
 
 def _length(facts: RowFacts) -> Iterator[Finding]:

@@ -24,11 +24,12 @@ def find_in_template(renderer: Renderer) -> list[Finding]:
     name, text = renderer.template_name, renderer.text
     if prompt == bare:
         found.append(Finding("no_generation_prompt", "notice",
-                             f"{name} has no generation prompt. Its text before a completion is trained too"))
+                             f"{name} has no generation prompt. The text that it writes before a completion is "
+                             "trained on too"))
     elif not complete.startswith(prompt):
         found.append(Finding("generation_prompt_adds", "info",
                              f"the generation prompt of {name} is {prompt[len(bare):]!r}, which finished completions "
-                             "do not have. It is part of the prompt and not trained"))
+                             "do not have. It is part of the prompt and not trained on"))
     unknown = sorted(set(CONTROL_TOKEN.findall(complete + prompt)) - text.control.keys())
     if unknown:
         found.append(Finding("template_tokens", "notice",

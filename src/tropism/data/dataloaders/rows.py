@@ -85,7 +85,7 @@ def _split(side: Side, index: int, place: str) -> tuple[TokenIds, Completion]:
     where = f"{place}{side.name and f', {side.name}'}"
     if not supervised.size:
         raise DataError(f"{where}: no supervised token: the row was truncated, or masked because it was too long. "
-                        "Remove such rows before batching, or raise the length limit of the dataset")
+                        "Remove these rows before batching, or raise the length limit of the dataset")
     first, end = int(supervised[0]), int(supervised[-1]) + 1
     start = min(int(text.argmax()), first)
     outside = start + np.flatnonzero(~text[start:end])

@@ -50,7 +50,7 @@ class DataFile:
             DataError: if its kind is unknown or a row cannot be read.
         """
         if self.kind is None:
-            raise DataError(f"{self.path}: unknown file type '{self.path.suffix}'. Known: {', '.join(KINDS)}, each "
+            raise DataError(f"{self.path}: unsupported file type '{self.path.suffix}'. Known: {', '.join(KINDS)}, each "
                             f"optionally with {' or '.join(PACKINGS)}")
         try:
             yield from _READERS[self.kind](self)

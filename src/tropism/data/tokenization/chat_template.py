@@ -36,7 +36,8 @@ class TemplateOptions(Options):
     chat_template: str | None = None
     """Chat template: a file, or one of chatml, gemma, llama3, phi3 and plain. Default: the tokenizer's own."""
     chat_template_kwargs: str | None = None
-    """Values for the chat template, as JSON or as NAME=VALUE, comma-separated. For example enable_thinking=false."""
+    """Variables for the chat template, as JSON or comma-separated NAME=VALUE pairs. For example
+    enable_thinking=false."""
     system_prompt: str | None = None
     """System message for conversations without one."""
     supervise: Literal["last", "all"] = "last"

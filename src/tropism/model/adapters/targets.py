@@ -73,7 +73,7 @@ def _targets(module: Any, options: LoraOptions, full: Sequence[str]) -> list[str
         linear = [name for name in linear if not _within(name, full)]
         if not linear:
             raise UsageError(f"--lora.modules-to-save {options.modules_to_save} names every linear layer, so none is "
-                             "left for an adapter. Name fewer" if full else
+                             "left for an adapter. List fewer" if full else
                              "--lora.rank: the model has no linear layers to adapt except its head")
         found = sorted({name.rpartition(".")[2] for name in linear})
         chosen = set(linear)
