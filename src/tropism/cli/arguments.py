@@ -59,7 +59,7 @@ def _resumed(tokens: list[str]) -> list[str]:
         raise UsageError(f"{named}: cannot resume: directory not found")
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{named}: cannot resume: {run} has no config.yaml. If the run stopped before it wrote one, "
-                         "start it again with its own command")
+                         "start it again with its original command")
     method, values = read_yaml(run / "config.yaml")
     if method is None:
         raise UsageError(f"{run / 'config.yaml'}: `method:` is missing")

@@ -147,8 +147,8 @@ def _configs(run: ExportedRun, chosen: Chosen, begun: str) -> Iterator[Any]:
         try:
             yield PeftConfig.from_peft_type(**values)
         except (TypeError, ValueError) as error:
-            raise ModelError(f"{run.path / 'manifest.json'}: its adapter config is incompatible with the installed peft: "
-                             f"{first_line(error)}. Export with the peft version of the run") from error
+            raise ModelError(f"{run.path / 'manifest.json'}: its adapter config is incompatible with the installed "
+                             f"peft: {first_line(error)}. Export with the peft version of the run") from error
     if (Path(begun).expanduser() / ADAPTER_CONFIG).is_file():
         yield _config_in(Path(begun).expanduser())
 

@@ -191,8 +191,8 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
         hint = " The file has completions without labels: use `tropism sft`."
     needed = " or ".join(map(str, shapes))
     other, rename = ("", "") if options.format else (
-        ", or those of another known format", " Rename columns with --columns, as in --columns prompt=question.")
-    return f"{source}: no row has the columns {needed}{other}. Found: {_columns_of(rows)}.{rename}{hint}"
+        ", or those of another supported format", " Rename columns with --columns, as in --columns prompt=question.")
+    return f"{source}: no row has the columns {needed}{other}. Found: {_columns_of(rows)}.{hint}{rename}"
 
 
 def _distribution(rows: Sequence[RawRow], column: str) -> str:

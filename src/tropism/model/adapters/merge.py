@@ -40,7 +40,7 @@ def merged(module: Any, path: Path) -> Any:
             warnings.simplefilter("always")
             wrapped = PeftModel.from_pretrained(module, str(path))
             if left := wrapped.load_adapter(str(path), wrapped.active_adapter).unexpected_keys:
-                raise ModelError(f"{path}: the adapter does not match the model: {min(left)} belongs to no module of it")
+                raise ModelError(f"{path}: the adapter does not match the model: {min(left)} belongs to no module")
     except _FAILURES as error:
         raise ModelError(f"{path}: the adapter cannot be merged: {first_line(error)}") from error
     if missing := [str(entry.message) for entry in caught if "missing adapter keys" in str(entry.message)]:

@@ -222,8 +222,8 @@ def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns | N
         weight, bias = _local(weight), _local(bias)
         if isinstance(columns, Divided) and len(weight) != columns.width:
             raise ModelError(f"the head has {len(weight)} rows on process {columns.group.rank} instead of "
-                             f"{columns.width} of {columns.vocabulary}. This is a bug in how the model is divided; "
-                             "please report it")
+                             f"{columns.width} of {columns.vocabulary}. This is a bug in how the model is divided. "
+                             "Please report it")
     return Head(weight, bias, scale, softcap, compute, columns)
 
 
