@@ -66,12 +66,12 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
             raise UsageError("--fall-back has no effect without --resume")
         if self.eval_limit is not None and not self.eval_data and not self.eval_fraction:
             raise UsageError("--eval-limit has no effect without evaluation rows. Add --eval-fraction 0.1 or "
-                             "--eval-data FILE")
+                             "--eval-data FILE.")
         if not (self.save_every or self.keep_best or self.max_time):
             for name in ("keep", "checkpoint_model"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise UsageError(f"--{name.replace('_', '-')} has no effect without checkpoints. Add --save-every "
-                                     "500 to write one every 500 steps")
+                                     "500 to write one every 500 steps.")
         if self.streaming and self.max_steps is None:
             raise UsageError("--streaming requires --max-steps, because a stream may have no end")
         return self
@@ -142,7 +142,7 @@ class KTOOptions(LossOptions, MethodOptions):
     """Loss, or several separated by commas. Known: kto, apo_zero_unpaired, kto_no_reference_point and bco. sft, the
     likelihood of desirable completions, can be added to one of them."""
     beta: Everyday[float | None] = Field(None, gt=0.0)
-    """Strength of the constraint to stay close to the reference, per nat. With a higher value the loss of a completion
+    """Strength of the constraint to the reference, per nat. With a higher value the loss of a completion
     saturates sooner. Default: 0.1."""
     desirable_weight: Everyday[Weight | None] = None
     """Weight of desirable completions, above 0. `auto` balances the classes. Default: 1."""
@@ -163,7 +163,7 @@ class DPOOptions(LossOptions, MethodOptions):
     bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, discopop and sigmoid_norm; without a reference: simpo,
     cpo and orpo. sft, the likelihood of the chosen completion, can be added to one of them."""
     beta: Everyday[float | None] = Field(None, gt=0.0)
-    """Strength of the constraint to stay close to the reference, per nat. With `sigmoid_norm` it is per nat per token,
+    """Strength of the constraint to the reference, per nat. With `sigmoid_norm` it is per nat per token,
     with `simpo` the scale of the margin, and with `orpo` the weight of the odds term. Default: 0.1 (`sigmoid_norm` 5,
     `simpo` 2)."""
     label_smoothing: Everyday[float | None] = Field(None, ge=0.0, lt=0.5)
@@ -280,7 +280,7 @@ class ConvertOptions(FormatOptions):
     @model_validator(mode="after")
     def _effective(self) -> "ConvertOptions":
         if self.turns == "all" and self.to in ("unpaired", "paired"):
-            raise UsageError(f"--turns has no effect with --to {self.to}. It requires --to single or --to messages")
+            raise UsageError(f"--turns has no effect with --to {self.to}. It requires --to single or --to messages.")
         return self
 
 

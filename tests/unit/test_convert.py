@@ -232,7 +232,7 @@ def test_labeled_completions_to_imitate(tmp_path: Path) -> None:
     account = converted(LABELED, tmp_path / "a.jsonl", "single")
     assert [row["id"] for row in lines(tmp_path / "a.jsonl")] == ["0", "1"]
     assert "dropped: 2 undesirable" in said(account)
-    assert "row 3: undesirable: its label is false" in said(account)
+    assert "row 3: undesirable: label is false" in said(account)
     assert "not in the file (2): labels" in said(account)
     assert "left behind" not in said(account)
     with pytest.raises(DataError, match=r"^row 3: undesirable: .* \(--strict\)$"):

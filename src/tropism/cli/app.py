@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if follows_stop():
             raise StoppedEarly("the run has already stopped. torchrun restarted the processes because it treats the "
-                               "stop as a failure (--max-restarts). Nothing was done. To resume, run torchrun again")
+                               "stop as a failure (--max-restarts). Nothing was done. To resume, run torchrun again.")
         text = requested(tokens)
         if text is not None:
             return _show(text)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        _complain("interrupted. Files written so far are readable")
+        _complain("interrupted. Files written so far are readable.")
         return 1
 
 

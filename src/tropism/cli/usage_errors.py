@@ -31,7 +31,7 @@ def explain_error(error: CycloptsError, tokens: list[str]) -> str:
         place = config.place_of(problems[0], [option.name for option in _options_of(name)])
         return _group(f"--{place}", name) or f"--{place.replace('_', '-')}: {config.explain(problems[0])}"
     if isinstance(error, cyclopts.UnusedCliTokensError):
-        return f"unexpected argument {(error.unused_tokens or [''])[0]}. See `tropism {name} --help`"
+        return f"unexpected argument {(error.unused_tokens or [''])[0]}. See `tropism {name} --help`."
     return " ".join(str(error).split())
 
 

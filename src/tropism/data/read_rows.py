@@ -219,4 +219,4 @@ def check_embedding(rows: Sequence[EncodedRow], embedding_rows: int, spell: Any)
             if len(ids) and int(ids.max()) >= embedding_rows:
                 bad = int(ids.max())
                 raise DataError(f"{row.place}: token {spell(bad)!r} has id {bad}, but the model embeds only "
-                                f"{embedding_rows} tokens. Use the model's own tokenizer")
+                                f"{embedding_rows} tokens. Use the model's own tokenizer.")

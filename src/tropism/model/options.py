@@ -63,7 +63,7 @@ class LoraOptions(Options):
         if isinstance(value, list | tuple):
             value = ",".join(str(entry).strip() for entry in value)
         if isinstance(value, str) and not value.replace(",", " ").strip():
-            raise ValueError("no module is named. Omit the option to use the default")
+            raise ValueError("no module is named. Omit the option to use the default.")
         return None if value == "all-linear" else value
 
     @model_validator(mode="after")

@@ -103,7 +103,7 @@ class ParallelOptions(Options):
         replicate = self.replicate or (max(1, world // (self.shard * self.tensor)) if self.shard else 1)
         shard = self.shard or max(1, world // (replicate * self.tensor))
         if replicate * shard * self.tensor != world:
-            more = ". Start more with torchrun" if world == 1 else ""
+            more = ". Start more with torchrun." if world == 1 else ""
             raise UsageError(f"--parallel.shard {shard} x --parallel.replicate {replicate} x --parallel.tensor "
                              f"{self.tensor} does not equal the number of processes, {world}{more}")
         return replicate, shard, self.tensor
@@ -261,7 +261,7 @@ class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, Optimiza
     @classmethod
     def _time(cls, value: Any) -> Any:
         if value is not None and not seconds_of(str(value)):
-            raise ValueError(f"{value!r} is not a duration. Use 90s, 30min, 3h or 1h30min")
+            raise ValueError(f"{value!r} is not a duration. Use 90s, 30min, 3h or 1h30min.")
         return value
 
     @property

@@ -130,7 +130,7 @@ def _reading(name: str, head: list[RawRow], options: ConvertOptions) -> tuple[Re
         if judged or reading.shape.view != "single" or reading.format.name in _JUDGED:
             what = f"the column '{judged}'" if judged else f"{reading.format.name} {reading.shape}"
             raise DataError(f"{name}: --turns all needs conversations to imitate, but {what} labels single "
-                            "completions, so earlier turns may be bad. Use --turns last")
+                            "completions, so earlier turns may be bad. Use --turns last.")
     return reading, first_side
 
 

@@ -32,7 +32,7 @@ from tropism.model.source import ModelSource
 
 WEIGHTS = "adapter_model.safetensors"
 _INNER = "base_model.model."
-_MOVED = ". If the base was moved, pass --base DIR"
+_MOVED = ". If the base was moved, pass --base DIR."
 
 
 @dataclass
@@ -148,7 +148,7 @@ def _configs(run: ExportedRun, chosen: Chosen, begun: str) -> Iterator[Any]:
             yield PeftConfig.from_peft_type(**values)
         except (TypeError, ValueError) as error:
             raise ModelError(f"{run.path / 'manifest.json'}: its adapter config is incompatible with the installed "
-                             f"peft: {first_line(error)}. Export with the peft version of the run") from error
+                             f"peft: {first_line(error)}. Export with the peft version of the run.") from error
     if (Path(begun).expanduser() / ADAPTER_CONFIG).is_file():
         yield _config_in(Path(begun).expanduser())
 
@@ -167,7 +167,7 @@ def _config_of_checkpoint(run: ExportedRun, chosen: Chosen, stored: Weights, mod
         return found
     if lora.get("rank") is None:
         raise CheckpointError(f"{chosen.path}: the adapter that the run started from ({begun}) was not found, and this "
-                              "run's manifest does not hold its config. Restore that directory")
+                              "run's manifest does not hold its config. Restore that directory.")
     targets = sorted({name.partition(".lora_")[0] for name in stored if ".lora_" in name})
     whole = sorted({name.partition(".modules_to_save.")[0] for name in stored if ".modules_to_save." in name})
     kinds = {type(module.get_submodule(name)).__name__ for name in targets}

@@ -37,7 +37,7 @@ def make_structure(module: Any, config: Any) -> None:
 
     if adapter_name(module) is not None:
         raise UsageError("the model already has an adapter, and training continues that one. Remove --lora.rank and "
-                         "--lora.adapter, or merge the adapter first")
+                         "--lora.adapter, or merge the adapter first.")
     wanted, start = list(config.modules_to_save or ()), config.init_lora_weights
     config.init_lora_weights = False  # `set_initial_values` sets them
     config.inference_mode = False

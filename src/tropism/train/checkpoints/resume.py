@@ -67,7 +67,7 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
         raise CheckpointError(f"{place}: finished. {_how_to_extend(origin, directory, planned, early=False)}")
     if total < origin.step:
         raise CheckpointError(f"{place}: {origin.step} steps are done, but only {total} are planned. "
-                              "Raise --max-steps or --epochs")
+                              "Raise --max-steps or --epochs.")
     for note in origin.notes:
         voice.warn(note)
     if origin.checkpoint is not None:
@@ -86,7 +86,7 @@ def _how_to_extend(origin: Origin, directory: RunDirectory, planned: int, early:
         return f"{reason}It cannot be extended: {origin.problem}"
     if origin.checkpoint is None:
         return (f"{reason}It kept no checkpoint, so it cannot be extended. Start a new run from that model with "
-                f"`--model {directory.model} --output NEW`, and add `--save-every N` to keep checkpoints")
+                f"`--model {directory.model} --output NEW`, and add `--save-every N` to keep checkpoints.")
     if early:
         return (f"{reason}To train further, change --stop-patience, --stop-delta or --stop-metric: "
                 f"`tropism resume {directory.path} --stop-patience N`")
