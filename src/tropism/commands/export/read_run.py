@@ -181,7 +181,8 @@ def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]
              else "The run has no checkpoint.")
     if named == "last":
         if not finished:
-            raise UsageError(f"--checkpoint last: {root}: the run has no checkpoint; only a run with --save-every has")
+            raise UsageError(f"--checkpoint last: {root}: the run has no checkpoint. Only a run with "
+                             "--save-every keeps them.")
         return finished[max(finished)], None
     if named == "best":
         if not (root / "best.json").is_file():
