@@ -124,7 +124,7 @@ def malformed(number: int) -> tuple[str, bytes]:
 
 
 _WHOLE_FILE = re.compile("no rows|no row has the columns|no row is left|match several formats|cannot be read|"
-                         "unknown file type|is a rating, not a label|not readable as (Parquet|Arrow)|"
+                         "unsupported file type|is a rating, not a label|not readable as (Parquet|Arrow)|"
                          "expected an array of rows|no effect|cannot decompress|not UTF-8$")
 
 

@@ -44,11 +44,11 @@ def canonical(options: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if ours in given:
-            raise UsageError(f"{given[ours]} and {name} are the same option. Pass one of them")
+            raise UsageError(f"{given[ours]} and {name} are the same option. Pass one of them.")
         inside = value if isinstance(value, Mapping) else getattr(value, "model_fields_set", ())
         for inner in (f"{ours}.{entry}" for entry in inside):  # of a group
             if inner in given:
-                raise UsageError(f"{name} and {given[inner]} both set {inner}. Pass one of them")
+                raise UsageError(f"{name} and {given[inner]} both set {inner}. Pass one of them.")
             given[inner] = name
         given[ours] = name
         never = (ours in _NEVER and value in (0, -1)) or (ours, value) == ("track", "none")
@@ -71,6 +71,6 @@ def arguments(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if ours in names:
-            raise UsageError(f"{names[ours]} and {name} are the same argument. Pass one of them")
+            raise UsageError(f"{names[ours]} and {name} are the same argument. Pass one of them.")
         names[ours], found[ours] = name, value
     return found

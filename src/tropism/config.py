@@ -66,12 +66,12 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
             raise UsageError("--fall-back has no effect without --resume")
         if self.eval_limit is not None and not self.eval_data and not self.eval_fraction:
             raise UsageError("--eval-limit has no effect without evaluation rows. Add --eval-fraction 0.1 or "
-                             "--eval-data FILE")
+                             "--eval-data FILE.")
         if not (self.save_every or self.keep_best or self.max_time):
             for name in ("keep", "checkpoint_model"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise UsageError(f"--{name.replace('_', '-')} has no effect without checkpoints. Add --save-every "
-                                     "500 to write one every 500 steps")
+                                     "500 to write one every 500 steps.")
         if self.streaming and self.max_steps is None:
             raise UsageError("--streaming requires --max-steps, because a stream may have no end")
         return self
@@ -111,7 +111,7 @@ class LossOptions(ReferenceOptions, TeacherOptions):
     view: ClassVar[View]
     loss: Everyday[str]
     loss_weights: str | None = None
-    """Weights of the losses, in their order, comma-separated. Each is above 0. Default: 1 each."""
+    """Weights of the losses, in the order of `--loss`, comma-separated. Each must be above 0. Default: 1 each."""
     beta: Everyday[float | None] = Field(None, gt=0.0)
 
     @field_validator("loss")
@@ -139,11 +139,11 @@ class KTOOptions(LossOptions, MethodOptions):
     view: ClassVar[View] = "unpaired"
 
     loss: Everyday[str] = "kto"
-    """Loss, or several separated by commas. Known: kto, apo_zero_unpaired, kto_no_reference_point, bco, and sft, the
-    likelihood of desirable completions, together with one of them."""
+    """Loss, or several separated by commas. Known: kto, apo_zero_unpaired, kto_no_reference_point and bco. sft, the
+    likelihood of desirable completions, can be added to one of them."""
     beta: Everyday[float | None] = Field(None, gt=0.0)
-    """Strength of the tie to the reference, per nat. The higher, the sooner the loss of a completion saturates.
-    Default: 0.1."""
+    """Strength of the constraint to the reference, per nat. With a higher value the loss of a completion
+    saturates sooner. Default: 0.1."""
     desirable_weight: Everyday[Weight | None] = None
     """Weight of desirable completions, above 0. `auto` balances the classes. Default: 1."""
     undesirable_weight: Everyday[Weight | None] = None
@@ -160,11 +160,12 @@ class DPOOptions(LossOptions, MethodOptions):
 
     loss: Everyday[str] = "sigmoid"
     """Loss, or several separated by commas. Known: sigmoid (DPO), robust, ipo, ipo_mean, hinge, exo_pair, nca_pair,
-    bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, discopop, sigmoid_norm; without a reference simpo, cpo,
-    orpo; and sft, the likelihood of the chosen completion, together with one of them."""
+    bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, discopop and sigmoid_norm; without a reference: simpo,
+    cpo and orpo. sft, the likelihood of the chosen completion, can be added to one of them."""
     beta: Everyday[float | None] = Field(None, gt=0.0)
-    """Strength of the tie to the reference, per nat. With `sigmoid_norm` it is per nat per token, with `simpo` the
-    scale of the margin, and with `orpo` the weight of the odds term. Default: 0.1 (`sigmoid_norm` 5, `simpo` 2)."""
+    """Strength of the constraint to the reference, per nat. With `sigmoid_norm` it is per nat per token,
+    with `simpo` the scale of the margin, and with `orpo` the weight of the odds term. Default: 0.1 (`sigmoid_norm` 5,
+    `simpo` 2)."""
     label_smoothing: Everyday[float | None] = Field(None, ge=0.0, lt=0.5)
     """Assumed share of flipped labels, below 0.5. Default: 0 (`robust` 0.1, `exo_pair` 0.001)."""
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None = None
@@ -172,9 +173,9 @@ class DPOOptions(LossOptions, MethodOptions):
     f_alpha: float | None = None
     """Order of the alpha divergence. Requires `--f-divergence alpha`. Default: 0.5."""
     ld_alpha: float | None = Field(None, ge=0.0, le=1.0)
-    """Weight, 0 to 1, of the tokens by which one completion is longer (LD-DPO). Default: full weight."""
+    """Weight, 0 to 1, of the tokens beyond the length of the shorter completion (LD-DPO). Default: 1."""
     wpo: bool = False
-    """Weigh each pair by its probability under the policy (WPO)."""
+    """Weight each pair by its probability under the policy (WPO)."""
     discopop_tau: float | None = Field(None, gt=0.0)
     """Temperature of the modulation in `discopop`, above 0. Default: 0.05."""
     simpo_gamma: float | None = Field(None, ge=0.0)
@@ -216,19 +217,19 @@ class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions
     reference: Everyday[str | None] = None
     """Model to compare with: a directory, Hub id, GGUF file or run directory."""
     beta: Everyday[float] = Field(0.1, gt=0.0)
-    """Factor from log-ratios to rewards."""
+    """Factor that turns log-ratios into rewards."""
     precision: Everyday[Literal["auto", "fp32", "bf16", "fp64"]] = "auto"
     """Compute dtype; auto is bf16 on GPUs and fp32 on CPUs."""
     layout: Literal["auto", "tree", "padded"] = "auto"
     """Batch layout: `tree` computes each prompt once, `padded` once per completion. `auto` uses the tree if a
     comparison at startup shows that it is exact for the model."""
     microbatch_tokens: Everyday[int | None] = Field(None, ge=1)
-    """Maximum tokens of a forward pass. Lower it if memory runs out. The result does not depend on it. Default: 2048
+    """Maximum tokens in a forward pass. Lower it if memory runs out. The result does not depend on it. Default: 2048
     (CPU), 16384 (GPU)."""
     strict: bool = False
     """Stop at the first row that would be dropped. Otherwise the row is dropped and reported."""
     workers: int | None = Field(None, ge=0)
-    """Processes that render the rows of large data. Default: one per CPU, at most 8."""
+    """Number of processes that render the rows of large data. Default: one per CPU, at most 8."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
     parallel: ParallelOptions = ParallelOptions()
@@ -245,15 +246,15 @@ class InspectOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions
     method: Everyday[Literal["kto", "dpo", "sft", "kd"] | None] = None
     """Method that the data is for. Default: detected from the fields."""
     eval_data: Everyday[str | None] = None
-    """Evaluation data, to find training rows in it."""
+    """Evaluation data to check for overlap with the training data."""
     batch_size: int = Field(32, ge=1)
-    """Rows per optimizer step, to estimate what shared prompts save."""
+    """Rows per optimizer step, used to estimate what shared prompts save."""
     rows: Everyday[int] = Field(3, ge=0)
     """Number of rows to show token by token."""
     strict: Everyday[bool] = False
-    """Exit with code 1 if a finding is a warning."""
+    """Exit with code 1 if there are warnings."""
     workers: int | None = Field(None, ge=0)
-    """Processes that render the rows of large data. Default: one per CPU, at most 8."""
+    """Number of processes that render the rows of large data. Default: one per CPU, at most 8."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
 
@@ -267,10 +268,10 @@ class ConvertOptions(FormatOptions):
     """Target shape. unpaired has prompt, completion and label; paired has prompt, chosen and rejected; single has
     prompt and completion; messages has one chat per row."""
     output: str
-    """File to write, which must not exist: .jsonl, .jsonl.gz, .parquet, or .csv for plain text."""
+    """New file to write: .jsonl, .jsonl.gz, .parquet, or .csv for plain text."""
     turns: Everyday[Literal["last", "all"]] = "last"
-    """Assistant messages that become rows of single or messages. `all` makes a row of each, with the messages before
-    it."""
+    """Assistant messages that become rows, for `--to single` and `--to messages`. `all` makes a row of each, with the
+    messages before it."""
     keep_columns: Everyday[bool] = False
     """Copy the other columns of the records."""
     strict: Everyday[bool] = False
@@ -279,7 +280,7 @@ class ConvertOptions(FormatOptions):
     @model_validator(mode="after")
     def _effective(self) -> "ConvertOptions":
         if self.turns == "all" and self.to in ("unpaired", "paired"):
-            raise UsageError(f"--turns has no effect with --to {self.to}. It requires --to single or --to messages")
+            raise UsageError(f"--turns has no effect with --to {self.to}. It requires --to single or --to messages.")
         return self
 
 

@@ -34,7 +34,7 @@ def read_yaml(path: str | Path, default: str | None = None) -> tuple[str | None,
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: not a mapping. Write one `option: value` per line")
+        raise UsageError(f"{path}: not a mapping. Write one `option: value` per line.")
     lines = _lines_of(path, node)
     method = values.pop("method", None)
     if method is not None and not (isinstance(method, str) and method in METHODS):
@@ -56,7 +56,8 @@ def _lines_of(path: Path, node: Any, group: str = "") -> dict[str, int]:
     for key, value in node.value if node is not None else ():
         name = f"{group}{key.value}"
         if name in lines:
-            raise UsageError(f"{path}:{key.start_mark.line + 1}: {name}: already set on line {lines[name]}. Remove one")
+            raise UsageError(f"{path}:{key.start_mark.line + 1}: {name}: already set on line {lines[name]}. "
+                             "Remove one.")
         lines[name] = key.start_mark.line + 1
         if isinstance(value, yaml.MappingNode) and not group:
             lines |= _lines_of(path, value, f"{name}.")

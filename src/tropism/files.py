@@ -88,7 +88,7 @@ def check_writable(directory: Path, file: Path | None = None, what: str = "canno
         directory: to check.
         file: named by the error in place of the directory.
         what: what failed, for the error.
-        advice: last sentence of the error.
+        advice: last sentence of the error, without its full stop.
 
     Raises:
         OutputError: if they cannot.
@@ -100,7 +100,7 @@ def check_writable(directory: Path, file: Path | None = None, what: str = "canno
         probe.unlink()
     except OSError as error:
         reason = str(OutputError.because(file or directory, error, what=what))
-        raise OutputError(f"{reason}. {advice}" if advice else reason) from error
+        raise OutputError(f"{reason}. {advice}." if advice else reason) from error
 
 
 def _beside(path: Path) -> Path:

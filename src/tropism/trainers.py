@@ -110,16 +110,16 @@ class Trainer:
         objects: dict[str, Any] = {"tokenizer": tokenizer, "optimizer": optimizer, "scheduler": scheduler}
         if ref_model is not None and ref_model is model:
             raise UsageError("ref_model is the model that is trained. Omit it: the reference is then the model before "
-                             "step 1")
+                             "step 1.")
         if teacher_model is not None and teacher_model is model:
-            raise UsageError("teacher_model is the model that is trained. Pass a copy of it")
+            raise UsageError("teacher_model is the model that is trained. Pass a copy of it.")
         for argument, (option, value) in named.items():
             if value is None:
                 continue
             if option not in self.options_class.model_fields:
-                raise UsageError(f"{argument} has no effect on {self.options_class.method}. Remove it")
+                raise UsageError(f"{argument} has no effect on {self.options_class.method}. Remove it.")
             if option in values:
-                raise UsageError(f"{argument} and {option} are the same. Pass one of them")
+                raise UsageError(f"{argument} and {option} are the same. Pass one of them.")
             if isinstance(value, str | Path):
                 values[option] = str(value)
             else:
@@ -130,7 +130,7 @@ class Trainer:
             names = track if isinstance(track, list | tuple) else [track] if track else []
             values["track"] = ",".join(dict.fromkeys(map(str, [*names, *["wandb"] * use_wandb])))
         if "model" not in values:
-            raise UsageError("model is required. Pass a name or a module")
+            raise UsageError("model is required. Pass a name or a module.")
         _check_objects(values, objects)
         if getattr(objects.get("model"), "peft_config", None) and objects["optimizer"] is None:
             values.setdefault("learning_rate", RATE_OF_ADAPTERS)
@@ -152,11 +152,11 @@ class Trainer:
                 if value:
                     raise UsageError(f"{name} has no effect without train_dataloader")
             if "data" not in values:
-                raise UsageError("train_dataset is required. Pass a file, rows or trees")
+                raise UsageError("train_dataset is required. Pass a file, rows or trees.")
             _find_trees(values, objects)
             return
         if "data" in values:
-            raise UsageError("train_dataset and train_dataloader are both set. Pass one of them")
+            raise UsageError("train_dataset and train_dataloader are both set. Pass one of them.")
         if accumulation_steps < 1:
             raise UsageError(f"accumulation_steps: must be at least 1 (got {accumulation_steps})")
         _refuse_with(values, "train_dataloader", ("batch_size", "shuffle", "group_prompts", "seed", "eval_fraction",
@@ -295,7 +295,7 @@ def make_options(options: type[MethodOptions], values: Mapping[str, Any]) -> Met
 def _refuse_with(values: Mapping[str, Any], owner: str, names: Sequence[str]) -> None:
     for name in names:
         if name in values:
-            raise UsageError(f"{name} has no effect with {owner}, which sets it. Remove one of them")
+            raise UsageError(f"{name} has no effect with {owner}, which sets it. Remove one of them.")
 
 
 def _check_objects(values: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
@@ -307,11 +307,11 @@ def _check_objects(values: Mapping[str, Any], objects: Mapping[str, Any]) -> Non
     if objects["optimizer"] is not None:
         _refuse_with(values, "optimizer", ("learning_rate", "schedule", "warmup_ratio", "weight_decay"))
         if "model" not in objects:
-            raise UsageError("optimizer requires the module that it optimizes. Pass it as model")
+            raise UsageError("optimizer requires the module that it optimizes. Pass it as model.")
     elif objects["scheduler"] is not None:
-        raise UsageError("scheduler requires its optimizer. Pass both, or set schedule and learning_rate instead")
+        raise UsageError("scheduler requires its optimizer. Pass both, or set schedule and learning_rate instead.")
     if "model" in objects and objects["tokenizer"] is None and not _origin(objects["model"]):
-        raise UsageError("tokenizer is required, because the module has no name to load it from. Pass its tokenizer")
+        raise UsageError("tokenizer is required, because the module has no name to load it from. Pass its tokenizer.")
 
 
 def _find_trees(values: dict[str, Any], objects: dict[str, Any]) -> None:
@@ -329,14 +329,14 @@ def _find_trees(values: dict[str, Any], objects: dict[str, Any]) -> None:
             objects[f"{source}_trees"] = trees
         elif objects.get(source) is not None and not isinstance(objects[source], Sized):
             if source == "evaluation":
-                raise UsageError("eval_dataset is a stream without a length. Pass a list of its rows")
+                raise UsageError("eval_dataset is a stream without a length. Pass a list of its rows.")
             values["streaming"] = True
     if "eval_data" in values and ("train_trees" in objects) != ("evaluation_trees" in objects):
-        raise UsageError("only one of train_dataset and eval_dataset holds trees. Pass both as trees or both as rows")
+        raise UsageError("only one of train_dataset and eval_dataset holds trees. Pass both as trees or both as rows.")
     for name in ("eval_fraction", "max_prompt_length", *_RENDERING):
         if "train_trees" in objects and name in values:
             raise UsageError(f"{name} has no effect on trees, which are already token ids. Remove it"
-                             + (" and pass eval_dataset" if name == "eval_fraction" else ""))
+                             + (" and pass eval_dataset." if name == "eval_fraction" else "."))
 
 
 def _trees(source: Any) -> list[Any] | None:

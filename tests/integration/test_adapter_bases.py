@@ -74,7 +74,7 @@ def test_a_module_that_has_learned_names_no_base(tiny_model_dir: Path, feedback:
     config = json.loads((result.model / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] is None
     for checkpoint in (None, "last"):
-        with pytest.raises(ModelError, match=r"whose base is not recorded.*--base DIR"):
+        with pytest.raises(ModelError, match=r"has no recorded path.*--base DIR"):
             export(result.directory, tmp_path / "out", merge=True, checkpoint=checkpoint)
         with pytest.raises(ModelError, match="its weights changed since"):
             export(result.directory, tmp_path / "out", merge=True, checkpoint=checkpoint, base=tiny_model_dir)

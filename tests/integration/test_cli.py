@@ -348,7 +348,7 @@ def test_data_errors(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, t
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
-    (["--max-length", "4096"], "--max-length 4096 exceeds the limit of the model, 512 tokens"),
+    (["--max-length", "4096"], "--max-length 4096 exceeds the limit of the model (512 tokens)"),
     (["--max-length", "64", "--max-prompt-length", "64"], "leaves no tokens of --max-length 64"),
     (["--eval-fraction", "0.1", "--eval-data", "x.jsonl"], "exclude each other"),
     (["--model", "/nowhere/model"], "/nowhere/model: directory not found"),

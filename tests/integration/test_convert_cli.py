@@ -68,7 +68,7 @@ def test_many_rows_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--to", "unpaired", "--output", "pairs.jsonl"], "pairs.jsonl already exists"),
-    (["--to", "unpaired", "--output", "o.txt"], "o.txt: unsupported kind of file. Use .jsonl, .jsonl.gz,"),
+    (["--to", "unpaired", "--output", "o.txt"], "o.txt: unsupported file type. Use .jsonl, .jsonl.gz,"),
     (["--to", "unpaired", "--output", "o.jsonl", "--strict"],
      "pairs.jsonl:2: empty_completion: 'rejected' is empty (--strict)"),
     (["--to", "triples", "--output", "o.jsonl"], "triples"),

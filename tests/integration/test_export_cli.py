@@ -264,5 +264,5 @@ def test_ctrl_c_leaves_nothing(made: dict[bool, Made], tmp_path: Path, monkeypat
 
     monkeypatch.setattr(exporting, "read_back", interrupted)
     assert main(["export", str(made[True].path), "--to", str(tmp_path / "out")]) == 1
-    assert f"interrupted; {tmp_path}/out is unchanged" in capsys.readouterr().err
+    assert f"interrupted. {tmp_path}/out is unchanged" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -162,7 +162,7 @@ def test_margins_begin_at_0(train: Callable[..., Any], trained: Path, method: st
     assert second["rewards/margins"] != 0
     said = capsys.readouterr().out
     assert "policy and reference agree" in said
-    assert ("as it is before step 1" in said) == (str(trained / "model") in said)
+    assert ("with this adapter before step 1" in said) == (str(trained / "model") in said)
 
 
 def test_live_scores_equal_the_stored_ones(train: Callable[..., Any], trained: Path) -> None:

@@ -120,7 +120,7 @@ def test_what_differs_is_named(start: Start, stop_after: Callable[..., None], se
     other = tmp_path / "other.jsonl"
     other.write_text("".join(data.read_text().splitlines(keepends=True)[:-1]))
     refused(r"cannot resume: the (training|evaluation) data changed", data=other)
-    refused("3 steps|4 steps are done, more than the 3 that are planned", max_steps=3)
+    refused("3 steps|4 steps are done, but only 3 are planned", max_steps=3)
     tokenizer = AutoTokenizer.from_pretrained(model)
     own = tokenizer.chat_template
     tokenizer.chat_template = own + " "

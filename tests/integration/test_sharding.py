@@ -299,7 +299,7 @@ def test_one_process_goes_on_with_a_run_of_tensor_parallel(tiny_model_dir: Path,
     assert run_ranks(2, one_rank, [("kto", settings)]) == [0, 0]
     capsys.readouterr()
     assert main(["resume", output, "--max-steps=2", "--parallel.tensor=2"]) == 2
-    assert "is not the number of processes, 1" in capsys.readouterr().err
+    assert "does not equal the number of processes, 1" in capsys.readouterr().err
     assert main(["resume", output, "--max-steps=2"]) == 0
     said = capsys.readouterr()
     assert "config.yaml has parallel.tensor 2, which does not fit 1 process" in said.err

@@ -234,13 +234,13 @@ def test_files_round_trip_and_peft_reads_them(tmp_path: Path, options: dict[str,
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
     adapter_files.save(adapt(llama(), targets="q_proj"), tmp_path, torch.bfloat16)
     config = adapter_files.read_config(tmp_path)
-    with pytest.raises(ModelError, match=r"does not fit the model: .* is \[3, 16\].*\[3, 32\]"):
+    with pytest.raises(ModelError, match=r"does not match the model: .* is \[3, 16\].*\[3, 32\]"):
         adapter_files.load_adapter(LlamaForCausalLM(LlamaConfig(
             vocab_size=40, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)), config,
             tmp_path, torch.float32)
-    with pytest.raises(ModelError, match="does not fit the model"):
+    with pytest.raises(ModelError, match="does not match the model"):
         adapter_files.load_adapter(gpt2(), config, tmp_path, torch.float32)
-    with pytest.raises(ModelError, match=r"cannot be merged|does not fit"):
+    with pytest.raises(ModelError, match=r"cannot be merged|does not match"):
         adapter_merge.merged(gpt2(), tmp_path)
 
 

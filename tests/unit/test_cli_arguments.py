@@ -20,7 +20,7 @@ def test_what_the_command_line_gives_is_not_given_twice(tmp_path: Path, flag: st
 
 
 @pytest.mark.parametrize(("given", "processes", "kept", "said"), [
-    ([], 1, [], "has parallel.tensor 2 and parallel.reduce_once true, which does not fit the number of processes, 1"),
+    ([], 1, [], "has parallel.tensor 2 and parallel.reduce_once true, which does not fit 1 process"),
     (["--parallel.tensor", "2"], 1, ["--parallel.reduce-once=true"], ""),
     (["--parallel.no-reduce-once"], 1, [], "has parallel.tensor 2, which"),
     ([], 4, ["--parallel.reduce-once=true", "--parallel.tensor=2"], "")])

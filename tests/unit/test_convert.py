@@ -232,7 +232,7 @@ def test_labeled_completions_to_imitate(tmp_path: Path) -> None:
     account = converted(LABELED, tmp_path / "a.jsonl", "single")
     assert [row["id"] for row in lines(tmp_path / "a.jsonl")] == ["0", "1"]
     assert "dropped: 2 undesirable" in said(account)
-    assert "row 3: undesirable: its label is false" in said(account)
+    assert "row 3: undesirable: label is false" in said(account)
     assert "not in the file (2): labels" in said(account)
     assert "left behind" not in said(account)
     with pytest.raises(DataError, match=r"^row 3: undesirable: .* \(--strict\)$"):
@@ -306,7 +306,7 @@ def test_renamed_columns(tmp_path: Path) -> None:
     account = converted(records, tmp_path / "a.jsonl", "single", columns="prompt=question,completion=answer")
     assert lines(tmp_path / "a.jsonl") == [{"prompt": "p", "completion": "a"}]
     assert "not in the file (1): column prompt, replaced" in said(account)
-    with pytest.raises(DataError, match=r"column 'quest' of --columns is in no row\. Columns found: prompt"):
+    with pytest.raises(DataError, match=r"column 'quest' of --columns not found in any row\. Columns found: prompt"):
         made(tmp_path, records, "single", columns="prompt=quest")
 
 

@@ -124,7 +124,7 @@ def test_a_number_that_another_process_has_now_is_no_owner(tmp_path: Path) -> No
 def test_a_lock_from_before_a_reboot_is_taken_over(tmp_path: Path) -> None:
     """Not one that has been renewed since this machine was booted: another machine has the same name then."""
     write(tmp_path, boot="another")
-    with pytest.raises(OutputLockedError, match="it cannot be seen whether that process still runs"), owned(tmp_path):
+    with pytest.raises(OutputLockedError, match="This machine cannot tell whether"), owned(tmp_path):
         pass
     be_silent(tmp_path, time.monotonic() + 1)
     with owned(tmp_path):
@@ -135,7 +135,7 @@ def test_another_namespace_of_this_machine_is_respected_until_it_is_silent(tmp_p
     """A container that shares the network has this machine's name and boot, and its process numbers are its own. One
     that is started again has its old name too."""
     write(tmp_path, pid=str(2**22 + 1), namespace="pid:[1]")
-    with pytest.raises(OutputLockedError, match="From here it cannot be seen whether that process still runs"), \
+    with pytest.raises(OutputLockedError, match="This machine cannot tell whether that process is still"), \
             owned(tmp_path):
         pass
     be_silent(tmp_path, 700)

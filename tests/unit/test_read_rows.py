@@ -55,7 +55,7 @@ def test_parts_have_formats_of_their_own(renderer: Renderer, tmp_path: Path) -> 
     three = put(tmp_path / "three.jsonl", [{"question": "p", "completion": "c", "label": False}])
     audit = read_rows(f"{one},{three}", renderer, "unpaired", options=FormatOptions(columns="prompt=question"))
     assert len(audit.rows) == 2
-    with pytest.raises(DataError, match=r"no row has the column 'quest' .* Found: prompt, completion, label, question"):
+    with pytest.raises(DataError, match=r"column 'quest' .* not found in any row.*: .*, question"):
         read_rows(f"{one},{three}", renderer, "unpaired", options=FormatOptions(columns="prompt=quest"))
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError, match=r"empty\.jsonl: no rows"):

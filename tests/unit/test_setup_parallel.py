@@ -23,7 +23,7 @@ def test_what_is_not_given_is_what_the_others_leave(options: dict[str, int], wor
     ({"replicate": 2, "shard": 2}, 8)])
 def test_sizes_that_do_not_come_out_are_named(options: dict[str, int], world: int) -> None:
     """X1: before anything is loaded."""
-    with pytest.raises(UsageError, match=f"is not the number of processes, {world}"):
+    with pytest.raises(UsageError, match=f"does not equal the number of processes, {world}"):
         ParallelOptions(**options).sizes(world)
 
 

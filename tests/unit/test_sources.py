@@ -87,7 +87,7 @@ def test_files_that_are_not_there_or_of_no_kind(write, tmp_path: Path) -> None:
     assert refused(tmp_path / "none.jsonl") == f"{tmp_path / 'none.jsonl'}: file not found"
     assert refused(tmp_path).startswith(f"{tmp_path}: no data file in this directory. Known: .jsonl, .ndjson, .json, ")
     said = refused(str(write("d.txt", "x")))
-    assert "unknown file type '.txt'" in said
+    assert "unsupported file type '.txt'" in said
     assert ".jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv" in said
     assert ".gz or .zst" in said
     assert refused("a.jsonl,,b.jsonl") == "a.jsonl,,b.jsonl: a name is missing between two commas"
@@ -119,7 +119,7 @@ def test_csv(write) -> None:
 def test_csv_faults(write) -> None:
     """H3: a line with an unquoted comma or quote is named, not shifted into the wrong columns."""
     assert refused(write("d.csv", "prompt,label\na,1\nb,c,1\n")) == (
-        "d.csv:3: more fields than in the header. Quote fields that contain the separator")
+        "d.csv:3: more fields than in the header. Quote fields that contain the separator.")
     assert refused(write("d.csv", 'prompt,label\n"a"b,1\n')).startswith("d.csv:2: not readable as CSV")
     assert refused(write("d.csv", b"prompt,label\na,1\ncaf\xe9,1\n")).startswith("d.csv:3: not UTF-8")
 
@@ -287,7 +287,7 @@ def test_several_files_and_weights(write, tmp_path: Path) -> None:
     assert shares["0.5"] == sorted(shares["0.5"]) == shares[".5"]
     assert set(shares["0.25"]) < set(shares["0.5"])
     assert shares["1.5"] == list(range(200)) + shares["0.5"]
-    assert refused(f"{a}:0") == f"{a}:0: a weight of 0 uses no rows. Remove this part"
+    assert refused(f"{a}:0") == f"{a}:0: a weight of 0 uses no rows. Remove this part."
     assert refused(f"{a},{tmp_path}/none.csv") == f"{tmp_path}/none.csv: file not found"
 
 
@@ -304,7 +304,7 @@ def test_names_with_commas_and_colons(write) -> None:
     assert len(list(read(str(write("a,b.jsonl", as_jsonl(ROWS)))))) == 2
     path = write("c.jsonl", as_jsonl(ROWS))
     odd = path.rename(path.with_name("c.jsonl:2"))
-    assert "unknown file type" in refused(str(odd))
+    assert "unsupported file type" in refused(str(odd))
 
 
 def test_places_of_files_that_share_a_name(write, tmp_path: Path) -> None:
@@ -342,6 +342,6 @@ def test_a_dataset_of_the_hub(write, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     assert refused("someone/some-data") == (
-        "someone/some-data: file not found, and the dataset could not be downloaded from the hub (ConnectionError: "
-        "no route). Check the name, log in, or download the files and give their directory")
+        "someone/some-data: file not found, and the dataset could not be downloaded from the Hub (ConnectionError: "
+        "no route). Check the name, log in, or download the files and give their directory.")
     assert refused("someone/data.jsonl") == "someone/data.jsonl: file not found"

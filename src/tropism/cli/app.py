@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = list(sys.argv[1:] if argv is None else argv)
     try:
         if follows_stop():
-            raise StoppedEarly("already stopped. torchrun started the processes again because it takes a stop for a "
-                               "failure (--max-restarts). Nothing was done. To resume, run torchrun again")
+            raise StoppedEarly("the run has already stopped. torchrun restarted the processes because it treats the "
+                               "stop as a failure (--max-restarts). Nothing was done. To resume, run torchrun again.")
         text = requested(tokens)
         if text is not None:
             return _show(text)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        _complain("interrupted; everything written so far is readable")
+        _complain("interrupted. Files written so far are readable.")
         return 1
 
 

@@ -43,7 +43,7 @@ def with_config(tokens: list[str]) -> list[str]:
             path = path if joined else tokens[position + 1]
             method, values = read_yaml(path, tokens[0])
             if method not in (None, tokens[0]):
-                raise UsageError(f"{path}: written for method {method}, not {tokens[0]}. Use tropism {method}")
+                raise UsageError(f"{path}: written for method {method}, not {tokens[0]}. Use `tropism {method}`.")
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
             return [tokens[0], *_spelled_out(_for_loss(values, rest, path), rest), *rest]
     return tokens
@@ -59,18 +59,18 @@ def _resumed(tokens: list[str]) -> list[str]:
         raise UsageError(f"{named}: cannot resume: directory not found")
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{named}: cannot resume: {run} has no config.yaml. If the run stopped before it wrote one, "
-                         "start it again with its own command")
+                         "start it again with its original command.")
     method, values = read_yaml(run / "config.yaml")
     if method is None:
         raise UsageError(f"{run / 'config.yaml'}: `method:` is missing")
     if objects := [name for name, value in values.items() if isinstance(value, str)
                    and ("given in Python" in value or value == "batches of a dataloader")]:
         raise UsageError(f"{named}: cannot resume here: the run was started in Python with objects for "
-                         f"{', '.join(objects)}. Resume it there with resume='auto'")
+                         f"{', '.join(objects)}. Resume it there with resume='auto'.")
     rest = tokens[1:]
     values = {name: value for name, value in values.items() if name not in ("output", "resume", "fall_back")}
     if any(token.partition("=")[0] in ("--output", "--resume") for token in rest):
-        raise UsageError("tropism resume continues in the directory of the run. Remove --output and --resume")
+        raise UsageError("tropism resume continues in the directory of the run. Remove --output and --resume.")
     values = _for_processes(values, rest, run / "config.yaml")
     return [method, *_spelled_out(values, rest), *rest, f"--output={run}", f"--resume={named}"]
 
@@ -90,7 +90,8 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     left_out = [f"{group}{name}" for name in unusable_sizes(recorded, sizes, count)]
     if left_out:
         said = " and ".join(f"{name} {_spell(values[name])}" for name in left_out)
-        _note(f"{path} has {said}, which does not fit {count_of(count, 'process', 'processes')}. Resuming without")
+        _note(f"{path} has {said}, which does not fit {count_of(count, 'process', 'processes')}. Resuming "
+              f"without {'it' if len(left_out) == 1 else 'them'}.")
     return {name: value for name, value in values.items() if name not in left_out}
 
 

@@ -203,7 +203,7 @@ def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None 
                          base=base)
     except KeyboardInterrupt:
         complete = (to / "export.json").is_file()
-        raise TropismError(f"interrupted; {to} is " + ("complete" if complete else "unchanged, nothing was written"),
+        raise TropismError(f"interrupted. {to} is " + ("complete" if complete else "unchanged"),
                            ) from None
     return 0
 

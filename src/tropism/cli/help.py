@@ -81,7 +81,7 @@ def _add_options(command: Command, groups: dict[str, list[Row]], everything: boo
         shown = [option for option in described if option.heading == heading and (everything or option.everyday)]
         for option in shown:
             text = option.text if everything else option.text.partition(". ")[0].removesuffix(".") + "."
-            if everything and option.choices and option.values not in ("", "|".join(option.choices)):
+            if everything and len(option.choices) > 1 and option.values not in ("", "|".join(option.choices)):
                 text += f" One of {', '.join(option.choices)}."
             left = f"{option.switch} {option.values}".rstrip()
             groups.setdefault(heading, []).append((left, _text(text, "" if option.default == "false" else

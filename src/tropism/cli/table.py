@@ -77,7 +77,7 @@ COMMANDS: dict[str, Command] = {
     "kto": _method("kto", "Train on completions labeled desirable or undesirable.", "KTOOptions",
                    "feedback.jsonl"),
     "dpo": _method("dpo", "Train on pairs of a chosen and a rejected completion.", "DPOOptions", "pairs.jsonl"),
-    "sft": _method("sft", "Train on completions to imitate.", "SFTOptions", "texts.jsonl"),
+    "sft": _method("sft", "Fine-tune on completions to imitate.", "SFTOptions", "texts.jsonl"),
     "kd": _method("kd", "Distill a teacher model into a student.", "KDOptions", "texts.jsonl",
                   "--teacher Qwen/Qwen3-8B "),
     "train": Command(
@@ -112,14 +112,14 @@ COMMANDS: dict[str, Command] = {
         (Argument("MODEL", _MODEL, required=True), Argument("--json FILE", _JSON)), "ScoringOptions",
         "Reports accuracy or AUC, margins, log-probs, perplexity and KL."),
     "score": Command(
-        "Results", "Write the log-probs of every row under a model to a file.",
+        "Results", "Write the log-probs of each row under a model to a file.",
         ("tropism score runs/first --data feedback.jsonl --output scores.parquet",
          "tropism score runs/first --data pairs.jsonl --reference Qwen/Qwen3-0.6B --output scores.jsonl"),
         (Argument("MODEL", _MODEL, required=True),
-         Argument("--output FILE", "File to write, which must not exist: .jsonl or .parquet.", required=True),
+         Argument("--output FILE", "New file to write: .jsonl or .parquet.", required=True),
          Argument("--keep-columns", "Copy the other fields of the rows.")), "ScoringOptions"),
     "export": Command(
-        "Results", "Write the result of a run as a model directory.",
+        "Results", "Export the result of a run as a model directory.",
         ("tropism export runs/first --to models/first", "tropism export runs/lora --to models/merged --merge"),
         (Argument("RUN", "Run directory.", required=True),
          Argument("--to DIR", "Directory to write, empty or absent.", required=True),
@@ -129,18 +129,18 @@ COMMANDS: dict[str, Command] = {
                   default="the result"),
          Argument("--max-shard-size SIZE", "Maximum size of a weight file, such as 5GB.", default="50GB"),
          Argument("--base DIR", "Base model of the adapter, if it has moved since the run.")),
-        note="`--checkpoint` writes a checkpoint instead. Adds a model card. The run is not changed."),
+        note="`--checkpoint` exports a checkpoint instead. Adds a model card. Leaves the run unchanged."),
     "verify": Command(
         "Results", "Check that a run is intact and reproducible on this machine.",
         ("tropism verify runs/first", "tropism verify runs/first --json findings.json"),
         (Argument("RUN", "Run directory.", required=True), Argument("--json FILE", _JSON)),
-        note="Exits with code 0 if it is, else 1."),
+        note="Exits with code 0 if so, 1 otherwise."),
     "demo": Command(
-        "Other", "Train a small model on sample feedback, and show what changed.", ("tropism demo",),
+        "Other", "Train a small model on sample feedback and show what changed.", ("tropism demo",),
         (Argument("--output DIR", "Run directory.", default="demo-run, or the next free name"),)),
-    "store list": Command("Other", "List what the cache holds.", ("tropism store list",), (_STORE,)),
+    "store list": Command("Other", "List the contents of the cache.", ("tropism store list",), (_STORE,)),
     "store clean": Command(
         "Other", "Delete cached scores and rendered rows.", ("tropism store clean", "tropism store clean 3f2a"),
-        (Argument("FINGERPRINT", "First characters of the fingerprint of scores to delete.", default="all"), _STORE),
-        note="They are computed again when a run needs them."),
+        (Argument("FINGERPRINT", "Leading characters of the fingerprint of scores to delete.", default="all"), _STORE),
+        note="They are recomputed when a run needs them."),
 }

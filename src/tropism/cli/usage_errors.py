@@ -23,7 +23,7 @@ def explain_error(error: CycloptsError, tokens: list[str]) -> str:
         return _unknown(str(error.token.keyword or error.token.value).split("=")[0], name)
     if isinstance(error, cyclopts.MissingArgumentError):
         typed = error.keyword or (error.argument.name if error.argument is not None else "")
-        return f"{typed} needs a value" if typed in tokens else _missing(tokens, name, typed)
+        return (_group(typed, name) or f"{typed} needs a value") if typed in tokens else _missing(tokens, name, typed)
     problems: list[Any] = getattr(error.__cause__, "errors", list)()
     if isinstance(error, cyclopts.ValidationError) and problems:
         if problems[0]["type"] == "missing":
@@ -31,7 +31,7 @@ def explain_error(error: CycloptsError, tokens: list[str]) -> str:
         place = config.place_of(problems[0], [option.name for option in _options_of(name)])
         return _group(f"--{place}", name) or f"--{place.replace('_', '-')}: {config.explain(problems[0])}"
     if isinstance(error, cyclopts.UnusedCliTokensError):
-        return f"unexpected argument {(error.unused_tokens or [''])[0]}. See `tropism {name} --help`"
+        return f"unexpected argument {(error.unused_tokens or [''])[0]}. See `tropism {name} --help`."
     return " ".join(str(error).split())
 
 

@@ -16,7 +16,7 @@ def check_new(path: Path) -> None:
         OutputError: if it cannot be written.
     """
     if path.exists() or path.is_symlink():
-        raise UsageError(f"{path} already exists and was not changed. Choose another name, or remove the file")
+        raise UsageError(f"{path} already exists and was not changed. Choose another name, or remove the file.")
     check_writable(path.parent, path)
 
 

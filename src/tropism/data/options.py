@@ -16,9 +16,9 @@ class HeldOutOptions(FormatOptions):
     heading: ClassVar[str] = "Evaluation"
 
     eval_data: Everyday[str | None] = None
-    """Evaluation data: files, a directory, or a dataset on the Hub. Excludes `--eval-fraction`."""
+    """Evaluation data: files, a directory, or a dataset on the Hub. Cannot be combined with `--eval-fraction`."""
     eval_fraction: Everyday[float] = Field(0.0, ge=0.0, lt=1.0)
-    """Share of prompts to hold out for evaluation, at least one. All rows of a prompt are on the same side."""
+    """Share of prompts to hold out for evaluation (at least one prompt). Never splits the rows of a prompt."""
 
 
 class DataOptions(HeldOutOptions, TemplateOptions, LengthOptions):
@@ -28,16 +28,16 @@ class DataOptions(HeldOutOptions, TemplateOptions, LengthOptions):
 
     data: str
     """Training data: files, a directory, or a dataset on the Hub. Separate several with commas. Reads JSON, JSONL,
-    Parquet, Arrow, CSV and TSV, also compressed as .gz and .zst. A suffix `:2` uses a source twice, `:0.5` half of
-    it."""
+    Parquet, Arrow, CSV and TSV, optionally compressed (.gz, .zst). The suffix `:2` uses a source twice, `:0.5`
+    half of it."""
     shuffle: bool = True
-    """Shuffle rows anew in every epoch. false keeps the order of the file."""
+    """Reshuffle rows in every epoch. false keeps the order of the file."""
     group_prompts: bool = False
     """Shuffle prompts instead of rows. All rows of a prompt are then in the same optimizer step."""
     strict: bool = False
     """Stop at the first row that would be dropped. Otherwise the run drops the row and reports it."""
     streaming: bool = False
-    """Read only as many rows as `--max-steps` needs, from the start of the data. For data larger than a run."""
+    """Read only as many rows as `--max-steps` needs, from the start of the data. Meant for large data."""
     workers: int | None = Field(None, ge=0)
-    """Processes that render the rows of large data. 0 renders in the training process. The result does not depend on
-    it. Default: one per CPU, at most 8."""
+    """Number of processes that render the rows of large data. 0 renders in the training process. The result does not
+    depend on it. Default: one per CPU, at most 8."""

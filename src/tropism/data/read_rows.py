@@ -139,7 +139,7 @@ def _open(source: DataSource, options: FormatOptions, most: int | None = None) -
     for column in options.renames:
         if not any(column in part.columns for part in parts):
             found = dict.fromkeys(key for part in parts for key in part.columns)
-            raise DataError(f"{parts[0].name}: no row has the column '{column}' that --columns renames. Found: "
+            raise DataError(f"{parts[0].name}: column '{column}' of --columns not found in any row. Columns found: "
                             f"{', '.join(found) or 'none'}")
     return parts
 
@@ -219,4 +219,4 @@ def check_embedding(rows: Sequence[EncodedRow], embedding_rows: int, spell: Any)
             if len(ids) and int(ids.max()) >= embedding_rows:
                 bad = int(ids.max())
                 raise DataError(f"{row.place}: token {spell(bad)!r} has id {bad}, but the model embeds only "
-                                f"{embedding_rows} tokens. Use the model's own tokenizer")
+                                f"{embedding_rows} tokens. Use the model's own tokenizer.")

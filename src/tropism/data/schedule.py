@@ -89,10 +89,10 @@ class Schedule:
             return
         if self.batch_size < 2:
             raise UsageError("--batch-size 1 is too small: KTO needs completions of two prompts in each step. Set "
-                             "--batch-size to 2 or more")
+                             "--batch-size to 2 or more.")
         if len(set(self.prompts)) < 2:
             raise UsageError(f"all {len(self.prompts)} rows have the same prompt: KTO needs completions of another "
-                             "prompt for its reference point. Add rows with other prompts")
+                             "prompt for its reference point. Add rows with other prompts.")
 
     @cached_property
     def _epochs(self) -> dict[int, list[list[int]]]:

@@ -22,7 +22,7 @@ def split_by_prompt(rows: Sequence[EncodedRow], fraction: float) -> tuple[Sequen
     keys = rows.split_keys() if isinstance(rows, RowTable) else [row.split_key for row in rows]
     ranks = {key: hashlib.blake2b(key, digest_size=16).digest() for key in set(keys)}
     if len(ranks) < 2:
-        raise UsageError("--eval-fraction: all rows have the same prompt, so none can be held out. Use --eval-data")
+        raise UsageError("--eval-fraction: all rows have the same prompt, so none can be held out. Use --eval-data.")
     count = min(max(math.ceil(fraction * len(ranks)), 1), len(ranks) - 1)
     held_out = set(sorted(ranks, key=lambda key: ranks[key])[:count])
     side = np.fromiter((key in held_out for key in keys), dtype=np.bool_, count=len(keys))

@@ -64,5 +64,5 @@ def _ask(store: Store, rank: int, end: float) -> str:
 
 def _pause(end: float, who: str) -> None:
     if time.monotonic() > end:
-        raise TropismError(f"{who} not joined the process group in time. See the log of torchrun for the reason")
+        raise TropismError(f"{who} not joined the process group in time. See the log of torchrun for the reason.")
     time.sleep(_PAUSE_S)

@@ -41,7 +41,7 @@ def divide(module: Any, plan: Mapping[str, str], mesh: Mesh) -> list[str]:
     size, name = mesh.size("tensor"), type(module).__name__
     config = module.config.get_text_config()
     if not plan:
-        raise ModelError(f"{name}: transformers has no tensor-parallel plan for this model. Remove --parallel.tensor")
+        raise ModelError(f"{name}: transformers has no tensor-parallel plan for this model. Remove --parallel.tensor.")
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None) or size
         if heads % size:
@@ -63,7 +63,7 @@ def divide(module: Any, plan: Mapping[str, str], mesh: Mesh) -> list[str]:
     if unserved:
         style, path = next(iter(unserved.items()))
         raise ModelError(f"{name}: tensor parallelism does not support {path} (style {style!r} in its plan). Remove "
-                         "--parallel.tensor")
+                         "--parallel.tensor.")
     _divide_vocabulary(module, axis)
     return summed
 
@@ -73,7 +73,7 @@ def _divide_vocabulary(module: Any, axis: Any) -> None:
     tied = head.weight is embedding.weight
     if not isinstance(embedding, nn.Embedding):
         raise ModelError(f"{type(module).__name__}: tensor parallelism does not support its embedding. Remove "
-                         "--parallel.tensor")
+                         "--parallel.tensor.")
     parallelize_module(embedding, axis, RowwiseParallel(input_layouts=Replicate()))
     parallelize_module(head, axis, ColwiseParallel(output_layouts=Replicate()))
     if tied:

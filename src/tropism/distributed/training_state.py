@@ -186,7 +186,7 @@ def check_plain(value: Any, what: str) -> None:
             check_plain(entry, what)
         return
     raise UsageError(f"{what} holds a {type(value).__name__}, which a checkpoint cannot store. Use numbers, text, "
-                     "lists and dictionaries")
+                     "lists and dictionaries.")
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, world: World | None = None) -> None:
@@ -218,7 +218,7 @@ def _check_seen(path: Path) -> None:
     present = set(os.listdir(path))
     if missing := named - present:
         raise OSError(errno.ENOENT, f"{len(missing)} of {len(named)} files written by other processes are not visible "
-                                    "to the main process. Use a directory on a disk that all machines share")
+                                    "to the main process. Use a directory on a disk that all machines share.")
 
 
 def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> None:

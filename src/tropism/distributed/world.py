@@ -270,13 +270,13 @@ def processes() -> int:
     named = os.environ.get("WORLD_SIZE", "1")
     if not named.isdecimal() or named == "0":
         raise UsageError(f"WORLD_SIZE={named!r} in the environment is not a number of processes. Start with torchrun, "
-                         "which sets it, or unset it to run a single process")
+                         "which sets it, or unset it to run a single process.")
     lacking = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if int(named) > 1 and lacking and not dist.is_initialized():
         raise UsageError(f"WORLD_SIZE is {named} in the environment, but {' and '.join(lacking)} "
                          f"{'are' if len(lacking) > 1 else 'is'} not set. Start the processes with torchrun "
                          f"(torchrun --nproc-per-node {named} -m tropism ...), or unset WORLD_SIZE to run a single "
-                         "process")
+                         "process.")
     return int(named)
 
 

@@ -28,7 +28,7 @@ def sigmoid(
     Args:
         chosen: `[P]` the preferred completion of each pair.
         rejected: `[P]` the other one, of the same prompt.
-        beta: strength of the tie to the reference, per nat; > 0.
+        beta: strength of the constraint to the reference, per nat; > 0.
         label_smoothing: assumed share of flipped labels, 0 <= e < 0.5.
         link: f-divergence of the tie.
 
@@ -49,7 +49,7 @@ def robust(
     Args:
         chosen: `[P]` the preferred completion of each pair.
         rejected: `[P]` the other one.
-        beta: strength of the tie to the reference, per nat; > 0.
+        beta: strength of the constraint to the reference, per nat; > 0.
         label_smoothing: true share e of flipped labels, 0 <= e < 0.5.
         link: f-divergence of the tie.
 
@@ -120,7 +120,7 @@ def sigmoid_norm(chosen: Scored, rejected: Scored, *, beta: float, link: Link = 
     Args:
         chosen: `[P]` the preferred completion of each pair.
         rejected: `[P]` the other one.
-        beta: strength of the tie to the reference, tokens per nat; the paper uses 5.
+        beta: strength of the constraint to the reference, tokens per nat; the paper uses 5.
         link: f-divergence of the tie, applied to the sum before the division.
 
     Returns:
@@ -140,7 +140,7 @@ def exo_pair(
     Args:
         chosen: `[P]` the preferred completion of each pair.
         rejected: `[P]` the other one.
-        beta: strength of the tie to the reference, per nat; > 0.
+        beta: strength of the constraint to the reference, per nat; > 0.
         label_smoothing: e, 0 < e < 0.5; at 0 the loss would be infinite.
         link: f-divergence of the tie.
 
@@ -164,7 +164,7 @@ def discopop(
     Args:
         chosen: `[P]` the preferred completion of each pair.
         rejected: `[P]` the other one.
-        beta: strength of the tie to the reference, per nat; > 0.
+        beta: strength of the constraint to the reference, per nat; > 0.
         discopop_tau: temperature of the blend, > 0; the paper uses 0.05.
         link: f-divergence of the tie.
 

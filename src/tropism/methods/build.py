@@ -35,19 +35,19 @@ def check_options(view: View, options: Mapping[str, Any]) -> None:
     taken = {name for row in rows for name in row.options}
     for name in OPTIONS:
         if options.get(name) is not None and name not in taken:
-            raise UsageError(f"{_flag(name)} has no effect on --loss {names}. Remove one of them")
+            raise UsageError(f"{_flag(name)} has no effect on --loss {names}. Remove one of them.")
     preferences = [row for row in rows if row.reward is not None]
     if view != "single" and not preferences:
-        raise UsageError(f"--loss {names} uses no preferences. Use `tropism sft`, or add a preference loss")
+        raise UsageError(f"--loss {names} uses no preferences. Use `tropism sft`, or add a preference loss.")
     link = options.get("f_divergence")
     without = [row.name for row in preferences if "f_divergence" not in row.options]
     if link not in (None, "reverse_kl") and without:
-        raise UsageError(f"--f-divergence {link} is not defined for --loss {without[0]}. Remove one of them")
+        raise UsageError(f"--f-divergence {link} is not defined for --loss {without[0]}. Remove one of them.")
     if options.get("f_alpha") is not None and link != "alpha":
-        raise UsageError(f"--f-alpha has no effect on --f-divergence {link or 'reverse_kl'}. Set --f-divergence alpha")
+        raise UsageError(f"--f-alpha has no effect on --f-divergence {link or 'reverse_kl'}. Set --f-divergence alpha.")
     if any(row.name == "exo_pair" for row in rows) and options.get("label_smoothing") == 0:
         raise UsageError("--label-smoothing 0 is invalid for --loss exo_pair, whose divergence is then infinite. Set "
-                         "it above 0")
+                         "it above 0.")
     reference_free = [row.name for row in preferences if not row.needs_reference]
     if reference_free and len(reference_free) == len(preferences) and options.get("reference") is not None:
         raise UsageError(f"--reference has no effect on --loss {names}, which uses no reference model")
@@ -66,10 +66,10 @@ def _check_teacher(options: Mapping[str, Any]) -> None:
                 raise UsageError(f"{_flag(name)} has no effect without --teacher")
         return
     if options.get("temperature_scaling") is False and options.get("temperature") in (None, 1.0):
-        raise UsageError("--temperature-scaling has no effect on --temperature 1. Remove one of them")
+        raise UsageError("--temperature-scaling has no effect on --temperature 1. Remove one of them.")
     divergence = options.get("divergence") or "forward_kl"
     if options.get("divergence_mix") is not None and divergence not in ("js", "skew"):
-        raise UsageError(f"--divergence-mix has no effect on --divergence {divergence}. It applies to js and skew")
+        raise UsageError(f"--divergence-mix has no effect on --divergence {divergence}. It applies to js and skew.")
 
 
 def _flag(name: str) -> str:
@@ -88,7 +88,7 @@ def rows_of_losses(view: View, names: str) -> list[LossRow]:
         if name not in known:
             raise UsageError(f"{name!r} is not a known loss. {did_you_mean(name, known)}")
         if known[name] in rows:
-            raise UsageError(f"{name} is named twice. Set its weight with --loss-weights instead")
+            raise UsageError(f"{name} is named twice. Set its weight with --loss-weights instead.")
         rows.append(known[name])
     return rows
 

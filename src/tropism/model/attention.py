@@ -89,9 +89,9 @@ def tree_attention(
     """
     unknown = sorted(name for name, given in rest.items() if given is not None and name not in _HARMLESS)
     if unknown or dropout:
-        raise ModelError(f"tree attention does not support {', '.join(unknown) or 'dropout'}. Use --layout padded")
+        raise ModelError(f"tree attention does not support {', '.join(unknown) or 'dropout'}. Use --layout padded.")
     if tree is None:
-        raise ModelError("tree attention was called without a tree. Wrap the call in `attention(...)`")
+        raise ModelError("tree attention was called without a tree. Wrap the call in `attention(...)`.")
     segments = tree.segments
     # Under autocast, rotary embeddings and norms make queries and keys float32, while values are bfloat16.
     query, key = query.to(value.dtype), key.to(value.dtype)

@@ -37,7 +37,7 @@ def check_rope(config: Any, max_length: int) -> None:
             safe = kind.get("original_max_position_embeddings") or text.max_position_embeddings
             if max_length > safe:
                 raise ModelError(f"rope type '{kind['rope_type']}' changes its frequencies beyond {safe} tokens, so "
-                                 f"results would depend on packing. Use --max-length {safe} or less")
+                                 f"results would depend on packing. Use --max-length {safe} or less.")
 
 
 def dropout_of(config: Any) -> dict[str, float]:

@@ -130,4 +130,4 @@ def _need_gguf(source: ModelSource) -> None:
             import gguf  # noqa: F401
         except ImportError:
             raise ModelError("reading a GGUF file needs the package gguf. Install it with "
-                             "`pip install 'tropism[gguf]'`") from None
+                             "`pip install 'tropism[gguf]'`.") from None

@@ -124,7 +124,7 @@ def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:
         for other in found[1:]:
             if not torch.equal(part, part_of(other, weight, region)):
                 raise ModelError(f"{files[other]}: {found[0]} and {other} differ, but the model's config ties them. "
-                                 "Set tie_word_embeddings to false in the config")
+                                 "Set tie_word_embeddings to false in the config.")
         return part
 
     return read

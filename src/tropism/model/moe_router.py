@@ -38,7 +38,7 @@ class RouterLogits:
         found = getattr(output, "router_logits", None)
         if not found:
             raise ModelError(f"{OPTION}: the model has experts, but transformers returns no router logits for it. "
-                             f"Remove {OPTION}")
+                             f"Remove {OPTION}.")
         self.logits = tuple(layer.flatten(0, -2) for layer in found)
 
 
@@ -85,7 +85,7 @@ def check_option(weight: float, config: Any) -> None:
     if missing:
         name = (getattr(config, "architectures", None) or [config.model_type])[0]
         raise UsageError(f"{OPTION} {weight:g}: {name} is not a mixture of experts with this loss: its config has no "
-                         f"{missing}. Remove {OPTION}")
+                         f"{missing}. Remove {OPTION}.")
 
 
 def coefficient_of(config: Any) -> float | None:

@@ -35,20 +35,20 @@ class LoraOptions(Options):
     """Scale of the adapter. Its output is multiplied by alpha / rank, or with `--lora.rslora` by alpha / sqrt(rank).
     Default: 2 x rank."""
     targets: str | None = None
-    """Modules that get an adapter: ends of their names, comma-separated, such as q_proj,v_proj. Default: every linear
+    """Modules that get an adapter: name suffixes, comma-separated, such as q_proj,v_proj. Default: every linear
     layer except the head."""
     dora: bool = False
     """Train weight-decomposed adapters (DoRA, arXiv:2402.09353)."""
     rslora: bool = False
     """Use rank-stabilized scaling (rsLoRA, arXiv:2312.03732)."""
     adapter: str | None = None
-    """Adapter to continue training. It brings its own rank and targets. The reference is the model with this adapter
+    """Adapter to continue training. Its rank and targets are kept. The reference is the model with this adapter
     before step 1."""
     modules_to_save: str | None = None
-    """Modules to train in full and save with the adapter: ends of their names, comma-separated, such as
+    """Modules to train in full and save with the adapter: name suffixes, comma-separated, such as
     embed_tokens,lm_head."""
     quantize: Everyday[Literal["nf4", "int8"] | None] = None
-    """Hold the frozen weights in 4 bits (nf4) or 8 bits (int8). Requires bitsandbytes and a single process (QLoRA,
+    """Quantize the frozen weights to 4 bits (nf4) or 8 bits (int8). Requires bitsandbytes and a single process (QLoRA,
     arXiv:2305.14314)."""
 
     @property
@@ -63,7 +63,7 @@ class LoraOptions(Options):
         if isinstance(value, list | tuple):
             value = ",".join(str(entry).strip() for entry in value)
         if isinstance(value, str) and not value.replace(",", " ").strip():
-            raise ValueError("no module is named. Omit the option for the default")
+            raise ValueError("no module is named. Omit the option to use the default.")
         return None if value == "all-linear" else value
 
     @model_validator(mode="after")
@@ -72,7 +72,7 @@ class LoraOptions(Options):
         given = [f"--lora.{name.replace('_', '-')}" for name in ("rank", "alpha", "targets", "dora", "rslora",
                  "modules_to_save") if getattr(self, name) not in (None, False)]
         if given and self.adapter is not None:
-            raise UsageError(f"{given[0]} has no effect with --lora.adapter, which brings its own")
+            raise UsageError(f"{given[0]} has no effect with --lora.adapter, which has its own")
         if given and not self.wanted:  # quantize alone may go with an adapter as the model
             raise UsageError(f"{given[0]} has no effect without --lora.rank")
         return self

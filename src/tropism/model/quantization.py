@@ -26,7 +26,7 @@ def check_installed() -> None:
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError("--lora.quantize needs the package bitsandbytes. Install it with "
-                         "`pip install 'tropism[quant]'`")
+                         "`pip install 'tropism[quant]'`.")
 
 
 def loader_arguments(kind: Quantization, device: torch.device, plain: Iterable[str]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def make_exact(model: Any) -> Any:
     layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layers that bitsandbytes can quantize. Remove "
-                         "--lora.quantize")
+                         "--lora.quantize.")
     made: dict[type, type] = {}
     for layer in layers:
         own = type(layer)

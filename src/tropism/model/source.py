@@ -60,7 +60,7 @@ class ModelSource:
                 raise ModelError(f"{name}: config.json not found in this directory{hint}")
             return cls(str(path.resolve()))
         if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name:
-            raise ModelError(f"{name}: directory not found, and not a valid hub id (owner/name)")
+            raise ModelError(f"{name}: directory not found, and not a valid Hub id (owner/name)")
         if path.parent.is_dir():
             _warn_missing(name)
         return cls(name)
@@ -120,4 +120,4 @@ def _warn_missing(name: str) -> None:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
     voice = Voice(loud=os.environ.get("RANK", "0") == "0")
-    voice.warn(f"{name}: directory not found in {Path(name).parent}; looking for it on the hub")
+    voice.warn(f"{name}: directory not found in {Path(name).parent}; looking for it on the Hub")

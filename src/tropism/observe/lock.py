@@ -225,7 +225,7 @@ def _guard(path: Path) -> Iterator[bool]:
         begun.touch()
     except Timeout as error:
         raise OutputLockedError(f"{path.parent}: another process has been taking the lock for {_GUARD_S:.0f} seconds. "
-                                "Try again, or choose another directory with --output") from error
+                                "Try again, or choose another directory with --output.") from error
     except OSError:  # the lock itself is written next, and tells what is wrong with the disk
         pass
     try:
@@ -259,7 +259,7 @@ def _clear(path: Path, lease: SoftFileLease, interrupted: bool, say: Callable[[s
         raise OutputError.because(path, error, what="the lock of a process that is gone cannot be removed") from error
     if owner is not None:
         why = "is no longer running" if owner.visible else f"has sent no heartbeat for {silent_s / 60:.0f} minutes"
-        say(f"{path.parent}: was in use by {owner}, which {why}. This run takes over")
+        say(f"{path.parent}: was in use by {owner}, which {why}. This run takes over.")
 
 
 def _sign(path: Path) -> None:
@@ -285,9 +285,10 @@ def _refusal(path: Path, owner: Owner | None) -> str:
                 f"{path}")
     if owner.visible:
         return (f"{path.parent}: is in use by {owner}. Wait for it to finish, stop it, or choose another directory "
-                "with --output")
-    return (f"{path.parent}: is in use by {owner}. From here it cannot be seen whether that process still runs. If it "
-            f"does not, delete {path}, or wait: the lock expires {_SILENT_S / 60:.0f} minutes after its last heartbeat")
+                "with --output.")
+    return (f"{path.parent}: is in use by {owner}. This machine cannot tell whether that process is still "
+            f"running. If it is not, delete {path}, or wait: the lock expires {_SILENT_S / 60:.0f} minutes after its "
+            "last heartbeat.")
 
 
 def _boot() -> str:

@@ -48,7 +48,7 @@ def check(names: Sequence[str]) -> None:
             raise
         except Exception as error:
             raise UsageError(f"tracker '{name}' cannot be loaded: {_reason(error)}. Reinstall its package, or remove "
-                             "it from --track") from error
+                             "it from --track.") from error
 
 
 class Trackers:
@@ -100,7 +100,7 @@ class Trackers:
         except Exception as error:
             self._running.pop(name, None)
             self._warn(f"tracker '{name}' {what}: {_reason(error)}. It is disabled. Training continues, and "
-                       "metrics.jsonl is complete")
+                       "metrics.jsonl is complete.")
 
 
 def _clean(names: Iterable[str]) -> list[str]:

@@ -50,7 +50,7 @@ class Interval:
             return cls(float(found[1]), "epochs")
         if seconds := seconds_of(text):
             return cls(seconds, "seconds")
-        raise ValueError(f"{value!r} is not a valid interval. Use {FORMS}")
+        raise ValueError(f"{value!r} is not a valid interval. Use {FORMS}.")
 
 
 class Due:

@@ -46,8 +46,8 @@ class ReferenceOptions(StoreOptions):
     """Reference model, or `live`. A model is a directory, Hub id or GGUF file; `live` keeps a copy of the initial
     policy in memory instead of storing its scores. Default: the policy before step 1."""
     allow_reference_mismatch: bool = False
-    """Train even if policy and default reference differ before step 1. Without it a difference beyond rounding stops
-    the run, because the two are the same model."""
+    """Train even if policy and default reference differ before step 1. Otherwise a difference beyond rounding stops
+    the run, since the two should be the same model."""
 
 
 class TeacherOptions(StoreOptions):
@@ -67,10 +67,10 @@ class TeacherOptions(StoreOptions):
     temperature: float | None = Field(None, gt=0.0)
     """Softmax temperature T of teacher and student. Default: 1."""
     temperature_scaling: bool | None = None
-    """Multiply the divergence by T^2, which keeps the size of its gradient. Default: true."""
+    """Multiply the divergence by T^2, which preserves the scale of its gradient. Default: true."""
     top_k: int | None = Field(None, ge=1)
-    """Store the teacher's k most likely tokens instead of keeping it in memory. The probability mass of the other
-    tokens is stored too. Default: the teacher in memory, exact."""
+    """Store the teacher's k most likely tokens instead of keeping the teacher in memory. The probability mass of the
+    other tokens is stored too. Default: exact, with the teacher in memory."""
 
 
 class ParallelOptions(Options):
@@ -83,10 +83,10 @@ class ParallelOptions(Options):
     state; 1 keeps a full copy in each process. Default: all."""
     replicate: int | None = Field(None, ge=1)
     """Copies of the sharded model (HSDP). Gradients are summed across copies once per optimizer step. Default: 1, or
-    as many as a given `--parallel.shard` leaves."""
+    with `--parallel.shard` as many as use all processes."""
     tensor: int = Field(1, ge=1)
-    """Processes that compute each layer together (tensor parallel). Uses the model's own plan, and must divide its
-    heads and its vocabulary."""
+    """Processes that compute each layer together (tensor parallel). Uses the model's own plan. Must divide the
+    number of heads and the vocabulary size."""
     offload: bool = False
     """Keep weights, gradients and optimizer state in host memory. Each layer is moved to the GPU when it is
     needed."""
@@ -103,9 +103,9 @@ class ParallelOptions(Options):
         replicate = self.replicate or (max(1, world // (self.shard * self.tensor)) if self.shard else 1)
         shard = self.shard or max(1, world // (replicate * self.tensor))
         if replicate * shard * self.tensor != world:
-            more = ". Start more with torchrun" if world == 1 else ""
+            more = ". Start more with torchrun." if world == 1 else ""
             raise UsageError(f"--parallel.shard {shard} x --parallel.replicate {replicate} x --parallel.tensor "
-                             f"{self.tensor} is not the number of processes, {world}{more}")
+                             f"{self.tensor} does not equal the number of processes, {world}{more}")
         return replicate, shard, self.tensor
 
 
@@ -129,7 +129,7 @@ class OptimizationOptions(Options):
     """Rows per optimizer step, over all processes. A row is a labeled completion (`kto`, where the loss `kto` needs at
     least 2), a pair (`dpo`) or a completion (`sft`, `kd`)."""
     epochs: Everyday[int] = Field(1, ge=1)
-    """Passes over the data."""
+    """Number of passes over the data."""
     max_steps: Everyday[int | None] = Field(None, ge=1)
     """Number of optimizer steps; overrides `--epochs`. The data is repeated as often as needed."""
     learning_rate: Everyday[float] = Field(1e-6, ge=0.0)
@@ -143,15 +143,15 @@ class OptimizationOptions(Options):
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """AdamW with betas 0.9 and 0.999 and eps 1e-8, or plain SGD."""
     weight_decay: float = Field(0.0, ge=0.0)
-    """Weight decay on matrices, not on norms and biases. Decoupled in AdamW."""
+    """Weight decay of matrices. Norms and biases are not decayed. AdamW decouples it from the gradient."""
     max_grad_norm: float = Field(1.0, ge=0.0)
     """Maximum global norm of the gradient; larger gradients are clipped. 0 turns clipping off."""
     router_aux_weight: float = Field(0.0, ge=0.0)
     """Weight of the load-balancing loss, for mixture-of-experts models. Computed over the tokens of the whole
-    optimizer step (Switch Transformer, arXiv:2101.03961, as transformers has it for Mixtral and Qwen-MoE)."""
+    optimizer step (Switch Transformer, arXiv:2101.03961, as in transformers for Mixtral and Qwen-MoE)."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Response to a loss, log-prob or gradient that is not finite: stop the run or skip the step. The update is
-    applied in neither case. Ten skipped steps in a row stop the run."""
+    """Action on a non-finite loss, log-prob or gradient: stop the run or skip the step. The update is not applied in
+    either case. Ten skipped steps in a row stop the run."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Random seed for row order and adapter initialization."""
     precision: Everyday[Literal["auto", "fp32", "bf16", "fp64"]] = "auto"
@@ -161,10 +161,10 @@ class OptimizationOptions(Options):
     """Batch layout: `tree` computes each prompt once, `padded` once per completion. `auto` uses the tree if a
     comparison at startup shows that it is exact for the model."""
     microbatch_tokens: Everyday[int | None] = Field(None, ge=1)
-    """Maximum tokens of a forward and backward pass. Lower it if memory runs out. The result does not depend on
+    """Maximum tokens in a forward and backward pass. Lower it if memory runs out. The result does not depend on
     it. Default: 2048 (CPU), 16384 (GPU)."""
     prefetch: int = Field(0, ge=0)
-    """Threads that prepare the next optimizer steps during training. The result does not depend on it."""
+    """Number of threads that prepare the next optimizer steps during training. The result does not depend on it."""
 
 
 class EvaluationOptions(Options):
@@ -179,12 +179,12 @@ class EvaluationOptions(Options):
     """Maximum number of evaluation rows. They are spread evenly over the data and the same every time. Default:
     all."""
     samples: int = Field(4, ge=0)
-    """Number of held-out prompts to complete before and after training. Training prompts are used if none is held
+    """Number of held-out prompts to complete before and after training. Training prompts are used if none are held
     out. 0 turns it off."""
     stop_metric: str | None = None
     """Evaluation metric for early stopping, such as loss or rewards/auc. The run stops when it no longer improves."""
     stop_patience: int | None = Field(None, ge=1)
-    """Evaluations in a row without improvement that stop the run. Default: 3."""
+    """Number of evaluations in a row without improvement after which the run stops. Default: 3."""
     stop_delta: float | None = Field(None, ge=0.0)
     """Smallest change of `--stop-metric` that counts as an improvement. Default: 0."""
 
@@ -200,7 +200,7 @@ class CheckpointOptions(Options):
     keep: int = Field(2, ge=0)
     """Number of newest checkpoints to keep. 0 keeps all."""
     keep_best: str | None = None
-    """Evaluation metric, such as loss or rewards/auc. The checkpoint with its best value is kept too."""
+    """Evaluation metric that selects the best checkpoint, such as loss or rewards/auc. That checkpoint is also kept."""
     checkpoint_model: bool = False
     """Also write the model to every checkpoint, in Hugging Face format."""
     max_time: Everyday[str | None] = None
@@ -212,7 +212,7 @@ class CheckpointOptions(Options):
     fall_back: bool = False
     """If the newest checkpoint is corrupted, resume from the newest intact one. Requires `--resume`."""
     export_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Dtype of the saved model. When it is rounded, the log gives the share of changed weights that survive."""
+    """Dtype of the saved model. If weights are rounded, the log reports the share of trained changes that survive."""
 
 
 class TrackingOptions(Options):
@@ -224,9 +224,9 @@ class TrackingOptions(Options):
     """Trackers, comma-separated, such as tensorboard or wandb. Also trackio, mlflow, comet_ml, aim, clearml, dvclive,
     swanlab, and those that an installed package registers under the entry point `tropism.trackers`."""
     log_every: int | str = 1
-    """Logging interval: steps (1), epochs (0.1ep) or time (30s). Each log is one line of metrics.jsonl."""
+    """Logging interval: steps (1), epochs (0.1ep) or time (30s). Each entry is one line of metrics.jsonl."""
     log_dir: str | None = None
-    """Directory for the files of trackers. Default: RUN/logs."""
+    """Directory for tracker files. Default: RUN/logs."""
 
 
 class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, OptimizationOptions, ModelOptions):
@@ -235,7 +235,7 @@ class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, Optimiza
     heading: ClassVar[str] = "Checkpoints"
 
     output: str
-    """Run directory; must be empty or absent unless you resume the run in it."""
+    """Run directory: new or empty, unless you resume the run in it."""
     lora: LoraOptions = LoraOptions()
     """Adapters."""
     parallel: ParallelOptions = ParallelOptions()
@@ -261,7 +261,7 @@ class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, Optimiza
     @classmethod
     def _time(cls, value: Any) -> Any:
         if value is not None and not seconds_of(str(value)):
-            raise ValueError(f"{value!r} is not a duration. Use 90s, 30min, 3h or 1h30min")
+            raise ValueError(f"{value!r} is not a duration. Use 90s, 30min, 3h or 1h30min.")
         return value
 
     @property

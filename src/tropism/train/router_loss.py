@@ -16,7 +16,7 @@ from tropism.observe.metrics import Tally
 from tropism.train.step_packs import Pack
 
 KEY = "router_aux"
-_FLAG = f"--{OPTION.replace('_', '-')}"
+_FLAG = OPTION
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def open_parts(source: sources.DataSource, options: ConvertOptions) -> list[Conv
     for column in options.renames:
         if not any(column in raw.record for _, head, _ in opened for raw in head):
             found = dict.fromkeys(key for _, head, _ in opened for raw in head[:1000] for key in raw.record)
-            raise DataError(f"{opened[0][0].name}: column '{column}' of --columns is in no row. "
+            raise DataError(f"{opened[0][0].name}: column '{column}' of --columns not found in any row. "
                             f"Columns found: {', '.join(found) or 'none'}")
     return [ConvertPart(part, *_reading(part.name, renamed(head, options.renames), options), head, rest)
             for part, head, rest in opened]
@@ -130,7 +130,7 @@ def _reading(name: str, head: list[RawRow], options: ConvertOptions) -> tuple[Re
         if judged or reading.shape.view != "single" or reading.format.name in _JUDGED:
             what = f"the column '{judged}'" if judged else f"{reading.format.name} {reading.shape}"
             raise DataError(f"{name}: --turns all needs conversations to imitate, but {what} labels single "
-                            "completions, so earlier turns may be bad. Use --turns last")
+                            "completions, so earlier turns may be bad. Use --turns last.")
     return reading, first_side
 
 

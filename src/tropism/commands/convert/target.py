@@ -31,7 +31,7 @@ def kind_of(path: Path) -> str:
     for kind in KINDS:
         if path.name.lower().endswith(kind) and len(path.name) > len(kind):
             return kind
-    raise UsageError(f"{path}: unsupported kind of file. Use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    raise UsageError(f"{path}: unsupported file type. Use {', '.join(KINDS[:-1])} or {KINDS[-1]}.")
 
 
 def check_target(path: Path, to: str) -> None:
@@ -43,7 +43,7 @@ def check_target(path: Path, to: str) -> None:
     """
     if kind_of(path) == ".csv" and to == "messages":
         raise UsageError(f"{path}: CSV holds plain text only, but --to messages makes messages. Use .jsonl or "
-                         ".parquet")
+                         ".parquet.")
     check_new(path)
 
 
@@ -120,7 +120,7 @@ def _parquet(spool: Path, target: Path, path: Path) -> None:
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema=schemas[0]))
     except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError) as error:
         raise DataError(f"{path}: the rows have no common Parquet schema, for example because plain text and messages "
-                        f"are mixed ({first_line(error)}). Use .jsonl") from None
+                        f"are mixed ({first_line(error)}). Use .jsonl.") from None
 
 
 def _in_order(kind: Any, values: list[Any]) -> Any:
@@ -185,7 +185,7 @@ def _check_again(spool: Path, target: Path, path: Path) -> None:
             if name in record and _exact(record[name], name) != _exact(found.get(name), name):
                 raise DataError(f"{place}: {path.suffix.removeprefix('.')} cannot hold '{name}' exactly (for "
                                 "example a null or an empty object in a message, or text that looks like JSON). "
-                                "Use .jsonl")
+                                "Use .jsonl.")
 
 
 def _exact(value: Any, name: str) -> Any:

@@ -32,7 +32,7 @@ from tropism.model.source import ModelSource
 
 WEIGHTS = "adapter_model.safetensors"
 _INNER = "base_model.model."
-_MOVED = ". If the base was moved, pass --base DIR"
+_MOVED = ". If the base was moved, pass --base DIR."
 
 
 @dataclass
@@ -127,7 +127,7 @@ def _base(run: ExportedRun, chosen: Chosen) -> str:
         if config.base_model_name_or_path:
             return str(config.base_model_name_or_path)
     if run.given:
-        raise ModelError(f"{chosen.path}: an adapter of {run.base}, whose base is not recorded. Save the module "
+        raise ModelError(f"{chosen.path}: the base model of this adapter ({run.base}) has no recorded path. Save it "
                          "without the adapter, and pass its directory: --base DIR")
     return run.base
 
@@ -147,8 +147,8 @@ def _configs(run: ExportedRun, chosen: Chosen, begun: str) -> Iterator[Any]:
         try:
             yield PeftConfig.from_peft_type(**values)
         except (TypeError, ValueError) as error:
-            raise ModelError(f"{run.path / 'manifest.json'}: its adapter config does not fit the installed peft: "
-                             f"{first_line(error)}. Export with the peft version of the run") from error
+            raise ModelError(f"{run.path / 'manifest.json'}: its adapter config is incompatible with the installed "
+                             f"peft: {first_line(error)}. Export with the peft version of the run.") from error
     if (Path(begun).expanduser() / ADAPTER_CONFIG).is_file():
         yield _config_in(Path(begun).expanduser())
 
@@ -167,7 +167,7 @@ def _config_of_checkpoint(run: ExportedRun, chosen: Chosen, stored: Weights, mod
         return found
     if lora.get("rank") is None:
         raise CheckpointError(f"{chosen.path}: the adapter that the run started from ({begun}) was not found, and this "
-                              "run's manifest does not hold its config. Restore that directory")
+                              "run's manifest does not hold its config. Restore that directory.")
     targets = sorted({name.partition(".lora_")[0] for name in stored if ".lora_" in name})
     whole = sorted({name.partition(".modules_to_save.")[0] for name in stored if ".modules_to_save." in name})
     kinds = {type(module.get_submodule(name)).__name__ for name in targets}
@@ -189,7 +189,7 @@ def _shell(module: Any, adapter: Adapter) -> Any:
         with _quiet():
             return get_peft_model(module, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ModelError(f"the adapter does not fit {adapter.base}: {first_line(error)}") from error
+        raise ModelError(f"the adapter does not match {adapter.base}: {first_line(error)}") from error
 
 
 def _check_complete(shell: Any, weights: Weights, path: Path) -> None:
@@ -263,7 +263,7 @@ def merged(run: ExportedRun, adapter: Adapter, precision: Precision, check_space
         model = get_peft_model(base, deepcopy(adapter.config), autocast_adapter_dtype=False).to(base.dtype).eval()
         strange = set_peft_model_state_dict(model, adapter.weights).unexpected_keys
     if strange:
-        raise ModelError(f"the adapter does not fit {adapter.base}: {strange[0]} is not part of it")
+        raise ModelError(f"the adapter does not match {adapter.base}: {strange[0]} is not part of it")
     return emptied(adapter_merge.folded(model, str(run.path), "export it alone"))
 
 

@@ -30,7 +30,7 @@ def shard_bytes(size: str | int) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", str(size).strip().upper())
     count = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
     if count < 1:
-        raise UsageError(f"--max-shard-size {size}: not a valid size. Use a form such as 5GB, 500MB or 2GiB")
+        raise UsageError(f"--max-shard-size {size}: not a valid size. Use a form such as 5GB, 500MB or 2GiB.")
     return count
 
 
@@ -45,7 +45,7 @@ def check_target(path: Path, run: Path) -> None:
     for name in ("model", "checkpoints"):
         kept = (run / name).resolve()
         if resolved == kept or kept in resolved.parents:
-            raise UsageError(f"--to {path}: is inside {kept}, which belongs to the run. Choose another directory")
+            raise UsageError(f"--to {path} is inside {kept}, which belongs to the run. Choose another directory.")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise OutputExistsError(f"{path} exists and is not empty. Nothing was changed. Choose another directory: "
                                 f"--to {free_name(path)}")
@@ -140,4 +140,4 @@ def read_back(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, tru
 
 def unreadable(what: str) -> OutputError:
     """The error of an export that does not read back."""
-    return OutputError(f"the export does not read back as it was written, and was removed: {what}")
+    return OutputError(f"the export failed verification and was removed: {what}")

@@ -102,9 +102,9 @@ def read_run(path: Path) -> ExportedRun:
         run = path.parent.parent
         hint = ""
         if (path / "COMPLETE").is_file() and (run / "manifest.json").is_file():
-            hint = f". It is a checkpoint: use `tropism export {run} --checkpoint {path.name}`"
+            hint = f". It is a checkpoint: use `tropism export {run} --checkpoint {path.name}`."
         elif path.name == "model" and (path.parent / "manifest.json").is_file():
-            hint = f". It is the model of a run: use `tropism export {path.parent}`"
+            hint = f". It is the model of a run: use `tropism export {path.parent}`."
         raise UsageError(f"{path}: not a run directory (no manifest.json){hint}")
     manifest = _read(path / "manifest.json", json.loads)
     options = _read(path / "config.yaml", yaml.safe_load)
@@ -155,8 +155,8 @@ def _result(run: ExportedRun) -> Chosen:
 
 def _instead(run: ExportedRun) -> str:
     steps = [one.path.name for one in checkpoint.listed(run.directory.checkpoints)]
-    return (f"--checkpoint last exports {steps[-1]}" if steps else
-            "It has no checkpoint to export instead")
+    return (f"To export {steps[-1]}, pass --checkpoint last." if steps else
+            "It has no checkpoint to export instead.")
 
 
 def _checkpoint(run: ExportedRun, named: str) -> Chosen:
@@ -166,7 +166,7 @@ def _checkpoint(run: ExportedRun, named: str) -> Chosen:
     except CheckpointError as error:
         others = [one.path.name for one in checkpoint.listed(run.directory.checkpoints) if one.path != path]
         raise CheckpointError(f"{error}. " + (f"Other checkpoints of the run: {', '.join(others)}" if others else
-                                              "The run has no other checkpoint")) from error
+                                              "The run has no other checkpoint.")) from error
     _check_same(run, path, trainer)
     # The names tell, not the options: `model` may have been an adapter.
     is_adapter = any(".lora_" in name or ".modules_to_save." in name for name in model_names(path / "state"))
@@ -178,10 +178,11 @@ def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]
     root = run.directory.checkpoints
     finished = {one.step: one.path for one in checkpoint.listed(root)}
     there = (f"The run has {', '.join(path.name for path in finished.values())}" if finished
-             else "The run has no checkpoint")
+             else "The run has no checkpoint.")
     if named == "last":
         if not finished:
-            raise UsageError(f"--checkpoint last: {root}: the run has no checkpoint; only a run with --save-every has")
+            raise UsageError(f"--checkpoint last: {root}: the run has no checkpoint. Only a run with "
+                             "--save-every keeps them.")
         return finished[max(finished)], None
     if named == "best":
         if not (root / "best.json").is_file():
@@ -208,4 +209,4 @@ def _check_same(run: ExportedRun, path: Path, trainer: Mapping[str, Any]) -> Non
             **{name: run.manifest[name] for name in ("policy", "reference", "teacher") if name in run.manifest}}
     wrong = sorted(name for name in theirs.keys() & ours.keys() if name != "config" and theirs[name] != ours[name])
     if wrong:
-        raise CheckpointError(f"{path}: not a checkpoint of {run.path}: it has other {', '.join(wrong)}")
+        raise CheckpointError(f"{path}: not a checkpoint of {run.path}: different {', '.join(wrong)}")

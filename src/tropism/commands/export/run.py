@@ -86,13 +86,13 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
     check_target(path, place)
     chosen = choose(found, checkpoint)
     if merge and not chosen.is_adapter:
-        raise UsageError(f"--merge: {place} trained all weights, so there is no adapter to merge. Omit --merge")
+        raise UsageError(f"--merge: {place} trained all weights, so there is no adapter to merge. Omit --merge.")
     if max_shard_size is not None and chosen.is_adapter and not merge:
         raise UsageError("--max-shard-size has no effect on an adapter alone, which is one file. Omit it, or add "
-                         "--merge")
+                         "--merge.")
     if base is not None:
         if not chosen.is_adapter:
-            raise UsageError(f"--base: {place} trained all weights; only an adapter has a base. Omit --base")
+            raise UsageError(f"--base: {place} trained all weights; only an adapter has a base. Omit --base.")
         found = replace(found, other_base=ModelSource.of(str(base)).absolute)
     voice.say(f"{chosen.path}: step {chosen.step}" + ("" if chosen.notes else ", files intact"))
     for note in chosen.notes:
@@ -213,7 +213,7 @@ class _Work:
         size = sum(entry["bytes"] for entry in files.values())
         shards = sum(name.endswith(".safetensors") for name in files)
         self.voice.say(f"{self.path}: {'an adapter' if is_adapter else 'a model'} in "
-                       f"{str(dtype).removeprefix('torch.')}, {count_of(shards, 'weights file')}, "
+                       f"{str(dtype).removeprefix('torch.')}, {count_of(shards, 'weight file')}, "
                        f"{size:,} bytes in total; every weight was read back and compared")
         return Exported(self.path, dtype, self.chosen.step, is_adapter, self.merge, rounding, files)
 

@@ -83,7 +83,7 @@ def generation_of(run: ExportedRun, chosen: Chosen, base: str, tokenizer: Any,
         stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         if result is None:
             notes.append("no record of the trained terminators. Generation stops at the tokenizer's end of text "
-                         f"({tokenizer.eos_token}) and where it stopped before")
+                         f"({tokenizer.eos_token}) and where it stopped before.")
     save.add_stop_ids(before, stop_ids)
     return before, notes
 

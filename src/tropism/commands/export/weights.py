@@ -195,13 +195,13 @@ def _round(name: str, tensor: Tensor, rounding: Rounding) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     if bool(torch.isnan(tensor).any()):
-        raise ModelError(f"{name} contains NaN. The model is not exported")
+        raise ModelError(f"{name} contains NaN. The model is not exported.")
     found = tensor.to(rounding.dtype)
     if bool((torch.isinf(found) & ~torch.isinf(tensor)).any()):
         most = torch.finfo(rounding.dtype).max
         raise ModelError(f"{name} contains {float(tensor.abs().max()):.3g}, but the largest value of "
                          f"{str(rounding.dtype).removeprefix('torch.')} is {most:.5g}. Use --dtype bf16, which has the "
-                         "range of float32")
+                         "range of float32.")
     rounding.weights += tensor.numel()
     back = found.to(tensor.dtype)
     moved = back != tensor

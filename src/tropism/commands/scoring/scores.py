@@ -163,6 +163,6 @@ def _source(name: str, voice: Voice) -> ModelSource:
     def look(base: Any) -> None:
         if known is not None and base_hash(base) != known:
             voice.warn(f"{path}: the weights of {source.name} changed after the adapter was trained on them. The "
-                       "metrics are not those of the trained model")
+                       "metrics are not those of the trained model.")
 
     return replace(source, inspect_base=look)

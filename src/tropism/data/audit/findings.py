@@ -30,17 +30,17 @@ ORIGINS = ("source", "dataset", "origin", "annotator", "annotator_id", "rater", 
 # Notes of rows, the share of rows above which one is a warning, and its text.
 _NOTED: tuple[tuple[str, float, str], ...] = (
     ("prompt_cut", 0.1, "the prompt of {count} was truncated on the left ({share}, first {first}). Raise --max-length "
-     "or --max-prompt-length if model and memory allow it"),
+     "or --max-prompt-length if model and memory allow it."),
     ("completion_cut", 0.1, "a completion of {count} was truncated and has no terminator ({share}, first {first}). "
-     "Raise --max-length, or remove these rows: a truncated completion does not teach the model to stop"),
+     "Raise --max-length, or remove these rows: a truncated completion does not teach the model to stop."),
     ("eos_added", 1.0, "the chat template does not terminate the completions of {count} (first {first}). One EOS was "
-     "added to each"),
-    ("text_changed", 0.1, "the tokenizer or template changes the text of {count} (first {first}). The changed text is "
-     "trained. `tropism inspect` shows it"),
-    ("unseen", 0.1, "a completion of {count} has only invisible characters (first {first}). It is trained as it is. "
-     "Remove these rows if that is not intended"),
-    ("control_spelled", 1.0, "the text of {count} contains control tokens (first {first}). They are trained as plain "
-     "characters"),
+     "added to each."),
+    ("text_changed", 0.1, "the tokenizer or template changes the text of {count} (first {first}). Training uses the "
+     "changed text. `tropism inspect` shows it."),
+    ("unseen", 0.1, "a completion of {count} has only invisible characters (first {first}). Training uses it "
+     "unchanged. Remove these rows if that is not intended."),
+    ("control_spelled", 1.0, "the text of {count} contains control tokens (first {first}). They are encoded as plain "
+     "characters."),
 )
 
 
@@ -121,7 +121,7 @@ def leakage(train: Sequence[EncodedRow], evaluation: Sequence[EncodedRow]) -> li
         "leakage", "warning",
         f"the training data contains the prompt of {count_of(len(same), 'evaluation row')} ({copied} with the same "
         f"completion), and the beginning of {len(begun)} more. Metrics on these rows are not held-out metrics. Remove "
-        "them from one of the files, or use --eval-fraction, which never splits a prompt",
+        "them from one of the files, or use --eval-fraction, which never splits a prompt.",
         _places(evaluation, np.concatenate([same, begun])),
         {"same_prompt": len(same), "same_answer": copied, "same_beginning": len(begun)})]
 
@@ -158,13 +158,13 @@ def _balance(facts: RowFacts) -> Iterator[Finding]:
                "auto_undesirable_weight": weights[1]}
     if not good or not bad:
         yield Finding("one_class", "warning", f"{good} desirable / {bad} undesirable rows: KTO needs both classes. To "
-                      "train on desirable completions only, use `tropism sft`", (), figures)
+                      "train on desirable completions only, use `tropism sft`.", (), figures)
         return
     text = (f"{good} desirable / {bad} undesirable rows. --desirable-weight auto --undesirable-weight auto sets the "
-            f"weights {weights[0]:.3g} and {weights[1]:.3g}")
+            f"weights {weights[0]:.3g} and {weights[1]:.3g}.")
     lopsided = max(good, bad) > 10 * min(good, bad)
     if lopsided:
-        text += ". The smaller class is less than a tenth of the larger: check that its rows are enough to learn from"
+        text += " The smaller class is less than a tenth of the larger: check that its rows are enough to learn from."
     yield Finding("balance", "notice" if lopsided else "info", text, (), figures)
 
 
@@ -176,7 +176,7 @@ def _dropped(kept: int, dropped: Sequence[Dropped], reasons: Mapping[str, int]) 
     yield Finding("left_out", "warning" if share > 0.1 else "notice",
                   f"training drops {count_of(total, 'row')} ({percent(share)}): "
                   + ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-                  + ". Fix or remove them", tuple(drop.place for drop in dropped[:_LISTED]),
+                  + ". Fix or remove them.", tuple(drop.place for drop in dropped[:_LISTED]),
                   dict(reasons))
 
 
@@ -209,7 +209,7 @@ def _duplicates(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding
         places = _places(rows, np.flatnonzero(again))
         yield Finding("duplicates", "notice" if count > 0.01 * len(rows) else "info",
                       f"the data contains {count_of(count, 'duplicate row')}, equal to an earlier row in every token "
-                      f"(first {places[0]}). Each copy is trained. Remove the copies if that is not intended",
+                      f"(first {places[0]}). Each copy is used. Remove the copies if that is not intended.",
                       places, {"rows": count})
 
 
@@ -224,7 +224,7 @@ def both_labels(facts: RowFacts) -> Integers:
 def _both_labels(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
     yield from _about("both_labels", rows, both_labels(facts), 0.01,
                       "the data labels {count} both desirable and undesirable (first {first}). The labels cancel out. "
-                      "Correct one, or remove the rows", "completion")
+                      "Correct one, or remove the rows.", "completion")
 
 
 def _both_orders(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
@@ -237,13 +237,13 @@ def _both_orders(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Findin
     first[orders[own]] = own
     yield from _about("both_orders", rows, pairs[first[both + (chosen < rejected)] < np.arange(len(pairs))], 0.01,
                       "the data contains {count} with the opposite preference of another pair (first {first}). The "
-                      "preferences cancel out. Correct one, or remove the rows", "pair")
+                      "preferences cancel out. Correct one, or remove the rows.", "pair")
 
 
 def _one_token(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding]:
     yield from _about("one_token", rows, np.flatnonzero((facts.learned == 1).any(axis=1)), 0.1,
-                      "a completion of {count} has a single token (first {first}). It is only a terminator, or all "
-                      "that truncation left. Check these rows")
+                      "a completion of {count} has a single token (first {first}). It is only a terminator, or "
+                      "what truncation left. Check these rows.")
 
 
 def _length(facts: RowFacts) -> Iterator[Finding]:
@@ -256,10 +256,10 @@ def _length(facts: RowFacts) -> Iterator[Finding]:
     strong = abs(value - 0.5)
     names = _class_names(facts)
     text = (f"{names[0]} completions have {np.mean(one):.0f} tokens on average, {names[1]} ones {np.mean(other):.0f}. "
-            f"Length alone separates them with {'accuracy' if paired else 'AUC'} {value:.2f}")
+            f"Length alone separates them with {'accuracy' if paired else 'AUC'} {value:.2f}.")
     if strong > 0.1:
-        text += (f". The model may learn to be {'long' if value > 0.5 else 'short'} instead of good: compare its "
-                 "metrics with this baseline")
+        text += (f" The model may learn to be {'long' if value > 0.5 else 'short'} instead of good: compare its "
+                 "metrics with this baseline.")
     yield Finding("length", "warning" if strong > 0.25 else "notice" if strong > 0.1 else "info", text, (),
                   {"auc": value, "mean_good": float(np.mean(one)), "mean_bad": float(np.mean(other))})
 
@@ -286,7 +286,7 @@ def _refusals(rows: Sequence[EncodedRow], facts: RowFacts, decode: Decode) -> It
     text += " (\"I'm sorry\", \"As an AI\", ...)"
     if gap > 0.05:
         more = "more" if rates[0] > rates[1] else "less"
-        text += f". The model will learn to refuse {more}. Balance the refusals if that is not intended"
+        text += f". The model will learn to refuse {more}. Balance the refusals if that is not intended."
     yield Finding("refusals", "warning" if gap > 0.25 else "notice" if gap > 0.05 else "info", text,
                   _places(rows, [*hits[0], *hits[1]]), dict(zip(names, rates, strict=True)))
 
@@ -313,7 +313,7 @@ def _origins(column: str, values: Sequence[str | None], facts: RowFacts) -> Iter
     if (share := most / named) > 0.5:
         yield Finding(f"dominated_by_{column}", "notice",
                       f"{percent(share)} of the rows have {column} {top!r}, one of {len(counts)} values. The model "
-                      "will mostly learn its preferences. Use fewer of its rows if that is not intended", (),
+                      "will mostly learn its preferences. Use fewer of its rows if that is not intended.", (),
                       {"rows": most, "values": len(counts)})
     if len(verdicts) < 2 or len(counts) > named / 5:  # a value that occurs once always predicts its label
         return
@@ -324,7 +324,7 @@ def _origins(column: str, values: Sequence[str | None], facts: RowFacts) -> Iter
         yield Finding(f"label_from_{column}", "warning",
                       f"{column} alone predicts {percent(told / total)} of the labels (the most frequent label: "
                       f"{percent(likelier / total)}). The model may learn the {column} instead of the quality. Balance "
-                      f"the labels within each {column}", (),
+                      f"the labels within each {column}.", (),
                       {"told": told / total, "always_the_same": likelier / total})
 
 

@@ -24,12 +24,12 @@ def layout_savings(rows: Sequence[EncodedRow], batch_size: int, *, seed: int = 0
         planted = groups(_steps(prompts, batch_size, seed, shuffle), prompts)
         if planted.max() > prompts.max():
             trees, about = _computed(rows, facts, planted)
-    text = (f"with steps of {batch_size} rows, the tree layout computes {_tokens(trees, about)} of {flat:,} tokens "
-            f"per epoch and saves {percent(1 - trees / flat)}. With --group-prompts it computes "
-            f"{_tokens(grouped, guessed)} and saves {percent(1 - grouped / flat)}")
+    text = (f"with {batch_size} rows per optimizer step, the tree layout computes {_tokens(trees, about)} of "
+            f"{flat:,} tokens per epoch and saves {percent(1 - trees / flat)}. With --group-prompts it computes "
+            f"{_tokens(grouped, guessed)} and saves {percent(1 - grouped / flat)}.")
     worth = trees - grouped > 0.1 * flat
     if worth:
-        text += ". Consider --group-prompts: it puts all completions of a prompt into one step"
+        text += " Consider --group-prompts: it puts all completions of a prompt into one step."
     return Finding("layout", "notice" if worth else "info", text, (), {
         "batch_size": batch_size, "flat_tokens": flat, "tree_tokens": trees, "grouped_tokens": grouped})
 

@@ -77,7 +77,7 @@ class BatchParts:
         array = self._table(name, ids)
         if not np.isin(array, (0, 1)).all():
             raise DataError(f"{self.place}: {name} has values other than 0 and 1. If it numbers the sequences of a "
-                            "packed batch, turn packing off (in OpenRLHF remove --packing_samples)")
+                            "packed batch, turn packing off (in OpenRLHF remove --packing_samples).")
         return array.astype(np.bool_)
 
     def labeled(self, name: str, ids: Ids) -> Mask:
@@ -88,7 +88,7 @@ class BatchParts:
         if wrong.size:
             row, column = wrong[0]
             raise DataError(f"{self.place} row {row + 1}: {name} has {labels[row, column]} at column {column}, but the "
-                            f"token is {ids[row, column]}. Labels must be at their own tokens, not shifted")
+                            f"token is {ids[row, column]}. Labels must be at their own tokens, not shifted.")
         return supervised
 
     def numbers(self, name: str, rows: int) -> list[float]:
@@ -114,7 +114,7 @@ class BatchParts:
         for row, value in enumerate(values, start=1):
             if value not in (0, 1):
                 raise DataError(f"{self.place} row {row}: {name} {value:g} is not 0 or 1. Convert ratings to "
-                                "1 (desirable) or 0 before training")
+                                "1 (desirable) or 0 before training.")
         return [value == 1 for value in values]
 
     def _table(self, name: str, like: Ids | None = None) -> npt.NDArray[Any]:
@@ -137,7 +137,7 @@ def _array(value: Any, name: str, place: str) -> npt.NDArray[Any]:
     if isinstance(value, (list, tuple)) and not all(isinstance(item, (bool, int, float)) for item in value):
         items = [_array(item, name, place) for item in value]
         if len({item.shape for item in items}) > 1:
-            raise DataError(f"{place}: the rows of {name} have different lengths. Pad the batch")
+            raise DataError(f"{place}: the rows of {name} have different lengths. Pad the batch.")
         return np.array(items)
     return np.asarray(value)
 
@@ -162,7 +162,7 @@ def _openrlhf_kto(parts: BatchParts) -> BatchContent:
         return BatchContent((side,), parts.labels("labels", values))
     if 2 * matched != rows or values[matched:] != [-1] * matched:
         raise DataError(f"{parts.place}: {rows - matched} of {rows} labels are -1. Expected none, or exactly the "
-                        "second half: one mismatched row for each row, in the same order")
+                        "second half: one mismatched row for each row, in the same order.")
     return BatchContent((side.select("", slice(matched)),), parts.labels("labels", values[:matched]),
                    side.select(_MISMATCHED, slice(matched, None)))
 
@@ -195,7 +195,7 @@ def _without_pad_value(parts: BatchParts, prefix: str = "", name: str = "") -> S
     if not prefix and "labels" in parts:
         masks.append(parts.labeled("labels", ids))
     if (masks[0] != masks[-1]).any():
-        raise DataError(f"{parts.place}: labels and loss_mask mark different tokens as supervised. Give only one")
+        raise DataError(f"{parts.place}: labels and loss_mask mark different tokens as supervised. Give only one.")
     text = parts.mask(f"{prefix}attention_mask", ids) | masks[0]
     text[:, 1:-1] |= text[:, :-2] & text[:, 2:]
     return Side(name, ids, text, masks[0])
@@ -230,7 +230,7 @@ def _by_labels(parts: BatchParts, ids_name: str, labels: str, length: str, name:
         late = np.flatnonzero(text.sum(axis=1) > parts.lengths(length, len(ids)))
         if late.size:
             raise DataError(f"{parts.place} row {late[0] + 1}: a label is beyond the {length} of the row, as if the "
-                            "batch were padded on the left. Pad on the right, as NeMo-Aligner does")
+                            "batch were padded on the left. Pad on the right, as NeMo-Aligner does.")
     return Side(name, ids, text, supervised)
 
 
@@ -305,7 +305,7 @@ def recognize_layout(batch: Any, place: str) -> tuple[BatchLayout, BatchParts]:
                 return layout, BatchParts(dict(zip(layout.names(), batch, strict=True)), place)
         if dims == (2, 2, 1):
             raise DataError(f"{place}: this is a batch of OpenRLHF's first KTO dataset class, which does not say where "
-                            "a prompt ends. Use a later class, whose batches have prompt_ids_lens")
+                            "a prompt ends. Use a later class, whose batches have prompt_ids_lens.")
     known = "".join(f"\n  {name}: {parts}" for name, parts in LAYOUTS.items())
     raise DataError(f"{place}: unknown batch layout: {_describe(batch)}. Use one of these, or a text dataset:{known}")
 

@@ -51,7 +51,7 @@ def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = 
     layout, parts = recognize_layout(batch, place)
     if layout.view != view:
         raise DataError(f"{place}: this is a batch of {layout.name} with {_HOLDS[layout.view]}, but the method takes "
-                        f"{_HOLDS[view]}. Use another method, or the dataset class for this one")
+                        f"{_HOLDS[view]}. Use another method, or the dataset class for this one.")
     content = layout.read(parts)
     counts = {side.name or "rows": len(side.ids) for side in (*content.sides, content.mismatched) if side is not None}
     if len(set(counts.values())) > 1:
@@ -73,8 +73,8 @@ def _row(content: BatchContent, index: int, place: str, keep_partners: bool) -> 
     if keep_partners and content.mismatched is not None:
         other, partner = _split(content.mismatched, index, place)
         if not np.array_equal(prompt, other):
-            raise DataError(f"{place}: its mismatched row has another prompt: {_difference(prompt, other)}. Or set "
-                            "kl_source='step', which does not use these rows")
+            raise DataError(f"{place}: its mismatched row has another prompt: {_difference(prompt, other)} Or set "
+                            "kl_source='step', which does not use these rows.")
     return EncodedRow(place, place, prompt, tuple(completions), None if content.labels is None else
                       content.labels[index], prompt.tobytes(), partner=partner)
 
@@ -85,17 +85,17 @@ def _split(side: Side, index: int, place: str) -> tuple[TokenIds, Completion]:
     where = f"{place}{side.name and f', {side.name}'}"
     if not supervised.size:
         raise DataError(f"{where}: no supervised token: the row was truncated, or masked because it was too long. "
-                        "Remove such rows before batching, or raise the length limit of the dataset")
+                        "Remove these rows before batching, or raise the length limit of the dataset.")
     first, end = int(supervised[0]), int(supervised[-1]) + 1
     start = min(int(text.argmax()), first)
     outside = start + np.flatnonzero(~text[start:end])
     if outside.size:
         raise DataError(f"{where}: attention_mask excludes {count_of(outside.size, 'token')} (first at column "
                         f"{outside[0]}) before the last supervised one, so text and padding cannot be distinguished. "
-                        "Pad at one end only, with a separate pad token")
+                        "Pad at one end only, with a separate pad token.")
     if start == first:
         raise DataError(f"{where}: no prompt: the first token is supervised, and no token before it predicts it. Mask "
-                        "the tokens of the prompt, or add a BOS")
+                        "the tokens of the prompt, or add a BOS.")
     ids = side.ids[index, start:end]
     if (invalid := ids[(ids < 0) | (ids > _MAX_ID)]).size:
         raise DataError(f"{where}: {invalid[0]} is not a valid token id")
@@ -111,10 +111,10 @@ def _difference(one: TokenIds, other: TokenIds) -> str:
     lengths = f"{len(one)} and {len(other)} tokens"
     if len(short) < len(long) and np.array_equal(short, long[-len(short) :]):
         return (f"{lengths}, and the shorter one is the end of the longer one: they were truncated on the left by "
-                "different amounts. Truncate the prompt before adding the completions")
+                "different amounts. Truncate the prompt before adding the completions.")
     if np.array_equal(short, long[: len(short)]):
         return (f"{lengths}, and the shorter one is the start of the longer one: the supervised parts start at "
-                "different positions. Start both directly after the prompt")
+                "different positions. Start both directly after the prompt.")
     place = int(np.flatnonzero(short != long[: len(short)])[0])
     return (f"{lengths}, different from token {place + 1} on. If a token spans the border of prompt and completion, "
-            "encode them separately")
+            "encode them separately.")

@@ -40,7 +40,7 @@ def read_batches(loader: Iterable[Any], view: View, epochs: int, accumulation_st
                 raise DataError(f"batch {number}: no rows")
             if own_partners and not read.has_partners:
                 raise UsageError(f"kl_source='batch' needs mismatched rows, but batch {number} has none. Set "
-                                 "kl_source='step'")
+                                 "kl_source='step'.")
             ignored += read.has_partners and not own_partners
             step += tuple(range(len(rows), len(rows) + len(read.rows)))
             rows += read.rows
@@ -53,7 +53,7 @@ def read_batches(loader: Iterable[Any], view: View, epochs: int, accumulation_st
             steps.append(step)
         if number == before:
             raise UsageError("the dataloader yielded no batch" + (
-                " in its second pass. It must support several iterations" if epoch else ""))
+                " in its second pass. It must support several iterations." if epoch else ""))
         epoch += 1
         first_pass = first_pass or rows_per_pass(loader, len(rows), number)
     if ignored:

@@ -122,7 +122,7 @@ def text(value: Any, name: str, place: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{place}: '{name}' has a lone surrogate ({value[error.start]!r}), which tokenizers do not "
-                        "accept. Fix the text's encoding") from None
+                        "accept. Fix the text's encoding.") from None
     return value
 
 
@@ -168,7 +168,7 @@ def tool_schemas(value: Any, place: str) -> tuple[Any, ...] | None:
             return None
         value = _from_json(value)
         if isinstance(value, str):
-            raise DataError(f"{place}: 'tools' is text that is not valid JSON. Give a list of schemas or its JSON")
+            raise DataError(f"{place}: 'tools' is text that is not valid JSON. Give a list of schemas or its JSON.")
     if value is not None and not isinstance(value, list | tuple):
         raise DataError(f"{place}: 'tools' must be a list of schemas, not {type(value).__name__}")
     schemas = [_from_json(schema) if isinstance(schema, str) else schema for schema in value or ()]
@@ -200,7 +200,7 @@ def label(value: Any, name: str, place: str) -> bool:
     if isinstance(value, str) and value.strip().lower() in _SPELLED:
         return _SPELLED[value.strip().lower()]
     raise DataError(f"{place}: {name} {short_repr(value)} is not a boolean. Use true/false or 0/1, or map ratings with "
-                    f"--columns rating={name} --label-threshold NUMBER")
+                    f"--columns rating={name} --label-threshold NUMBER.")
 
 
 def preference(value: Any, name: str, place: str) -> bool:
@@ -226,7 +226,7 @@ def thumb(value: Any, name: str, place: str) -> bool:
         return label(value, name, place)
     except DataError:
         raise DataError(f"{place}: {name} {short_repr(value)} of a message is not a valid label. Use true/false, 0/1, "
-                        "up/down or thumbs_up/thumbs_down") from None
+                        "up/down or thumbs_up/thumbs_down.") from None
 
 
 def is_thumb(value: Any) -> bool:

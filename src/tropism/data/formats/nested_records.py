@@ -204,7 +204,7 @@ def marked_message_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> 
             continue
         if message["role"] != "assistant":
             raise DataError(f"{place}: message {number + 1} of '{name}' has '{marks[0]}', but its role is "
-                            f"{fields.short_repr(message['role'])}. Only assistant messages can be marked")
+                            f"{fields.short_repr(message['role'])}. Only assistant messages can be marked.")
         verdicts = {fields.thumb(message[mark], mark, place) for mark in marks}
         if len(verdicts) > 1:
             raise DataError(f"{place}: message {number + 1} of '{name}': {' and '.join(marks)} contradict each other")

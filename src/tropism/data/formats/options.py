@@ -18,11 +18,11 @@ class FormatOptions(Options):
     format: FormatName | None = None
     """Record format, if the columns do not identify it. Default: detected from the columns."""
     columns: str | None = None
-    """Columns to rename, as NAME=COLUMN, comma-separated. For example prompt=question,completion=answer."""
+    """Columns to rename, as comma-separated NAME=COLUMN pairs. For example prompt=question,completion=answer."""
     label_threshold: float | None = None
-    """Lowest rating of a desirable completion. For data with ratings or scores instead of labels."""
+    """Lowest rating that counts as desirable. For data with ratings or scores instead of labels."""
     pair_by_prompt: bool = False
-    """Make pairs from labeled completions of the same prompt. The first desirable one is paired with the first
+    """Build pairs from labeled completions of the same prompt. The first desirable one is paired with the first
     undesirable one, and so on."""
 
     @field_validator("columns", mode="before")

@@ -138,7 +138,7 @@ def _decide(claims: list[Claim], source: str) -> Claim:
     names = {known.name: shape for known, shape in reversed(best)}
     if len(names) > 1:
         readings = " or ".join(f"{name} {shape}" for name, shape in reversed(names.items()))
-        raise DataError(f"{source}: the columns match several formats: {readings}. Choose one with --format")
+        raise DataError(f"{source}: the columns match several formats: {readings}. Choose one with --format.")
     return best[0]
 
 
@@ -153,10 +153,10 @@ def _check_effect(reading: Reading, source: str) -> None:
     if options.label_threshold is not None and not (
             name == "rating" or (name == "ultrafeedback" and view == "unpaired")):
         raise DataError(f"{source}: --label-threshold has no effect on {name} {reading.shape}. It applies to the "
-                        "columns 'rating' and 'score' of a completion")
+                        "columns 'rating' and 'score' of a completion.")
     if options.pair_by_prompt and (view, reading.wanted) != ("unpaired", "paired"):
         raise DataError(f"{source}: --pair-by-prompt has no effect. It pairs labeled completions, but the file is "
-                        f"{name} {reading.shape} and the method takes {_CONTENT[reading.wanted]}")
+                        f"{name} {reading.shape} and the method takes {_CONTENT[reading.wanted]}.")
 
 
 def _columns_of(rows: Sequence[RawRow]) -> str:
@@ -191,8 +191,8 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
         hint = " The file has completions without labels: use `tropism sft`."
     needed = " or ".join(map(str, shapes))
     other, rename = ("", "") if options.format else (
-        ", or those of another known format", " Rename columns with --columns, as in --columns prompt=question.")
-    return f"{source}: no row has the columns {needed}{other}. Found: {_columns_of(rows)}.{rename}{hint}"
+        ", or those of another supported format", " Rename columns with --columns, as in --columns prompt=question.")
+    return f"{source}: no row has the columns {needed}{other}. Found: {_columns_of(rows)}.{hint}{rename}"
 
 
 def _distribution(rows: Sequence[RawRow], column: str) -> str:

@@ -50,7 +50,7 @@ class DataFile:
             DataError: if its kind is unknown or a row cannot be read.
         """
         if self.kind is None:
-            raise DataError(f"{self.path}: unknown file type '{self.path.suffix}'. Known: {', '.join(KINDS)}, each "
+            raise DataError(f"{self.path}: unsupported file type '{self.path.suffix}'. Known: {', '.join(KINDS)}, each "
                             f"optionally with {' or '.join(PACKINGS)}")
         try:
             yield from _READERS[self.kind](self)
@@ -68,7 +68,7 @@ class DataFile:
 
         if not pyarrow.Codec.is_available("zstd"):
             raise DataError(f"{self.path}: this build of pyarrow cannot decompress zstd. Install pyarrow from PyPI, or "
-                            "decompress the file")
+                            "decompress the file.")
         return io.BufferedReader(pyarrow.input_stream(str(self.path), compression="zstd"))
 
 
@@ -204,7 +204,8 @@ def _csv(file: DataFile) -> Iterator[RawRow]:
             for cells in reader:
                 place, end = f"{file.name}:{end + 1}", reader.line_num
                 if len(cells) > len(header):
-                    raise DataError(f"{place}: more fields than in the header. Quote fields that contain the separator")
+                    raise DataError(f"{place}: more fields than in the header. Quote fields that contain the "
+                                    "separator.")
                 if cells:  # empty for a blank line; fields missing at the end are absent, not null
                     yield RawRow(place, {key: _cell(value, key, place)
                                          for key, value in zip(header, cells, strict=False)})
@@ -237,7 +238,7 @@ def _cell(value: str, column: str, place: str) -> Any:
         except (ValueError, RecursionError):
             if _PRINTED.match(value):
                 raise DataError(f"{place}: '{column}' has messages in Python notation, not JSON. Write them with "
-                                "json.dumps, or save the data as JSONL or Parquet") from None
+                                "json.dumps, or save the data as JSONL or Parquet.") from None
     return value
 
 

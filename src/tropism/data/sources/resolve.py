@@ -115,7 +115,7 @@ def _weighted(entry: str, source: str) -> tuple[str, float]:
         return entry, 1.0
     weight = float(match.group(2))
     if not weight:
-        raise DataError(f"{entry}: a weight of 0 uses no rows. Remove this part")
+        raise DataError(f"{entry}: a weight of 0 uses no rows. Remove this part.")
     return match.group(1), weight
 
 
@@ -150,20 +150,20 @@ def _from_hub(name: str, prefix: str) -> tuple[DataFile, ...]:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise DataError(f"{name}: file not found. To read a dataset from the hub, install huggingface_hub") from None
+        raise DataError(f"{name}: file not found. To read a dataset from the Hub, install huggingface_hub.") from None
     wanted = [f"*{suffix}{packing}" for suffix in KINDS for packing in ("", *PACKINGS)]
     try:
         path = Path(snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
     except Exception as error:  # downloads fail in many ways
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DataError(f"{name}: file not found, and the dataset could not be downloaded from the hub "
+        raise DataError(f"{name}: file not found, and the dataset could not be downloaded from the Hub "
                         f"({type(error).__name__}: {reason}). Check the name, log in, or download the files and give "
-                        "their directory") from None
+                        "their directory.") from None
     files = _in_directory(path, prefix)
     train = tuple(file for file in files
                   if any(piece.startswith("train") for piece in file.path.relative_to(path).parts))
     if not files:
-        raise DataError(f"{name}: this dataset on the hub has no data file. Known: {', '.join(KINDS)}")
+        raise DataError(f"{name}: this dataset on the Hub has no data file. Known: {', '.join(KINDS)}")
     return train or files
 
 

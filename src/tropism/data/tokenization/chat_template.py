@@ -36,7 +36,8 @@ class TemplateOptions(Options):
     chat_template: str | None = None
     """Chat template: a file, or one of chatml, gemma, llama3, phi3 and plain. Default: the tokenizer's own."""
     chat_template_kwargs: str | None = None
-    """Values for the chat template, as JSON or as NAME=VALUE, comma-separated. For example enable_thinking=false."""
+    """Variables for the chat template, as JSON or comma-separated NAME=VALUE pairs. For example
+    enable_thinking=false."""
     system_prompt: str | None = None
     """System message for conversations without one."""
     supervise: Literal["last", "all"] = "last"
@@ -145,16 +146,16 @@ def check_effect(options: TemplateOptions, renderer: Renderer) -> None:
     for name in ("chat_template", "chat_template_kwargs", "system_prompt"):
         if getattr(options, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} has no effect on plain text. Use data with messages, or "
-                             "remove the option")
+                             "remove the option.")
     if options.supervise == "all":
-        raise UsageError("--supervise all has no effect on plain text, which has no turns. Remove the option")
+        raise UsageError("--supervise all has no effect on plain text, which has no turns. Remove the option.")
 
 
 def _check_tokens(name: str, needed: set[str], tokenizer: Any) -> None:
     missing = sorted(needed - TextTokenizer(tokenizer).control.keys())
     if missing:
         raise ModelError(f"--chat-template {name}: the tokenizer has no token {', '.join(missing)}. Use a template of "
-                         "the model's family, or `plain`, which needs none")
+                         "the model's family, or `plain`, which needs none.")
 
 
 def _check_used(kwargs: Mapping[str, Any], tokenizer: Any, name: str) -> None:

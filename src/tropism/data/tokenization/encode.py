@@ -212,7 +212,7 @@ class _WorkerPool:
         finally:
             self._idle.put((child, True))
         if message is None:
-            raise TropismError("a worker process that encodes rows died. If it ran out of memory, use fewer --workers")
+            raise TropismError("a worker process that encodes rows died. If it ran out of memory, lower --workers.")
         reply = pickle.loads(message)
         if isinstance(reply, Exception):
             raise reply

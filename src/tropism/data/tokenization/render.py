@@ -126,10 +126,10 @@ class Renderer:
         tokenizer = self.text.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError("the data has messages, but the tokenizer has no chat template. Set --chat-template, or "
-                             "use an instruct model or plain text prompts")
+                             "use an instruct model or plain text prompts.")
         if row.tools and _TOOLS.search(str(tokenizer.chat_template)) is None:
             raise DataError(f"{row.place}: the row has tools, but {self.template_name} does not use them. Choose "
-                            "another with --chat-template, or remove the column 'tools'")
+                            "another with --chat-template, or remove the column 'tools'.")
         # Without null values: some releases of transformers let templates write the word None.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
@@ -143,7 +143,7 @@ class Renderer:
                 text.encode()
             except UnicodeEncodeError:  # in a role or a key of a tool; contents were checked before
                 raise DataError(f"{row.place}: a message or tool has a lone surrogate, which tokenizers do not "
-                                "accept. Fix the text's encoding") from None
+                                "accept. Fix the text's encoding.") from None
         return text
 
     def prompt(self, text: str, spelled: dict[str, str]) -> list[int]:
@@ -218,7 +218,7 @@ class _Conversation:
         for call in calls if isinstance(calls, list) else ():
             if (name := _tool_name(call)) and name not in rendered:
                 raise DataError(f"{self.row.place}: {self.renderer.template_name} does not render the call of "
-                                f"'{name}'. Choose another with --chat-template")
+                                f"'{name}'. Choose another with --chat-template.")
 
     def _find_spelled(self, *given: Any) -> dict[str, str]:
         """Map each control token in the text of messages or tools to a private-use character of its own."""
@@ -311,7 +311,7 @@ class _Conversation:
         """Ids of the text from the last terminator to the start of the next supervised message."""
         if not start.startswith(before):
             raise DataError(f"{self.row.place}: {self.renderer.template_name} renders earlier turns differently when "
-                            "later ones follow, so --supervise all is unsupported. Use --supervise last")
+                            "later ones follow, so --supervise all is unsupported. Use --supervise last.")
         return self._continue(before, ids, start[len(before) :])
 
     def _continue(self, before: str, ids: list[int], text: str) -> tuple[list[int], bool]:
@@ -326,12 +326,12 @@ class _Conversation:
             found = text.without_control(full).rfind(content.strip())
             if found < 0 or not content.strip():
                 raise DataError(f"{self.row.place}: {self.renderer.template_name} changes the text of the completion, "
-                                "so its tokens cannot be located. Choose another with --chat-template")
+                                "so its tokens cannot be located. Choose another with --chat-template.")
             start = full[:found]
         rendered = full[len(start) :]
         if content.strip() and not rendered.strip():
             raise DataError(f"{self.row.place}: {self.renderer.template_name} does not render the completion. Choose "
-                            "another with --chat-template")
+                            "another with --chat-template.")
         plain = text.without_control(rendered)
         self._check_calls(conversation[-1], rendered)
         if content not in plain:  # the template trims it, for example

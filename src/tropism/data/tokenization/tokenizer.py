@@ -63,7 +63,7 @@ class TextTokenizer:
         self.eos_id: int | None = tokenizer.eos_token_id
         if self.eos_id is None:
             raise ModelError("the tokenizer has no EOS token, so a completion could never end. Set `eos_token` in its "
-                             "tokenizer_config.json")
+                             "tokenizer_config.json.")
         added = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
         for name in (tokenizer.eos_token, tokenizer.bos_token):
             if name:
@@ -184,7 +184,7 @@ class TextTokenizer:
 
         if self._backend is None:
             raise ModelError("the tokenizer has no fast backend, so control tokens in the text of a message cannot be "
-                             "told from real ones. Use a fast tokenizer")
+                             "told from real ones. Use a fast tokenizer.")
         state = json.loads(self._backend.to_str())
         state["added_tokens"], state["post_processor"] = [], None
         if not first:

@@ -37,7 +37,7 @@ def make_structure(module: Any, config: Any) -> None:
 
     if adapter_name(module) is not None:
         raise UsageError("the model already has an adapter, and training continues that one. Remove --lora.rank and "
-                         "--lora.adapter, or merge the adapter first")
+                         "--lora.adapter, or merge the adapter first.")
     wanted, start = list(config.modules_to_save or ()), config.init_lora_weights
     config.init_lora_weights = False  # `set_initial_values` sets them
     config.inference_mode = False
@@ -48,7 +48,7 @@ def make_structure(module: Any, config: Any) -> None:
             inject_adapter_in_model(config, module, adapter_name=NAME,
                                     low_cpu_mem_usage=not getattr(module, "is_quantized", False))
     except (ValueError, TypeError) as error:
-        raise ModelError(f"the adapter does not fit the model: {' '.join(str(error).split())}") from error
+        raise ModelError(f"the adapter does not match the model: {' '.join(str(error).split())}") from error
     config.init_lora_weights = start
     config.modules_to_save = wanted or None  # without the tied ones, which peft adds again on loading
     names = adapter_weight_names(module) or set()

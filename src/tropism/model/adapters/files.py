@@ -94,10 +94,10 @@ def load_values(module: Any, path: Path) -> None:
     for problem, names in (("is missing", wanted.keys() - found.keys()),
                            ("belongs to no module of the model", found.keys() - wanted.keys())):
         if names:
-            raise ModelError(f"{path}: the adapter does not fit the model: {min(names)} {problem}")
+            raise ModelError(f"{path}: the adapter does not match the model: {min(names)} {problem}")
     for name, tensor in found.items():
         if tensor.shape != wanted[name].shape:
-            raise ModelError(f"{path}: the adapter does not fit the model: {name} is {list(tensor.shape)}, but "
+            raise ModelError(f"{path}: the adapter does not match the model: {name} is {list(tensor.shape)}, but "
                              f"{list(wanted[name].shape)} in the model")
     for name, tensor in found.items():
         give(wanted[name], tensor)

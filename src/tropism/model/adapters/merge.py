@@ -40,12 +40,12 @@ def merged(module: Any, path: Path) -> Any:
             warnings.simplefilter("always")
             wrapped = PeftModel.from_pretrained(module, str(path))
             if left := wrapped.load_adapter(str(path), wrapped.active_adapter).unexpected_keys:
-                raise ModelError(f"{path}: the adapter does not fit the model: {min(left)} belongs to no module of it")
+                raise ModelError(f"{path}: the adapter does not match the model: {min(left)} belongs to no module")
     except _FAILURES as error:
         raise ModelError(f"{path}: the adapter cannot be merged: {first_line(error)}") from error
     if missing := [str(entry.message) for entry in caught if "missing adapter keys" in str(entry.message)]:
-        raise ModelError(f"{path}: the adapter does not fit the model: {first_line(Exception(missing[0]))}")
-    return folded(wrapped.eval(), str(path), "name its base instead, or merge it with peft")
+        raise ModelError(f"{path}: the adapter does not match the model: {first_line(Exception(missing[0]))}")
+    return folded(wrapped.eval(), str(path), "Name its base instead, or merge it with peft")
 
 
 def folded(model: Any, place: str, instead: str) -> Any:
@@ -83,13 +83,13 @@ def unwrap(module: Any, merge: bool = True) -> Any:
         return model
     if getattr(model, "is_quantized", False):
         raise ModelError(f"{place} holds quantized weights, which cannot be merged. Load its base in full precision "
-                         "and put the adapter on that")
+                         "and put the adapter on that.")
     check_served(model.peft_config[name], place)
     check_trainable(model, place)
     training = model.training
     layers = _AdapterLayers(model, model.peft_config)
     try:
-        plain = (_merge_checked(model.eval(), place, "save the adapter instead", layers.remove) if merge
+        plain = (_merge_checked(model.eval(), place, "Save the adapter instead", layers.remove) if merge
                  else layers.remove(merge=False))
     except ModelError:
         layers.restore()
@@ -160,11 +160,11 @@ def _merge_checked(model: Any, place: str, instead: str, merge: Callable[[], Any
         tolerance = max(_TOLERANCE, 8 * torch.finfo(before.dtype).eps)
         if not apart <= tolerance:
             raise ModelError(f"{place}: the adapter cannot be merged: the logits change by {apart:.1e} of the largest "
-                             f"one. Instead, {instead}")
+                             f"one. {instead}.")
         if was_tied:
             tie_if_equal(plain)
     except _FAILURES as error:
-        raise ModelError(f"{place}: the adapter cannot be merged: {first_line(error)}. Instead, {instead}") from error
+        raise ModelError(f"{place}: the adapter cannot be merged: {first_line(error)}. {instead}.") from error
     return plain
 
 

@@ -22,7 +22,7 @@ def adapter_name(module: Any) -> str | None:
     names = list(getattr(module, "peft_config", None) or ())
     if len(names) > 1:
         raise ModelError(f"the model holds {len(names)} adapters ({', '.join(names)}), and Tropism trains only one. "
-                         "Remove the others with delete_adapter(), or merge them")
+                         "Remove the others with delete_adapter(), or merge them.")
     return str(names[0]) if names else None
 
 

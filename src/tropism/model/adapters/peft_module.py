@@ -21,13 +21,13 @@ def inner(module: Any, place: str) -> Any:
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind != "LORA":
             raise ModelError(f"{place} holds an adapter of type {kind}, which is unsupported: Tropism trains LORA. "
-                             "Merge it with merge_and_unload() if possible")
+                             "Merge it with merge_and_unload() if possible.")
     found = module.get_base_model() if hasattr(module, "get_base_model") else module
     if adapter_name(found) is not None:
         head = found.get_output_embeddings()
         if hasattr(head, "lora_A"):
             raise ModelError(f"{place} has an adapter on the head, which is unsupported: the head's weight is used "
-                             "directly, so the adapter would have no effect. Call merge_and_unload() first")
+                             "directly, so the adapter would have no effect. Call merge_and_unload() first.")
     return found
 
 
@@ -41,7 +41,7 @@ def check_trainable(module: Any, place: str) -> None:
         if len(getattr(layer, "lora_embedding_A", ())):
             raise ModelError(f"{place} has an adapter on an embedding ({name}), {ON_EMBEDDING}")
         if getattr(layer, "_disable_adapters", False):
-            raise ModelError(f"the adapter of {place} is switched off. Call enable_adapter_layers() first")
+            raise ModelError(f"the adapter of {place} is switched off. Call enable_adapter_layers() first.")
         if getattr(layer, "merged_adapters", None):
             raise ModelError(f"the adapter of {place} is merged into its weights. Call unmerge_adapter() first, or "
-                             "merge_and_unload() to train without it")
+                             "merge_and_unload() to train without it.")

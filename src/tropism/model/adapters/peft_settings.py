@@ -100,11 +100,11 @@ def check_known(values: Mapping[str, Any], file: Path) -> None:
         kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(values.get("peft_type"))]
     except (ValueError, KeyError):
         raise ModelError(f"{file}: peft_type {values.get('peft_type')!r} is unknown to peft {peft.__version__}. "
-                         "Install the version of peft that wrote the adapter") from None
+                         "Install the version of peft that wrote the adapter.") from None
     known = {field.name for field in fields(kind)}
     if strange := sorted(name for name, value in values.items() if value and name not in known):
         raise ModelError(f"{file}: the setting {strange[0]} is unknown to peft {peft.__version__}, which would ignore "
-                         "it. Install the version of peft that wrote the adapter, or use that version to merge it")
+                         "it. Install the version of peft that wrote the adapter, or use that version to merge it.")
 
 
 def check_served(config: Any, place: str) -> None:
@@ -130,5 +130,5 @@ def check_served(config: Any, place: str) -> None:
         return
     if str(start).lower().startswith(_CHANGING_STARTS):
         raise ModelError(f"{place}: init_lora_weights {start!r} is unsupported, since it changed the base weights too. "
-                         "Merge the adapter into the changed base first")
+                         "Merge the adapter into the changed base first.")
     raise ModelError(f"{place}: init_lora_weights {start!r} is unsupported. {_MERGE}")

@@ -59,7 +59,7 @@ def rank_warning(module: Any) -> str | None:
         return None
     key, layer = beyond[0]
     return (f"rank {layer.r[name]} exceeds the smaller side of the weights of {len(beyond)} modules ({key} is "
-            f"{layer.out_features} x {layer.in_features}). A rank above that side only costs memory and time")
+            f"{layer.out_features} x {layer.in_features}). A rank above that side only costs memory and time.")
 
 
 def _size(weight: Tensor) -> int:

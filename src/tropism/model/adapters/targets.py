@@ -12,7 +12,7 @@ from tropism.model.options import LoraOptions
 _KINDS = (torch.nn.Linear, Conv1D)
 
 ON_EMBEDDING = ("which is unsupported. Use modules_to_save to train the embedding in full, or merge the adapter into "
-                "its base first")
+                "its base first.")
 """End of the error about an adapter on an embedding, whose matrices peft keeps separately from all others."""
 
 
@@ -63,7 +63,7 @@ def check_ends(module: Any, config: Any, place: str) -> None:
             continue
         if layer is head:
             raise ModelError(f"{place}: has an adapter on the head ({name}), which is unsupported: the head's weight "
-                             "is used directly, so the adapter would never be trained. Merge it into its base first")
+                             "is used directly, so the adapter would never be trained. Merge it into its base first.")
         raise ModelError(f"{place}: has an adapter on an embedding ({name}), {ON_EMBEDDING}")
 
 
@@ -73,7 +73,7 @@ def _targets(module: Any, options: LoraOptions, full: Sequence[str]) -> list[str
         linear = [name for name in linear if not _within(name, full)]
         if not linear:
             raise UsageError(f"--lora.modules-to-save {options.modules_to_save} names every linear layer, so none is "
-                             "left for an adapter. Name fewer" if full else
+                             "left for an adapter. List fewer." if full else
                              "--lora.rank: the model has no linear layers to adapt except its head")
         found = sorted({name.rpartition(".")[2] for name in linear})
         chosen = set(linear)
@@ -89,14 +89,14 @@ def _targets(module: Any, options: LoraOptions, full: Sequence[str]) -> list[str
         for name, layer in matched.items():
             if layer is head:
                 raise UsageError(f"--lora.targets {wanted} is the head, which cannot have an adapter. Use "
-                                 f"--lora.modules-to-save {wanted} to train it in full")
+                                 f"--lora.modules-to-save {wanted} to train it in full.")
             if name not in known:
                 raise UsageError(f"--lora.targets {wanted}: {name} is of type {type(layer).__name__}, but only linear "
                                  "layers can have an adapter. To train the module in full, use "
                                  f"--lora.modules-to-save. {_suggest(wanted, linear)}")
         if both := [name for name in matched if _within(name, full)]:
             raise UsageError(f"--lora.targets {wanted} and --lora.modules-to-save both name {both[0]}. Remove it from "
-                             "one of them")
+                             "one of them.")
     return names
 
 

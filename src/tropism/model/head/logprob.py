@@ -105,7 +105,7 @@ class Head:
                            columns=columns)
         raise ModelError("the heads of student and teacher are not divided over the processes at the same ids: their "
                          "sizes differ, or only one is divided. Use --top-k, which stores the teacher's likeliest "
-                         "tokens and works with any division")
+                         "tokens and works with any division.")
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -222,8 +222,8 @@ def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns | N
         weight, bias = _local(weight), _local(bias)
         if isinstance(columns, Divided) and len(weight) != columns.width:
             raise ModelError(f"the head has {len(weight)} rows on process {columns.group.rank} instead of "
-                             f"{columns.width} of {columns.vocabulary}. This is a bug in how the model is divided; "
-                             "please report it")
+                             f"{columns.width} of {columns.vocabulary}. This is a bug in how the model is divided. "
+                             "Please report it.")
     return Head(weight, bias, scale, softcap, compute, columns)
 
 

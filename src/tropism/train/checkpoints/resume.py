@@ -58,15 +58,16 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
     planned = origin.manifest.get("planned_steps", origin.manifest.get("steps", 0))
     early = origin.finished and origin.manifest.get("stopped_by") == "stop_metric"
     if origin.finished and total <= planned and not (early and _stops_otherwise(origin.options or recorded, options)):
-        voice.say(f"{place} is finished after {origin.manifest['steps']} steps; the model is in {directory.model}. "
-                  + _how_to_extend(origin, directory, planned, early))
+        voice.say(f"{place}: already finished after {origin.manifest['steps']} steps. "
+                  f"The model is in {directory.model}. " + _how_to_extend(origin, directory, planned, early))
         return True
     if origin.problem:
         raise CheckpointError(origin.problem)
     if origin.finished and origin.checkpoint is None:
         raise CheckpointError(f"{place}: finished. {_how_to_extend(origin, directory, planned, early=False)}")
     if total < origin.step:
-        raise CheckpointError(f"{place}: {origin.step} steps are done, more than the {total} that are planned now")
+        raise CheckpointError(f"{place}: {origin.step} steps are done, but only {total} are planned. "
+                              "Raise --max-steps or --epochs.")
     for note in origin.notes:
         voice.warn(note)
     if origin.checkpoint is not None:
@@ -82,10 +83,10 @@ def _how_to_extend(origin: Origin, directory: RunDirectory, planned: int, early:
     """What trains a finished run further; only what will work."""
     reason = f"It stopped early: {origin.manifest.get('reason')}. " if early else ""
     if origin.problem:
-        return f"{reason}It cannot be extended as it is: {origin.problem}"
+        return f"{reason}It cannot be extended: {origin.problem}"
     if origin.checkpoint is None:
-        return (f"{reason}It kept no checkpoint, so it cannot be extended: start a new run from that model with "
-                f"`--model {directory.model} --output NEW`, and add `--save-every N` to keep checkpoints")
+        return (f"{reason}It kept no checkpoint, so it cannot be extended. Start a new run from that model with "
+                f"`--model {directory.model} --output NEW`, and add `--save-every N` to keep checkpoints.")
     if early:
         return (f"{reason}To train further, change --stop-patience, --stop-delta or --stop-metric: "
                 f"`tropism resume {directory.path} --stop-patience N`")
@@ -214,7 +215,7 @@ def load(engine: Engine, origin: Origin) -> None:
     try:
         state.apply(module, updater.optimizer, updater.owned)
     except (RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: does not fit this run: {first_line(error)}") from error
+        raise CheckpointError(f"{path}: does not match this run: {first_line(error)}") from error
     updater.restore(trainer["updater"])
     engine.shift.restore(trainer["shift"], engine.model.device)
     if torch.cuda.is_available() or "cuda" not in trainer["random"]:

@@ -162,5 +162,5 @@ def _score_pack(model: LanguageModel, pack: Sequence[PromptTree], batch: Batch) 
     for value, ids in zip(values, (tree.prompt_ids for tree in pack for _ in tree.completions), strict=True):
         if not math.isfinite(value) or value >= 0:
             raise ReferenceMismatchError(f"the reference gives a completion the log-prob {value} (its prompt begins "
-                                         f"with ids {ids[:8].tolist()}); nothing was trained")
+                                         f"with ids {ids[:8].tolist()}). Nothing was trained.")
     return values

@@ -122,7 +122,7 @@ class Tolerance:
                                      "steps, pass --on-nonfinite skip.")
             if self.in_a_row >= MOST_IN_A_ROW:
                 raise NonFiniteError(f"{self.in_a_row} steps in a row were not finite and changed nothing, so the run "
-                                     f"stops in spite of --on-nonfinite skip. The last was {bad[-1]}")
+                                     f"stops despite --on-nonfinite skip. The last was {bad[-1]}")
         return bad
 
     def state(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def describe_weights(method: Method, rows: Sequence[EncodedRow]) -> str:
     text = (f"{counts}; weights {weights[0]:g} and {weights[1]:g}; "
             f"weighted ratio {ratio:.2f} (recommended by the KTO paper: 1 to 1.5)")
     if not 1 - 1e-9 <= ratio <= 1.5 + 1e-9:
-        text += ". To balance the classes, pass --desirable-weight auto --undesirable-weight auto"
+        text += ". To balance the classes, pass --desirable-weight auto --undesirable-weight auto."
     return text
 
 
@@ -76,7 +76,7 @@ def announce_plan(options: RunOptions, data: PreparedData, schedule: Steps, eval
               f"{count_of(schedule.total_steps, 'optimizer step')} of {size}, learning rate {rate}, max length "
               f"{data.max_length:,} tokens, {precision}, {describe_processes(world)}")
     if options.learning_rate == 0 and own:
-        voice.warn("--learning-rate is 0, so training changes nothing.")
+        voice.warn("--learning-rate is 0, so training changes nothing")
 
 
 def sharding_lines(models: dict[str, Any], world: World) -> list[str]:

@@ -169,7 +169,7 @@ def limits(options: LengthOptions, *configs: Any) -> Limits:
     longest = min(known, default=None)
     if options.max_length is not None and longest is not None and options.max_length > longest:
         what = "the model" if longest == known[0] else "the reference or the teacher"
-        raise UsageError(f"--max-length {options.max_length} exceeds the limit of {what}, {longest} tokens")
+        raise UsageError(f"--max-length {options.max_length} exceeds the limit of {what} ({longest} tokens)")
     max_length = options.max_length or min(_DEFAULT_MAX_LENGTH, longest or _DEFAULT_MAX_LENGTH)
     if options.max_prompt_length is not None and options.max_prompt_length >= max_length:
         raise UsageError(f"--max-prompt-length {options.max_prompt_length} leaves no tokens of --max-length "

@@ -146,7 +146,7 @@ def turned_off(config: Any, router_aux_weight: float) -> list[str]:
         notes.append(f"dropout is off (the config sets {listed})")
     if asked := router.coefficient_of(config) if not router_aux_weight else None:
         notes.append(f"the routers' load-balancing loss is off, although the config sets router_aux_loss_coef "
-                     f"{asked:g}. To use it, pass --{router.OPTION.replace('_', '-')} {asked:g}")
+                     f"{asked:g}. To use it, pass {router.OPTION} {asked:g}")
     return notes
 
 

@@ -36,9 +36,9 @@ def parallelize(world: World, options: ParallelOptions, whole: str = "", learns:
         raise UsageError("--parallel.offload requires weights that are sharded over processes. Start several processes "
                          "with torchrun.")
     if options.offload and world.device.type == "cpu":
-        raise UsageError("--parallel.offload has no effect without a GPU: the weights are already in host memory.")
+        raise UsageError("--parallel.offload has no effect without a GPU: the weights are already in host memory")
     if options.reduce_once and not (learns and found.mesh is not None and found.mesh.size("shard") > 1):
-        raise UsageError("--parallel.reduce-once has no effect unless gradients are summed over --parallel.shard.")
+        raise UsageError("--parallel.reduce-once has no effect unless gradients are summed over --parallel.shard")
     return found
 
 
