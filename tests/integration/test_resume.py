@@ -60,6 +60,23 @@ def test_stopping_anywhere_and_going_on_is_the_straight_run(
         "reference" if case in ("dpo", "kto", "bco") else "policy"]
 
 
+@pytest.mark.parametrize("case", ["dpo", "kto"])
+def test_a_resumed_run_keeps_the_baselines_of_the_initial_policy(
+    case: str, start: Start, straight: Callable[..., Path], stop_after: Callable[..., None], tmp_path: Path,
+) -> None:
+    """C1: with updates so large that the trained policy would have others."""
+    wanted = straight(case, learning_rate=0.1)
+    stop_after(3)
+    with pytest.raises(StoppedEarly):
+        start(case, tmp_path / "run", learning_rate=0.1)
+    trainer = json.loads((tmp_path / "run" / "checkpoints" / "step-00000003" / "trainer.json").read_text())
+    initial = {name: value for name, value in lines(wanted)[0].items() if name.startswith("baselines/")}
+    assert initial == trainer["baselines"] != {}
+    stop_after(0)
+    start(case, tmp_path / "run", learning_rate=0.1, resume="auto")
+    assert_same_run(tmp_path / "run", wanted)
+
+
 def test_a_signal_leaves_no_time_for_another_evaluation(
     start: Start, straight: Callable[..., Path], stop_after: Callable[..., None], tmp_path: Path,
 ) -> None:

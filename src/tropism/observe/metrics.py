@@ -27,6 +27,9 @@ class Metric:
     better: Literal["", "lower", "higher"] = ""
 
 
+BASELINES = "baselines/"
+"""Prefix of the metrics of the initial policy that every evaluation repeats."""
+
 _INTERVAL = "end of its 95% confidence interval"
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in (
@@ -59,9 +62,9 @@ METRICS: dict[str, Metric] = {metric.key: metric for metric in (
     Metric("kl/stderr", "nats", "mismatched pair", "standard error of `kl/raw`"),
     Metric("router_aux", "", "step", "load-balancing loss of mixture-of-experts routers, before its weight, in train "
            "records. Even routing gives the number of experts per token"),
-    Metric("baselines/logps", "share", "", "AUC or accuracy with the initial policy's summed log-prob as the score"),
-    Metric("baselines/logps_per_token", "share", "", "AUC or accuracy with its log-prob per token as the score"),
-    Metric("baselines/length", "share", "", "AUC or accuracy with the length of the completion as the score"),
+    Metric(f"{BASELINES}logps", "share", "", "AUC or accuracy with the initial policy's summed log-prob as the score"),
+    Metric(f"{BASELINES}logps_per_token", "share", "", "AUC or accuracy with its log-prob per token as the score"),
+    Metric(f"{BASELINES}length", "share", "", "AUC or accuracy with the length of the completion as the score"),
     Metric("skipped", "steps", "", "non-finite steps that were skipped (`--on-nonfinite skip`) and are not part of the "
            "means; absent if there are none"),
     Metric("grad_norm", "nats", "step", "global norm of the gradient before clipping"),

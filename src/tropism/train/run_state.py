@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from tropism.observe.metrics import BASELINES
 from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.records import Record, Window
 from tropism.train.step_log import StepOutcome
@@ -56,9 +57,11 @@ class RunState:
             self.totals[key] += count
 
     def see(self, record: Record) -> None:
-        """Remember an evaluation."""
+        """Remember an evaluation, and the baselines of the first one."""
         if record.split == "eval":
             self.evaluation = {"step": record.step, **record.metrics}
+            self.baselines = self.baselines or {name: value for name, value in record.metrics.items()
+                                                if name.startswith(BASELINES)}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `restore` takes; the window must have been read."""

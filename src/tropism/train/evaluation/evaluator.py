@@ -13,6 +13,7 @@ from tropism.data.rows import EncodedRow
 from tropism.data.tree import PromptTree, score_key
 from tropism.losses.scored import CompletionScore, Scored
 from tropism.methods import Method, StepInputs, Units
+from tropism.observe.metrics import BASELINES
 from tropism.train.engine import Engine
 from tropism.train.evaluation.bootstrap import Array, accuracy, auc, resamples, with_interval
 from tropism.train.reference_point import ReferencePoint, point_record, pool, reference_moments
@@ -115,7 +116,7 @@ def baselines(rows: Sequence[EncodedRow], scored: Scored) -> dict[str, float]:
     for name, value in (("logps", scored.logps), ("logps_per_token", scored.logps / scored.lengths),
                         ("length", scored.lengths.double())):
         ranked = ranking(rows, value[members].numpy(), with_ends=False)
-        found |= {f"baselines/{name}": share for share in ranked.values()}
+        found |= {f"{BASELINES}{name}": share for share in ranked.values()}
     return found
 
 
