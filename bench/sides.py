@@ -64,9 +64,9 @@ def make_job(args: argparse.Namespace) -> Job:
             group_prompts=args.group_prompts, microbatch_tokens=args.microbatch_tokens, precision=args.precision,
             learning_rate=LEARNING_RATE, schedule="constant", warmup_ratio=0.0, max_grad_norm=MAX_GRAD_NORM)
         run = Run(options, world, Voice(loud=False))
-        steps = [[run.data.train[index] for index in run.schedule.step(number)]
-                 for number in range(1, run.schedule.total_steps + 1)]
-        known = run.method.at_start([row.desirable for row in steps[0]])
+        steps = [[run.inputs.data.train[index] for index in run.inputs.schedule.step(number)]
+                 for number in range(1, run.inputs.schedule.total_steps + 1)]
+        known = run.inputs.method.loss_at_start([row.desirable for row in steps[0]])
     assert known is not None, "the first loss of KTO and DPO is known"
     return Job(options, steps, known, args.micro_batch, args.threads or torch.get_num_threads())
 

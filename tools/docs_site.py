@@ -6,6 +6,7 @@ Pages in docs/ link to files as they are in the repository, such as `../examples
 to generated pages. `make docs` runs this before it builds the site.
 """
 
+import argparse
 import posixpath
 import re
 import shutil
@@ -70,4 +71,5 @@ def write(target: Path) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     write(ROOT / "build" / "docs-source")

@@ -6,6 +6,7 @@ Each table is between two comments, `<!-- generated: NAME -->` and `<!-- end -->
     python tools/make_reference.py --check    exit with code 1 if one is stale
 """
 
+import argparse
 import re
 import sys
 from collections import Counter
@@ -154,6 +155,9 @@ def generated(text: str) -> str:
 
 def main() -> int:
     """Write the tables, or check them. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if a table is stale")
+    check = parser.parse_args().check
     stale = []
     for file in (DOCS / name for name in FILES):
         text = file.read_text(encoding="utf-8")
@@ -161,12 +165,12 @@ def main() -> int:
         if made == text:
             continue
         stale.append(file)
-        if "--check" not in sys.argv[1:]:
+        if not check:
             file.write_text(made, encoding="utf-8")
     for file in stale:
-        print(f"{file.relative_to(DOCS.parent)}: " + ("stale; run python tools/make_reference.py"
-                                                      if "--check" in sys.argv[1:] else "written"))
-    return int(bool(stale) and "--check" in sys.argv[1:])
+        state = "stale. Run python tools/make_reference.py" if check else "written"
+        print(f"{file.relative_to(DOCS.parent)}: {state}")
+    return int(bool(stale) and check)
 
 
 if __name__ == "__main__":
