@@ -195,7 +195,7 @@ def test_an_option_that_would_do_nothing_is_refused(method: str, loss: str) -> N
         given = {"loss": loss, option: VALUES[option][0], **WITH.get(option, {})}
         with pytest.raises(UsageError) as error:
             METHODS[method](model="m", data="d", output="o", **given)
-        named = [name for name in (option, *WITH.get(option, {})) if name in str(error.value)]
+        named = [name for name in (option, *WITH.get(option, {})) if name.replace("_", "-") in str(error.value)]
         assert named, str(error.value)
         assert f"loss {loss}" in str(error.value)
 

@@ -143,7 +143,7 @@ def test_what_is_said_of_the_start(wrapped: Callable[..., Any], tiny_model_dir: 
         assert manifest["given"] == {"optimizer": "SGD"}
         return " ".join(capsys.readouterr().out.split())
 
-    line = "the reference is the model with that adapter"
+    line = "the reference is the model with this adapter"
     assert line in said(DPOTrainer, pairs)
     for text in (said(DPOTrainer, pairs, str(tiny_model_dir)), said(SFTTrainer, answers)):
         assert line not in text
