@@ -9,7 +9,7 @@ from integration.looking import Bench, audit, bench, by_id, steps
 from malformed_files import malformed, well_said
 
 __all__ = ["bench"]
-ABOUT_ALL_ROWS = ("have the same prompt", "this method needs both")  # said of all files of a run together
+ABOUT_ALL_ROWS = ("have the same prompt", "this method requires both")  # said of all files of a run together
 
 
 def check(bench: Bench, code: int, path: Any, number: int) -> None:

@@ -303,7 +303,7 @@ def test_options_that_a_dataloader_decides(changes: dict[str, Any], message: str
      "batch 2: no rows"),
     ([openrlhf_dpo([known([5], [6], [7])], PAD, "right")], {}, "batch 1: this is a batch of OpenRLHF DPO"),
     ([openrlhf_kto([*SIX, known([5], [999])], PAD, "right")], {}, "batch 1 row 7: token .* has id 999"),
-    ([openrlhf_kto([*SIX, known([5] * 600, [6])], PAD, "right")], {}, "batch 1 row 7: 601 tokens.*at most 512"),
+    ([openrlhf_kto([*SIX, known([5] * 600, [6])], PAD, "right")], {}, "batch 1 row 7: 601 tokens.*512 tokens"),
     ([openrlhf_kto(SIX[::2], PAD, "right")], {}, "3 desirable / 0 undesirable"),
 ])
 def test_batches_that_cannot_be_trained_on(loader: Any, changes: dict[str, Any], message: str, trainer: Any,

@@ -42,7 +42,7 @@ def renderer(**changes) -> Renderer:
 
 
 @pytest.fixture
-def count_of(monkeypatch) -> list[str]:
+def counted(monkeypatch) -> list[str]:
     """Places of the rows that are really rendered in this process."""
     seen: list[str] = []
     plain = Renderer.encode

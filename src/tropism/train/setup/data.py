@@ -147,7 +147,7 @@ def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
         tokens = len(row.prompt_ids) + max(len(completion.ids) for completion in row.completions)
         if longest is not None and tokens > longest:
             what = "of the model" if options.max_length is None else "max_length"
-            raise DataError(f"{row.place}: {tokens} tokens exceed the limit {what}, {longest} tokens. Truncate the "
+            raise DataError(f"{row.place}: {tokens} tokens exceed the limit {what} ({longest} tokens). Truncate the "
                             "rows before you pass them.")
         needed = max(needed, tokens)
     audits = [Audit(source="token ids from Python", read=len(part), rows=part) for part in (rows, evaluation)]
