@@ -37,3 +37,12 @@ def test_resume_leaves_out_what_does_not_fit_its_processes(
     assert sorted(set(found) - {"--parallel.offload=false"}) == kept
     error = capsys.readouterr().err
     assert said in error if said else not error
+
+
+def test_a_note_spells_a_list_of_losses_as_the_command_line_does(tmp_path: Path,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """X1: and not as Python does."""
+    file = tmp_path / "run.yaml"
+    file.write_text("method: dpo\nloss: [sigmoid, sft]\nloss_weights: [1, 0.2]\n")
+    assert not [token for token in spelled_out(["train", str(file), "--loss", "ipo"]) if "weights" in token]
+    assert "ignoring loss_weights, which belong to its loss sigmoid,sft" in capsys.readouterr().err

@@ -105,7 +105,7 @@ def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[s
     left_out = [name for name in (*OPTIONS, "loss_weights") if values.get(name) is not None
                 and not any(token.partition("=")[0].replace("-", "_") == f"__{name}" for token in given)]
     if left_out:
-        _note(f"{path}: ignoring {', '.join(left_out)}, which belong to its loss {values['loss']}")
+        _note(f"{path}: ignoring {', '.join(left_out)}, which belong to its loss {_spell(values['loss'])}")
     return {name: value for name, value in values.items() if name not in left_out}
 
 

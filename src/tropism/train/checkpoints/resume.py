@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tropism.distributed.training_state import TrainingState, read_tensors
-from tropism.errors import CheckpointError, first_line
+from tropism.errors import CheckpointError, count_of, first_line
 from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory
@@ -58,7 +58,7 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
     planned = origin.manifest.get("planned_steps", origin.manifest.get("steps", 0))
     early = origin.finished and origin.manifest.get("stopped_by") == "stop_metric"
     if origin.finished and total <= planned and not (early and _stops_otherwise(origin.options or recorded, options)):
-        voice.say(f"{place}: already finished after {origin.manifest['steps']} steps. "
+        voice.say(f"{place}: already finished after {count_of(origin.manifest['steps'], 'step')}. "
                   f"The model is in {directory.model}. " + _how_to_extend(origin, directory, planned, early))
         return True
     if origin.problem:
