@@ -13,6 +13,11 @@ def first_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines[:2 if lines[0].rstrip().endswith(":") else 1])
 
 
+def clause(error: object) -> str:
+    """A text to be followed by another sentence: without its own full stop."""
+    return str(error).rstrip(".")
+
+
 def did_you_mean(name: str, known: Iterable[str], style: str = "{}") -> str:
     """A question that names the closest known name, or the list of known names if none is close.
 

@@ -319,5 +319,5 @@ def test_torchrun_does_not_begin_again_what_was_stopped(tiny_model_dir: Path, fe
     assert done.stderr.count("tropism: stopped: --max-time is reached. There is no checkpoint yet, so a resumed run "
                              "starts at step 1 with the stored scores. Resume with: "
                              "torchrun --nproc-per-node 2 -m tropism resume") == 1, done.stderr
-    assert done.stderr.count("Nothing is done: to go on, call torchrun anew") == 1
+    assert done.stderr.count("the run has already stopped. torchrun restarted") == 1
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "stopped"

@@ -23,7 +23,7 @@ class Endless:
 
 @pytest.mark.parametrize("stream", [Endless(), iter(Endless())])
 def test_h3_a_stream_without_max_steps_is_refused_at_once(stream, tiny_model_dir):
-    with pytest.raises(UsageError, match="streaming needs max_steps"):
+    with pytest.raises(UsageError, match="--streaming requires --max-steps"):
         KTOTrainer(str(tiny_model_dir), train_dataset=stream, quiet=True)
 
 
@@ -47,7 +47,7 @@ def test_h3_the_command_line_says_so_too(tiny_model_dir, feedback, tmp_path, cap
     args = ["kto", "--model", str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "run"),
             "--store", str(tmp_path / "store"), "--streaming", "--samples", "0", "--batch-size", "4"]
     assert main(args) == 2
-    assert "streaming needs max_steps" in capsys.readouterr().err
+    assert "--streaming requires --max-steps" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main([*args, "--max-steps", "2"]) == 0
     assert json.loads((tmp_path / "run" / "audit.json").read_text())["rows"]["read"] == 8

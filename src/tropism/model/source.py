@@ -13,7 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
-from tropism.errors import ModelError, first_line
+from tropism.errors import ModelError, clause, first_line
 from tropism.model.adapters import files as adapter_files
 from tropism.model.options import is_adapter
 from tropism.observe.console import Voice
@@ -71,7 +71,7 @@ class ModelSource:
         try:
             return replace(cls.of(base), adapter=str(path))
         except ModelError as error:
-            raise ModelError(f"{path}: the adapter's base was not found: {error}. "
+            raise ModelError(f"{path}: the adapter's base was not found: {clause(error)}. "
                              f"{adapter_files.base_advice(path)}") from None
 
     @property

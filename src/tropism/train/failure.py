@@ -6,7 +6,7 @@ from contextlib import suppress
 import torch
 
 from tropism.distributed.world import World, lost_another
-from tropism.errors import OutputError, StoppedEarly, TropismError
+from tropism.errors import OutputError, StoppedEarly, TropismError, clause
 from tropism.observe.manifest import Manifest
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
@@ -30,7 +30,7 @@ def record_failure(directory: RunDirectory, manifest: Manifest | None, error: Ba
     if isinstance(error, StoppedEarly):
         kept = world.broadcast(bool(checkpoint.listed(directory.checkpoints)) if world.is_main else False)
         world.on_main(lambda: manifest.end("stopped", reason=str(error)) if manifest is not None else None)
-        raise StoppedEarly(f"stopped: {error}. {_advice(directory, world, by_name, kept)}") from error
+        raise StoppedEarly(f"stopped: {clause(error)}. {_advice(directory, world, by_name, kept)}") from error
     clear = _in_words(error, world, microbatch_tokens)
     if manifest is not None:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

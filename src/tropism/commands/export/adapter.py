@@ -21,7 +21,7 @@ from tropism.commands.export.output_directory import check_tensors, unreadable
 from tropism.commands.export.read_run import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.commands.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
 from tropism.distributed.training_state import read_model
-from tropism.errors import CheckpointError, ModelError, first_line
+from tropism.errors import CheckpointError, ModelError, clause, first_line
 from tropism.model import load, save
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
@@ -148,7 +148,7 @@ def _configs(run: ExportedRun, chosen: Chosen, begun: str) -> Iterator[Any]:
             yield PeftConfig.from_peft_type(**values)
         except (TypeError, ValueError) as error:
             raise ModelError(f"{run.path / 'manifest.json'}: its adapter config is incompatible with the installed "
-                             f"peft: {first_line(error)}. Export with the peft version of the run.") from error
+                             f"peft: {clause(first_line(error))}. Export with the peft version of the run.") from error
     if (Path(begun).expanduser() / ADAPTER_CONFIG).is_file():
         yield _config_in(Path(begun).expanduser())
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tropism.distributed.training_state import model_names
-from tropism.errors import CheckpointError, UsageError
+from tropism.errors import CheckpointError, UsageError, clause
 from tropism.observe.checksums import differences
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
@@ -165,8 +165,8 @@ def _checkpoint(run: ExportedRun, named: str) -> Chosen:
         trainer = checkpoint.verify(path)
     except CheckpointError as error:
         others = [one.path.name for one in checkpoint.listed(run.directory.checkpoints) if one.path != path]
-        raise CheckpointError(f"{error}. " + (f"Other checkpoints of the run: {', '.join(others)}" if others else
-                                              "The run has no other checkpoint.")) from error
+        rest = f"Other checkpoints of the run: {', '.join(others)}" if others else "The run has no other checkpoint."
+        raise CheckpointError(f"{clause(error)}. {rest}") from error
     _check_same(run, path, trainer)
     # The names tell, not the options: `model` may have been an adapter.
     is_adapter = any(".lora_" in name or ".modules_to_save." in name for name in model_names(path / "state"))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tropism.commands.export.read_run import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.distributed.training_state import read_model
-from tropism.errors import CheckpointError, ModelError, UsageError, count_of, did_you_mean, first_line
+from tropism.errors import CheckpointError, ModelError, UsageError, clause, count_of, did_you_mean, first_line
 from tropism.model import load
 from tropism.model.source import ModelSource
 
@@ -72,8 +72,8 @@ def base_config(run: ExportedRun, name: str, moved: str = "") -> Any:
     try:
         return load.load_config(ModelSource.of(name), trust_remote_code=run.trust_remote_code)
     except ModelError as error:
-        raise ModelError(f"{error}. The run started from this model, and its config is needed to export a checkpoint "
-                         f"or an adapter{moved}") from error
+        raise ModelError(f"{clause(error)}. The run started from this model, and its config is needed to export a "
+                         f"checkpoint or an adapter{moved}") from error
 
 
 def of_result(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> tuple[Any, Weights]:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tropism.errors import ModelError, first_line
+from tropism.errors import ModelError, clause, first_line
 from tropism.model.adapters.files import CONFIG, read_values, weights_file
 from tropism.model.adapters.parameters import adapter_name
 from tropism.model.adapters.peft_module import check_trainable, inner
@@ -164,7 +164,7 @@ def _merge_checked(model: Any, place: str, instead: str, merge: Callable[[], Any
         if was_tied:
             tie_if_equal(plain)
     except _FAILURES as error:
-        raise ModelError(f"{place}: the adapter cannot be merged: {first_line(error)}. {instead}.") from error
+        raise ModelError(f"{place}: the adapter cannot be merged: {clause(first_line(error))}. {instead}.") from error
     return plain
 
 

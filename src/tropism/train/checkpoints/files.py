@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tropism.distributed.training_state import write_tensors
 from tropism.distributed.world import World
-from tropism.errors import CheckpointError, OutputError
+from tropism.errors import CheckpointError, OutputError, clause
 from tropism.observe.checksums import checksums, file_hash
 
 SCHEMA_VERSION = 1
@@ -120,7 +120,7 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
             shutil.rmtree(path, ignore_errors=True)
         free = _free(root)
         needed = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error).rstrip(".")
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else clause(error)
         raise OutputError(f"{place}: the checkpoint could not be written: {reason}. Its tensors need {needed:,} bytes, "
                           f"and {free:,} bytes are free. Earlier checkpoints are unchanged.") from error
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tropism.errors import CheckpointError, UsageError, first_line
+from tropism.errors import CheckpointError, UsageError, clause, first_line
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.files import Checkpoint
@@ -111,7 +111,7 @@ def _choose(directory: RunDirectory, manifest: dict[str, Any], options: dict[str
             trainer = _verified(directory, one)
         except CheckpointError as error:
             if not fall_back or wanted is not None:
-                raise CheckpointError(f"{error}. {_others(directory, finished, one)}") from error
+                raise CheckpointError(f"{clause(error)}. {_others(directory, finished, one)}") from error
             notes.append(f"skipped checkpoint: {error}")
             continue
         aside = tuple(other.path for other in finished if other.step > one.step)

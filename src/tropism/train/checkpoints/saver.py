@@ -15,7 +15,7 @@ import torch
 
 from tropism.distributed.training_state import TrainingState, check_plain, read_whole
 from tropism.distributed.world import World
-from tropism.errors import OutputError, TropismError, UsageError
+from tropism.errors import OutputError, TropismError, UsageError, clause
 from tropism.files import write_whole
 from tropism.methods import Method
 from tropism.model.adapters.parameters import adapter_weight_names
@@ -291,7 +291,7 @@ def make_saver(engine: Engine, directory: RunDirectory, options: RunOptions, fac
     if reason is not None:
         for name in ("save_every", "keep_best"):
             if getattr(options, name):
-                raise UsageError(f"{name}: {reason}. Remove {name}, or let Tropism create the optimizer.")
+                raise UsageError(f"{name}: {clause(reason)}. Remove {name}, or let Tropism create the optimizer.")
         voice.warn(f"a stopped run cannot be resumed: {reason}")
         return None
 
