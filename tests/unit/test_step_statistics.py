@@ -75,7 +75,7 @@ def test_a_mean_that_was_only_proposed_is_not_seen() -> None:
 def test_rewards_of_a_step_are_counted_by_units() -> None:
     """K2, X1: beta x log-ratio of each unit of this rank's packs; a shared completion counts for each of its units."""
     found = [(scored([-1.0, -4.0], [-3.0, -3.0]), Units(torch.tensor([[0], [1], [0]]), torch.tensor([True] * 3))),
-             (None, Units(torch.zeros(0, 4, dtype=torch.int64), None)),
+             (scored([], []), Units(torch.zeros(0, 4, dtype=torch.int64), None)),
              (scored([-2.0], [-7.0]), Units(torch.tensor([[0]]), torch.tensor([False])))]
     sums = rewards_of_step(method_of("unpaired", "bco", beta=0.5), found, CPU)
     assert sums.tolist() == [0.5 * (2 - 1 + 2 + 5), 4.0]
@@ -139,8 +139,8 @@ def test_ranks_depend_on_the_rows_alone(pairs: list[tuple[int, int]], ranks: int
     sides = {row: ([float(a), float(b)], [float(b % 3), float(a % 2)]) for row, (a, b) in zip(rows, pairs, strict=True)}
 
     def ranked(share: list[list[int]], world: Any) -> list[Any]:
-        found = [(scored(*([value for row in pack for value in sides[row][model]] for model in (0, 1)))
-                  if pack else None, Units(torch.arange(2 * len(pack)).reshape(-1, 2), None)) for pack in share]
+        found = [(scored(*([value for row in pack for value in sides[row][model]] for model in (0, 1))),
+                  Units(torch.arange(2 * len(pack)).reshape(-1, 2), None)) for pack in share]
         return ranks_of_step(method, found, [tuple(pack) for pack in share], world, CPU)
 
     whole = sorted(rows)

@@ -167,9 +167,19 @@ class Divided:
         return _sum_in_order(found[..., 2:]) - log_z[:, None], rest - log_z, log_z
 
     def log_softmax(self, *logits: Tensor) -> tuple[Tensor, ...]:
-        """See `Undivided`; for the columns on this process."""
-        found = self.group.gather(torch.stack([torch.logsumexp(one, dim=-1) for one in logits]))
-        return tuple(one - torch.logsumexp(found[:, number], dim=0)[:, None] for number, one in enumerate(logits))
+        """See `Undivided`; for the columns on this process.
+
+        The largest logit is subtracted first, as torch does: a log-sum-exp of large logits has large rounding errors.
+        """
+        peaks = [one.amax(-1).clamp(min=torch.finfo(one.dtype).min) if self.width else one.new_full(
+            one.shape[:1], -torch.inf) for one in logits]
+        sums = [torch.logsumexp(one - peak[:, None], dim=-1) for one, peak in zip(logits, peaks, strict=True)]
+        found = self.group.gather(torch.stack((*peaks, *sums)))
+        logps = []
+        for one, of_processes, logs in zip(logits, *found.transpose(0, 1).chunk(2), strict=True):
+            peak = of_processes.amax(0)
+            logps.append(one - peak[:, None] - torch.logsumexp(of_processes - peak + logs, dim=0)[:, None])
+        return tuple(logps)
 
     def totals(self, value: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
         """See `Undivided`."""

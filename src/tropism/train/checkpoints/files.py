@@ -120,7 +120,7 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
             shutil.rmtree(path, ignore_errors=True)
         free = _free(root)
         needed = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else clause(error)
+        reason = clause((error.strerror or error) if isinstance(error, OSError) else error)
         raise OutputError(f"{place}: the checkpoint could not be written: {reason}. Its tensors need {needed:,} bytes, "
                           f"and {free:,} bytes are free. Earlier checkpoints are unchanged.") from error
     try:
