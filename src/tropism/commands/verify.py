@@ -304,4 +304,3 @@ def _state_of_missing(name: str) -> State:
     if path.exists():
         return "differs"
     return "gone" if path.is_absolute() else "unknown"
-

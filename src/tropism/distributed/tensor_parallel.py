@@ -78,4 +78,3 @@ def _divide_vocabulary(module: Any, axis: Any) -> None:
     parallelize_module(head, axis, ColwiseParallel(output_layouts=Replicate()))
     if tied:
         head.weight = embedding.weight
-

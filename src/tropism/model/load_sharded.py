@@ -156,4 +156,3 @@ def _generation_config(source: ModelSource, module: Any) -> Any:
         return GenerationConfig.from_pretrained(source.name)
     except OSError:
         return module.generation_config
-

@@ -82,5 +82,3 @@ class LookAhead:
             return [StepInputs(shift=shift)] * len(packs)
         ranked = ranks_of_step(method, scored, [pack.rows for pack in packs], engine.world, engine.model.device)
         return [replace(of_pack, shift=shift) for of_pack in ranked]
-
-

@@ -97,5 +97,3 @@ def sorted_partners(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     policy, reference, chosen, rejected = values.unbind(1)
     return partners(policy, reference), partners(chosen, rejected), partners(rejected, chosen)
-
-

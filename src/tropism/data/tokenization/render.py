@@ -346,4 +346,3 @@ class _Conversation:
         # White space after the content separates turns and is not part of the completion.
         tail = rendered[end:]
         return rendered[:end] + (tail if tail.strip() else ""), text.eos_id
-

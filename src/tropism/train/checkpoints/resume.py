@@ -247,4 +247,3 @@ def begin_again(directory: RunDirectory, origin: Origin) -> None:
     for path in origin.aside:
         checkpoint.invalidate(path)
     directory.truncate(origin.trainer["offsets"] if origin.trainer else {})
-

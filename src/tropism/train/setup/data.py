@@ -203,5 +203,3 @@ def make_schedule(options: DataOptions, run: RunOptions, rows: Sequence[EncodedR
     prompts = facts_of(rows).prompt_numbers
     return Schedule(tuple(prompts.tolist()), run.batch_size, run.seed, run.epochs, run.max_steps, options.shuffle,
                     options.group_prompts, needs_partners)
-
-

@@ -63,5 +63,3 @@ def unusable_sizes(recorded: Mapping[str, Any], given: Mapping[str, Any], count:
         without_effect = {"offload": shard == tensor == 1 or not torch.cuda.is_available(), "reduce_once": shard == 1}
         return [*leave_out, *(name for name, value in without_effect.items() if value and recorded.get(name))]
     return []  # the sizes that the user set do not fit
-
-
