@@ -1,6 +1,5 @@
 """Builds the policy of a run with its adapter, and determines its reference."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,7 +12,6 @@ from tropism.data.tree import PromptTree
 from tropism.distributed.shard import is_sharded
 from tropism.distributed.world import World
 from tropism.errors import ModelError, UsageError, count_of
-from tropism.model import base_weights as base
 from tropism.model import load
 from tropism.model import quantization as quantized
 from tropism.model.adapters import files as adapter_files
@@ -24,6 +22,7 @@ from tropism.model.adapters.create import make_structure, set_initial_values
 from tropism.model.adapters.parameters import adapter_name, adapter_weight_names, saved_parameters
 from tropism.model.adapters.summary import rank_warning, summarize
 from tropism.model.adapters.switch import adapter_off
+from tropism.model.base_weights import base_hash
 from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.options import LoraOptions, is_adapter
@@ -31,9 +30,8 @@ from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.train.frozen import reference as references
 from tropism.train.setup import models
+from tropism.train.setup.adapter_base import PASSED_MODULE, absolute_name, check_base, clear_unknown_base
 from tropism.train.setup.models import ModelOrModule, Numerics
-
-_GIVEN = "the module that was passed as model"
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,14 @@ class PolicyBuilder:
             if named.adapter is not None and not merge:
                 return cls(named.base, lora, _checked(Path(named.adapter)))
         elif getattr(named, "is_quantized", False):
-            raise ModelError(f"{_GIVEN} has quantized weights, which would be expanded to float32. Pass the model by "
-                             "name, with lora.quantize.")
-        elif (name := adapter_name(inner := given.inner(named, _GIVEN))) is not None:
+            raise ModelError(f"{PASSED_MODULE} has quantized weights, which would be expanded to float32. Pass the "
+                             "model by name, with lora.quantize.")
+        elif (name := adapter_name(inner := given.inner(named, PASSED_MODULE))) is not None:
             if lora.wanted:
-                raise UsageError(f"{_GIVEN} already has an adapter, which is trained further. Remove lora.rank and "
-                                 "lora.adapter, or merge the adapter first.")
-            adapter_settings.check_served(inner.peft_config[name], _GIVEN)
-            given.check_trainable(inner, _GIVEN)
+                raise UsageError(f"{PASSED_MODULE} already has an adapter, which is trained further. Remove "
+                                 "lora.rank and lora.adapter, or merge the adapter first.")
+            adapter_settings.check_served(inner.peft_config[name], PASSED_MODULE)
+            given.check_trainable(inner, PASSED_MODULE)
             return cls(inner, lora, held=True)
         if lora.wanted and optimizer is not None:
             raise UsageError("optimizer cannot hold the weights of a new adapter, which does not exist yet. Remove "
@@ -144,7 +142,7 @@ class PolicyBuilder:
         if self.held:
             _check_learning(module)
             config = module.peft_config[adapter_name(module)]
-            config.base_model_name_or_path = self._base or _found_again(config.base_model_name_or_path)
+            config.base_model_name_or_path = self._base or absolute_name(config.base_model_name_or_path)
             return module
         if self.directory is not None:
             if is_sharded(module):
@@ -229,7 +227,8 @@ class PolicyBuilder:
         if not self.adapts:
             return module, {}
         facts = summarize(module)
-        self._check_origin(module, voice)
+        if not isinstance(self.named, ModelSource):
+            clear_unknown_base(module, voice)
         voice.say(f"adapter: {facts}" + (f"; base weights in {self.lora.quantize}" if self.lora.quantize else ""))
         if note := rank_warning(module):
             voice.warn(note)
@@ -237,46 +236,13 @@ class PolicyBuilder:
             origin = self.directory or "the adapter of the module that was passed as model"
             voice.say(f"  starts from {origin}" + ("; the reference is the model with this adapter before step 1"
                                                    if is_reference else ""))
-        known = base.base_hash(module)
-        self._check_base(known, voice)
+        known = base_hash(module)
+        if self.directory is not None:
+            check_base(self.directory, self._base, known, voice)
         self.round_weights(module, numerics.precision, sharded=True)
         config = module.peft_config[adapter_name(module)]
         return module, {"adapter": asdict(facts), "adapter_config": adapter_files.values_of(config)} | (
             {} if known is None else {"base_weights": known})
-
-    def _check_base(self, found: str | None, voice: Voice) -> None:
-        """Warn if an adapter to start from was trained on other base weights.
-
-        Args:
-            found: hash of the weights without the adapter; None if they are quantized.
-        """
-        if self.directory is None:
-            return
-        known, origin = base.recorded_hash(self.directory), self._base or "the model that was given"
-        named = _found_again(adapter_files.read_values(self.directory).get("base_model_name_or_path"))
-        if found is not None and known is not None:
-            if found != known:
-                voice.warn(f"{self.directory}: this adapter was trained on a base model whose weights differ from "
-                           f"those of {origin}. Check --model.")
-        elif named is not None and self._base is not None and not _same(named, self._base):
-            voice.warn(f"{self.directory}: the base model of this adapter is {named}, but it is trained on {origin}. "
-                       "Tropism cannot check that their weights are equal.")
-
-    def _check_origin(self, module: Any, voice: Voice) -> None:
-        """Clear the base model's name in the adapter's file if the user's module has no origin or differs from it."""
-        if isinstance(self.named, ModelSource):
-            return
-        config = module.peft_config[adapter_name(module)]
-        origin = config.base_model_name_or_path
-        if not origin:
-            why = "has no directory or Hub id as its origin"
-        elif Path(origin).is_dir() and (name := base.first_difference(module, Path(origin))):
-            why = f"differs from {origin} (in {name})"
-        else:
-            return
-        config.base_model_name_or_path = None
-        voice.warn(f"{_GIVEN} {why}, so the adapter's file will name no base model. Save the model without the "
-                   "adapter, and name that directory to use the adapter: tropism export RUN --base DIR")
 
     def _plain_names(self, trust_remote_code: bool) -> list[str]:
         """Full names of the modules that are not quantized: those in peft's `modules_to_save`, and the output head."""
@@ -290,7 +256,7 @@ class PolicyBuilder:
         if self.directory is None:
             return adapter_targets.new_config(module, self.lora, self._base)
         config = adapter_files.read_config(self.directory)
-        config.base_model_name_or_path = self._base or _found_again(config.base_model_name_or_path)
+        config.base_model_name_or_path = self._base or absolute_name(config.base_model_name_or_path)
         return config
 
     @property
@@ -298,18 +264,7 @@ class PolicyBuilder:
         """Name of the base model in the adapter's file; None for a module without an origin."""
         if isinstance(self.named, ModelSource):
             return self.named.absolute
-        return _found_again(getattr(self.named.config, "name_or_path", None))
-
-
-def _found_again(origin: Any) -> str | None:
-    """The name of a model, with an absolute path if it is a directory; None for no name."""
-    name = str(origin or "")
-    return os.path.abspath(name) if name and Path(name).is_dir() else name or None
-
-
-def _same(name: str, other: str) -> bool:
-    """Whether two names mean the same model."""
-    return name == other or (Path(name).is_dir() and Path(other).is_dir() and os.path.samefile(name, other))
+        return absolute_name(getattr(self.named.config, "name_or_path", None))
 
 
 def _checked(path: Path) -> Path:
