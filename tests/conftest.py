@@ -3,6 +3,11 @@
 import os
 from pathlib import Path
 
+# Before anybody imports torch: processes that tests start inherit this. Several of them share two cores, and threads
+# that spin while they wait make each step many times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import jaxtyping
 import pytest
 import torch
