@@ -80,7 +80,7 @@ def test_kills_of_other_commands(command: str, tmp_path: Path, straight: Path, a
     out = tmp_path / "out"
     given: dict[str, list[object]] = {
         "export": ["export", run, "--to", out / "model"],
-        "convert": ["convert", feedback, "--to", "pairs", "--output", out / "data.jsonl"],
+        "convert": ["convert", feedback, "--to", "unpaired", "--output", out / "data.jsonl"],
         "evaluate": ["evaluate", run, "--data", feedback, "--json", out / "figures.json"]}
     out.mkdir()
     log = tmp_path / "log"
