@@ -18,11 +18,12 @@ def layout_savings(rows: Sequence[EncodedRow], batch_size: int, *, seed: int = 0
     """Tokens of one epoch: flat, in the tree layout, and in the tree layout with `--group-prompts`."""
     facts = facts_of(rows)
     flat, prompts = facts.flat_tokens, facts.prompt_numbers
-    grouped, guessed = _computed(rows, facts, prompts)  # these trees do not depend on the steps
+    whole = groups(prompts, facts.tree_numbers)
+    grouped, guessed = _computed(rows, facts, whole)  # these trees do not depend on the steps
     trees, about = grouped, guessed
-    if prompts.max() + 1 < len(rows):
-        planted = groups(_steps(prompts, batch_size, seed, shuffle), prompts)
-        if planted.max() > prompts.max():
+    if whole.max() + 1 < len(rows):
+        planted = groups(_steps(prompts, batch_size, seed, shuffle), facts.tree_numbers)
+        if planted.max() != whole.max():
             trees, about = _computed(rows, facts, planted)
     text = (f"with {batch_size} rows per optimizer step, the tree layout computes {_tokens(trees, about)} of "
             f"{flat:,} tokens per epoch and saves {percent(1 - trees / flat)}. With --group-prompts it computes "
