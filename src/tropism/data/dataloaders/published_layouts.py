@@ -26,6 +26,7 @@ from tropism.errors import DataError
 Ids = npt.NDArray[np.int64]
 
 _MISMATCHED = "mismatched row"
+_NUMBERS = (bool, int, float, np.generic)
 _UNSUPERVISED = -100  # the label of unsupervised tokens in all of these trainers
 
 
@@ -134,7 +135,7 @@ def _array(value: Any, name: str, place: str) -> npt.NDArray[Any]:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return np.asarray((value.float() if value.is_floating_point() else value).numpy())
-    if isinstance(value, (list, tuple)) and not all(isinstance(item, (bool, int, float)) for item in value):
+    if isinstance(value, (list, tuple)) and not all(isinstance(item, _NUMBERS) for item in value):
         items = [_array(item, name, place) for item in value]
         if len({item.shape for item in items}) > 1:
             raise DataError(f"{place}: the rows of {name} have different lengths. Pad the batch.")
@@ -317,7 +318,7 @@ def _dims(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         inner = _dims(value[0]) if value else 0
         return min(1 + inner, 2) if inner >= 0 else -1
-    return 0 if isinstance(value, (bool, int, float)) else -1
+    return 0 if isinstance(value, _NUMBERS) else -1
 
 
 def _describe(batch: Any) -> str:
