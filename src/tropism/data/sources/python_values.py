@@ -56,6 +56,8 @@ def plain(value: Any) -> Any:
         return value
     if hasattr(value, "as_py"):  # a scalar of pyarrow
         return plain(_from_column(value.as_py()))
+    if hasattr(value, "to_pylist"):  # an array of pyarrow
+        return plain(value.to_pylist())
     if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array, a tensor, or a scalar of one
         found = value.tolist()
         return [plain(entry) for entry in found] if isinstance(found, list) else _from_column(found)
