@@ -36,7 +36,7 @@ def write(tmp_path: Path) -> Callable[[int], Path]:
 @pytest.mark.parametrize("max_length", [40, 70, 100, 128])
 def test_data_with_one_prompt_is_refused(train: Callable[..., Any], write: Callable[[int], Path],
                                          max_length: int) -> None:
-    """K2: at any limit, also where the cut makes many prompts of it."""
+    """K4: at any limit, also where the cut makes many prompts of it."""
     with pytest.raises(UsageError, match="all 40 rows have the same prompt"):
         train("kto", data=str(write(1)), max_length=max_length)
     with pytest.raises(UsageError, match="--eval-fraction: all rows have the same prompt"):
@@ -45,7 +45,7 @@ def test_data_with_one_prompt_is_refused(train: Callable[..., Any], write: Calla
 
 def test_held_out_rows_of_one_prompt_have_no_reference_point(train: Callable[..., Any], write: Callable[[int], Path],
                                                              ) -> None:
-    """K2: nor does it appear when they are cut in several ways."""
+    """K1: nor does one appear when they are cut in several ways."""
     result = train("kto", data=str(write(4)), eval_data=str(write(1)), max_length=70, max_steps=1)
     evaluated = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
     assert not [key for line in evaluated if line["split"] == "eval" for key in line if key.startswith("kl")]
@@ -53,7 +53,7 @@ def test_held_out_rows_of_one_prompt_have_no_reference_point(train: Callable[...
 
 def test_a_run_of_the_earlier_comparison_is_not_resumed(tiny_model_dir: Path, write: Callable[[int], Path],
                                                         tmp_path: Path) -> None:
-    """S1: with truncated prompts it would take other steps, so its fingerprint of the data is another one."""
+    """C1: with truncated prompts it would take other steps, so its fingerprint of the data is another one."""
     options = KTOOptions(model=str(tiny_model_dir), data=str(write(4)), output=str(tmp_path / "run"), max_length=70,
                          store=str(tmp_path / "store"), batch_size=8, max_steps=2, save_every=1, samples=0)
     run(options)
@@ -101,7 +101,7 @@ class DataFrame:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_table_of_pandas_trains(tiny_model_dir: Path, tmp_path: Path, fails: bool,
                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """P1: its labels may be floats; a failed run is recorded as any other."""
+    """Its labels may be floats; a failed run is recorded as any other."""
     records = [{**row, "label": float(row["label"])} for row in rows(4)]
     trainer = KTOTrainer(str(tiny_model_dir), train_dataset=DataFrame(records), eval_dataset=DataFrame(records),
                          output=str(tmp_path / "run"), store=str(tmp_path / "store"), max_steps=1, batch_size=8,

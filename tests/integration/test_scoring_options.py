@@ -48,7 +48,7 @@ def said(feedback: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_model(said: Callable[..., str], tiny_model_dir: Path) -> None:
-    """V1: also the values that defaults have become."""
+    """Also the values that defaults have become."""
     assert said(tiny_model_dir) == (
         "options in use: --beta 0.1 --max-length 512 --precision fp32, no --reference, no --max-prompt-length")
 
@@ -56,7 +56,7 @@ def test_a_model(said: Callable[..., str], tiny_model_dir: Path) -> None:
 @pytest.mark.parametrize("place", [".", "model"])
 def test_a_run_that_was_trained_with_other_options(said: Callable[..., str], base_run: Callable[[str], Path],
                                                    tiny_model_dir: Path, place: str) -> None:
-    """V1: nothing differs silently, and the line holds what to type; also for the model inside of the run."""
+    """Nothing differs silently, and the line holds what to type; also for the model inside of the run."""
     line = said(base_run("kto") / place)
     assert line.startswith("note: options in use: --beta 0.1 --max-length 512 ")
     assert line.endswith(f"The run {base_run('kto')} was trained with --reference {tiny_model_dir} --beta 0.5 "
@@ -110,7 +110,7 @@ def test_a_run_of_defaults(said: Callable[..., str], base_run: Callable[[str], P
     "beta: [1", "unknown: 1\n", "- 1\n", "method: other\n", "beta: !!python/name:os.system\n"])
 def test_a_config_that_cannot_be_read(said: Callable[..., str], base_run: Callable[[str], Path], tmp_path: Path,
                                       content: str) -> None:
-    """V1: the figures are printed all the same, and the line says that the run's options are unknown."""
+    """The figures are printed all the same, and the line says that the run's options are unknown."""
     copy = edited(base_run("kto"), tmp_path / "r")
     (copy / "config.yaml").write_text(content)
     assert f"The options of the run are unknown: {copy / 'config.yaml'}" in said(copy)

@@ -58,7 +58,7 @@ def options(**changes: Any) -> KTOOptions:
 
 @given(ROWS, LIMITS, st.booleans())
 def test_keys_are_those_of_the_full_prompt(drawn: Any, limits: Limits, messages: bool) -> None:
-    """D4, T2: at any limit, equal keys are equal prompts; ids after truncation are neither."""
+    """T2: at any limit, equal keys are equal prompts; ids after truncation are neither."""
     texts, rows = read(drawn, limits, messages)
     whole = read(drawn, Limits(10_000), messages)[1]
     assert [one.prompt_key for one in rows] == [one.prompt_key for one in whole]
@@ -71,7 +71,7 @@ def test_keys_are_those_of_the_full_prompt(drawn: Any, limits: Limits, messages:
 
 @given(ROWS, LIMITS, st.booleans())
 def test_no_partner_has_the_prompt_of_its_row(drawn: Any, limits: Limits, messages: bool) -> None:
-    """K2: at any limit, and the partners are those of untruncated rows."""
+    """K1: at any limit, and the partners are those of untruncated rows."""
     texts, rows = read(drawn, limits, messages)
     indices = range(len(rows))
     assert has_partners(rows, indices) == (len(set(texts)) > 1)
@@ -96,7 +96,7 @@ def test_no_partner_has_the_prompt_of_its_row(drawn: Any, limits: Limits, messag
 
 @given(ROWS, LIMITS, st.integers(2, 6), st.booleans())
 def test_steps_do_not_depend_on_truncation(drawn: Any, limits: Limits, batch_size: int, grouped: bool) -> None:
-    """K2, D4: neither which rows complete a step, nor the groups of --group-prompts, nor the refusal."""
+    """K4: neither which rows complete a step, nor the groups of --group-prompts, nor the refusal."""
     given_options = options(batch_size=batch_size, group_prompts=grouped)
     whole, cut = (read(drawn, entry)[1] for entry in (Limits(10_000), limits))
     if len({prompt for prompt, _, _ in drawn}) < 2:
@@ -124,7 +124,7 @@ def equal_cuts() -> list[EncodedRow]:
 
 
 def test_given_steps_are_checked_by_the_full_prompt() -> None:
-    """P3: rows that Python cut are judged by their own ids, since nobody else knows more."""
+    """K4: rows that Python cut are judged by their own ids, since nobody else knows more."""
     steps = GivenSchedule(((0, 1),), 2)
     with pytest.raises(UsageError, match="step 1: all 2 rows have the same prompt"):
         check_partners(steps, two_cuts(), KTO)
@@ -136,14 +136,14 @@ def test_given_steps_are_checked_by_the_full_prompt() -> None:
 
 
 def test_evaluation_rows_of_one_prompt_have_no_partners() -> None:
-    """K2: their trees hold no mismatched completion, however they were cut."""
+    """K1: their trees hold no mismatched completion, however they were cut."""
     assert len(all_trees(two_cuts(), range(2), KTO, 60)) == 2
     found = all_trees(equal_cuts(), range(2), KTO, 60)
     assert [len(tree.completions) for tree in found] == [2, 2]  # one tree of their own, one with each other's
 
 
 def test_the_fingerprint_tells_prompts_apart_that_are_cut_to_the_same_ids() -> None:
-    """K4: they decide steps and partners, so a run on other prompts is another run. Without a cut nothing changes."""
+    """C1: they decide steps and partners, so a run on other prompts is another run. Without a cut nothing changes."""
     same = replace(equal_cuts()[1], prompt_key=equal_cuts()[0].prompt_key)
     assert data_fingerprint([equal_cuts()[0], same]) != data_fingerprint(equal_cuts())
     assert data_fingerprint([row([1, 2], [3], desirable=True)]) == "c90831313466cf3333128e37928f993c"
@@ -161,7 +161,7 @@ def table(rows: list[EncodedRow], path: Path) -> Any:
 
 @pytest.mark.parametrize("make", [two_cuts, equal_cuts])
 def test_stored_rows_keep_their_prompt(make: Any, tmp_path: Path) -> None:
-    """D6: a row from the cache is compared as one that was just rendered."""
+    """H1: a row from the cache is compared as one that was just rendered."""
     rows = make()
     found = table(rows, tmp_path / "a.arrow")
     assert [one.prompt_key for one in found] == [one.prompt_key for one in rows]
@@ -172,7 +172,7 @@ def test_stored_rows_keep_their_prompt(make: Any, tmp_path: Path) -> None:
 
 
 def test_the_audit_counts_full_prompts() -> None:
-    """D4: prompts and duplicates; tokens are counted by what the layout computes."""
+    """Prompts and duplicates; tokens are counted by what the layout computes."""
     for rows, prompts in ((two_cuts(), 1), (equal_cuts(), 2)):
         assert Audit("f", rows=rows).to_json()["prompts"] == prompts
     twice = [replace(one, completions=equal_cuts()[0].completions) for one in equal_cuts()]
@@ -184,7 +184,7 @@ def test_the_audit_counts_full_prompts() -> None:
 
 @given(ROWS, LIMITS)
 def test_savings_are_those_of_the_trees(drawn: Any, limits: Limits) -> None:
-    """X3: a prompt that is cut in two ways is computed twice, and two that are cut to the same ids once."""
+    """A prompt that is cut in two ways is computed twice, and two that are cut to the same ids once."""
     rows = read(drawn, limits)[1]
     figures = layout_savings(rows, len(rows)).figures
     tokens = sum(entry.tree.tokens for entry in build_trees(rows, range(len(rows))))
@@ -192,7 +192,7 @@ def test_savings_are_those_of_the_trees(drawn: Any, limits: Limits) -> None:
 
 
 def test_overlap_is_found_by_the_full_prompt() -> None:
-    """D4: an evaluation row of a prompt that is trained on is found, however either was cut."""
+    """An evaluation row of a prompt that is trained on is found, however either was cut."""
     train, held = ([one] for one in two_cuts())
     (finding,) = leakage(train, held)
     assert finding.figures["same_prompt"] == 1
@@ -224,7 +224,7 @@ def test_the_rendered_prompt_decides(one: Row, other: Row, same: bool, limit: in
 
 
 def test_a_rendered_prompt_is_on_one_side() -> None:
-    """D4, E1: also if its messages differ before they are rendered; then their conversations stay together too."""
+    """Also if its messages differ before they are rendered; then their conversations stay together too."""
     renderer = Renderer(TRIMMING, Limits(500))
     rows = [encoded(renderer, chat(text)) for text in ("Hi", " Hi", "Hi ", "\nHi", "Ho", "Ha", "He", "Hu")]
     rows += [encoded(renderer, chat("Hi ", "Hello", "Bye"))]
@@ -239,7 +239,7 @@ def test_a_rendered_prompt_is_on_one_side() -> None:
 
 
 def test_without_a_user_message_the_completion_does_not_decide_the_side() -> None:
-    """D4: control tokens in the completion change how those in the prompt are masked, but not the prompt."""
+    """T3: control tokens in the completion change how those in the prompt are masked, but not the prompt."""
     renderer = Renderer(build_tokenizer(), Limits(500))
     rows = [encoded(renderer, Row("r", "f:1", (said("system", "say <|end|>"),), ((said("assistant", text),),)))
             for text in ("a", "a <|bos|>", "<|end|> <|eos|>")]

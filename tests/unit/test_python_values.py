@@ -99,7 +99,7 @@ def test_labels(number: int) -> None:
     kept, dropped = rows_of([{"prompt": "p", "completion": "c", "label": make(value)} for value in (True, False)],
                             "single")
     assert isinstance(kept, Row)
-    assert isinstance(dropped, Dropped)  # D1: an undesirable completion is not imitated
+    assert isinstance(dropped, Dropped)  # an undesirable completion is not imitated
     assert dropped.detail.startswith("label is false")
     if not isinstance(make(True), str):
         trees = [(tree([1], [2]), [make(value)]) for value in (1, 0)]
@@ -125,7 +125,7 @@ def test_what_is_no_label(value: Any, shown: str) -> None:
     np.array([True, False]), np.array([1.0, 0.0]), np.array([1, 0], dtype=object), torch.tensor([1, 0]),
     torch.tensor([True, False]), pa.array([True, False]), (np.uint8(1), torch.tensor(0))])
 def test_labels_of_a_tree(labels: Any) -> None:
-    """P3: one array for all completions of a tree."""
+    """K3: one array for all completions of a tree."""
     assert [row.desirable for row in rows_of_trees([(tree([1], [2], [3]), labels)], "unpaired")] == [True, False]
 
 
@@ -136,7 +136,7 @@ def test_one_label_is_no_list_of_labels(labels: Any) -> None:
 
 
 def test_other_fields() -> None:
-    """D1: texts, ids, messages, tools and scores."""
+    """Texts, ids, messages, tools and scores."""
     row, other = rows_of([
         {"id": np.int64(7), "prompt": np.str_("p"), "completion": np.array("c"), "label": True},
         {"id": torch.tensor(8), "label": True,
@@ -154,7 +154,7 @@ def test_other_fields() -> None:
 
 @pytest.mark.parametrize("missing", [float("nan"), np.float32("nan"), Missing(), np.datetime64("NaT")])
 def test_a_missing_id(missing: Any) -> None:
-    """D2: it would be the id of every row without one."""
+    """It would be the id of every row without one."""
     good = {"prompt": "p", "completion": "c", "label": True}
     with pytest.raises(DataError, match=r"^row 2: id .* is a missing value. Set an id in every row"):
         rows_of([{**good, "id": 1}, {**good, "id": missing}])
@@ -164,7 +164,7 @@ def test_a_missing_id(missing: Any) -> None:
 
 @pytest.mark.parametrize("make", [np.float32, np.int64, np.array, torch.tensor, pa.scalar])
 def test_ratings_and_scores(make: Any) -> None:
-    """D1: a scalar is a rating, and a missing one stops with the row."""
+    """K3: a scalar is a rating, and a missing one stops with the row."""
     rows = [{"prompt": "p", "completion": "c", "rating": make(value)} for value in (5, 1)]
     assert [row.desirable for row in rows_of(rows, label_threshold=make(3) if make is not pa.scalar else 3)
             if isinstance(row, Row)] == [True, False]
@@ -182,7 +182,7 @@ def test_a_threshold_is_a_number(value: float) -> None:
 
 
 def test_marks_of_messages() -> None:
-    """D1: a chat with marks on single messages."""
+    """K3: a chat with marks on single messages."""
     chat = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c", "label": np.bool_(False)}]
     assert [row.desirable for row in rows_of([{"messages": chat}]) if isinstance(row, Row)] == [False]
 
@@ -197,13 +197,13 @@ def test_marks_of_messages() -> None:
     [MappingProxyType({"prompt": name, "completion": "c", "label": name == "p"}) for name in "pq"],
     [pa.table({"prompt": [name], "completion": ["c"], "label": [name == "p"]}) for name in "pq"]])
 def test_tables_and_their_rows(source: Any) -> None:
-    """P1: tables of pyarrow and pandas, rows of either, and what `datasets` yields in its formats."""
+    """Tables of pyarrow and pandas, rows of either, and what `datasets` yields in its formats."""
     rows = [row for row in rows_of(source) if isinstance(row, Row)]
     assert [(row.prompt, row.desirable) for row in rows] == [("p", True), ("q", False)]
 
 
 def test_a_table_is_read_as_its_file_is() -> None:
-    """D1: keys that columns add to nested objects are removed."""
+    """T4: keys that columns add to nested objects are removed."""
     tools = [[{"name": "f"}, {"other": 1}]]
     (row,) = rows_of(pa.table({"prompt": ["p"], "completion": ["c"], "label": [True], "tools": tools}))
     assert isinstance(row, Row)
@@ -221,7 +221,7 @@ def test_what_is_no_row(record: Any) -> None:
     [torch.tensor(True), torch.tensor(False)], [np.float32(1), 0], np.array([1, 0], np.uint8),
     np.array([True, False]), torch.tensor([1.0, 0.0], dtype=torch.bfloat16), torch.tensor([True, False])])
 def test_labels_of_a_published_batch(labels: Any) -> None:
-    """P2: tensors, arrays and lists of any scalars."""
+    """K3: tensors, arrays and lists of any scalars."""
     ids = np.array([[1, 2, 3], [1, 2, 4]])
     batch = (ids, np.ones_like(ids), labels, [np.int64(2), np.int64(2)])
     assert [row.desirable for row in rows_of_batch(batch, "unpaired", number=1).rows] == [True, False]
@@ -247,6 +247,6 @@ def test_plain_values_stay() -> None:
     ("batch_size", np.int64(4), 4), ("shuffle", np.bool_(False), False), ("desirable_weight", np.float64(2.0), 2.0),
     ("epochs", torch.tensor(2), 2)])
 def test_options(name: str, value: Any, wanted: Any) -> None:
-    """P1: scalars are values of options too."""
+    """Scalars are values of options too."""
     found = getattr(make_options(KTOOptions, {"model": "m", "data": "d", "output": "o", name: value}), name)
     assert (found, type(found)) == (wanted, type(wanted))
