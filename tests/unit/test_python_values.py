@@ -216,6 +216,14 @@ def test_what_is_no_row(record: Any) -> None:
         rows_of([record])
 
 
+def test_a_row_that_contains_itself() -> None:
+    """An error with the row, instead of a traceback."""
+    record: dict[str, Any] = {"prompt": "p", "completion": "c", "label": True}
+    record["prompt"] = [{"role": "user", "content": "p", "more": record}]
+    with pytest.raises(DataError, match=r"^row 2: the record is nested too deeply"):
+        rows_of([{"prompt": "p", "completion": "c", "label": True}, record])
+
+
 @pytest.mark.parametrize("labels", [
     [np.int64(1), np.bool_(False)], [np.uint8(1), np.uint8(0)], [torch.tensor(1), torch.tensor(0)],
     [torch.tensor(True), torch.tensor(False)], [np.float32(1), 0], np.array([1, 0], np.uint8),

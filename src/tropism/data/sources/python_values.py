@@ -10,20 +10,31 @@ from typing import Any
 import numpy as np
 
 from tropism.data.sources.files import _nested
+from tropism.errors import DataError
 
 _PLAIN = frozenset((str, int, bool, float, bytes, type(None), np.float64))
 _NUMBERS_AND_TEXT = "biufUO"  # kinds of numpy dtypes; the others have no plain value that reads the same
 
 
 def plain_records(records: Iterable[Any]) -> Iterator[Any]:
-    """The rows of a list, a stream, or a table of pyarrow or pandas, as dicts of plain values where they can be."""
-    for record in _rows_of_table(records) or records:
-        if (rows := _rows_of_table(record)) is not None:  # `datasets` with the format arrow or pandas
-            yield from map(plain, rows)
-            continue
+    """The rows of a list, a stream, or a table of pyarrow or pandas, as dicts of plain values where they can be.
+
+    Raises:
+        DataError: for a row that is nested too deeply.
+    """
+    for number, record in enumerate(_single_rows(records), start=1):
         # A row of pandas: a Series, or a tuple with names.
         convert = getattr(record, "to_dict", None) or getattr(record, "_asdict", None)
-        yield plain(convert() if convert is not None else record)
+        try:
+            yield plain(convert() if convert is not None else record)
+        except RecursionError:
+            raise DataError(f"row {number}: the record is nested too deeply") from None
+
+
+def _single_rows(records: Iterable[Any]) -> Iterator[Any]:
+    for record in _rows_of_table(records) or records:
+        rows = _rows_of_table(record)  # `datasets` with the format arrow or pandas yields tables of one row
+        yield from [record] if rows is None else rows
 
 
 def _rows_of_table(table: Any) -> Iterator[dict[str, Any]] | None:

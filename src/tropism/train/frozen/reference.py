@@ -125,7 +125,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
     store = ScoreStore(root, fingerprint(model), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
     known = world.broadcast(world.on_main(store.load) or {})
-    _check(known, packs, model, place_of)
+    _check(known, packs, model, place_of, f"Remove the stored scores with: tropism store clean --store {root}")
     missing = unscored(packs, known)
     fresh: dict[bytes, float] = {}
     written = time.monotonic()
@@ -144,7 +144,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
     try:
         for own in score_packs(model, missing, partial(_score_pack, model), world, report):
             for scores in world.gather(own):
-                _check(scores, packs, model, place_of)
+                _check(scores, packs, model, place_of, "Check the weights of the reference.")
                 fresh.update((key, value) for key, value in scores.items() if key not in known)
             world.on_main(keep)
     except StoppedEarly:  # from the report: the next time begins where this one stopped
@@ -175,7 +175,7 @@ def _score_pack(model: LanguageModel, pack: Sequence[PromptTree], batch: Batch) 
 
 
 def _check(scores: Mapping[bytes, float], packs: Sequence[Sequence[PromptTree]], model: LanguageModel,
-           place_of: PlaceOf) -> None:
+           place_of: PlaceOf, advice: str) -> None:
     """Check that scores are log-probs: finite, and above 0 by no more than rounding.
 
     Raises:
@@ -188,5 +188,4 @@ def _check(scores: Mapping[bytes, float], packs: Sequence[Sequence[PromptTree]],
             if not math.isfinite(value) or value > most_logp(completion.length, model.precision):
                 raise ReferenceMismatchError(
                     f"{place_of(tree.prompt_ids, completion)}: the reference gives this completion the log-prob "
-                    f"{value:.6g}, but a log-prob is at most 0. Nothing was trained. Check the weights of the "
-                    "reference.")
+                    f"{value:.6g}, but a log-prob is at most 0. Nothing was trained. {advice}")
