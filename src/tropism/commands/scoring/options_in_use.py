@@ -10,7 +10,7 @@ from tropism.config_file import read_yaml
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import LengthOptions
-from tropism.errors import UsageError
+from tropism.errors import UsageError, first_line
 from tropism.methods.build import build_method
 from tropism.observe.console import Voice
 from tropism.options import shown
@@ -37,10 +37,12 @@ def say_options(model: str, options: ScoringOptions, renderer: Renderer, precisi
         return
     try:
         method, own = read_yaml(run / "config.yaml")
-    except UsageError as error:
-        voice.warn(f"{line}. The options of the run are unknown: {error}")
+        other = _differences(given, used, _with_reference(own, method))
+    except (UsageError, RecursionError) as error:
+        place = str(run / "config.yaml")
+        why = first_line(error).removeprefix(place).removeprefix(": ")  # the place may go on with a line number
+        voice.warn(f"{line}. The options of the run are unknown: {place}{why if why[:1] == ':' else f': {why}'}")
         return
-    other = _differences(given, used, _with_reference(own, method))
     if not other:
         voice.say(f"{line}, as in the run {run}")
         return
