@@ -235,10 +235,10 @@ def test_labels_of_a_published_batch(labels: Any) -> None:
     assert [row.desirable for row in rows_of_batch(batch, "unpaired", number=1).rows] == [True, False]
 
 
-@pytest.mark.parametrize("value", [np.float64("nan"), torch.tensor(float("nan")), np.int64(3)])
+@pytest.mark.parametrize("value", [np.float64("nan"), torch.tensor(float("nan")), np.int64(3), None, Missing()])
 def test_what_is_no_label_of_a_batch(value: Any) -> None:
     ids = np.array([[1, 2, 3], [1, 2, 4]])
-    with pytest.raises(DataError, match=r"^batch 1 row 2: labels (nan|3) is not 0 or 1"):
+    with pytest.raises(DataError, match=r"^batch 1 row 2: labels ((nan|3) is not 0 or 1|(None|<NA>) is not a number)"):
         rows_of_batch((ids, np.ones_like(ids), [1, value], [2, 2]), "unpaired", number=1)
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from tropism.data.formats import View
+from tropism.data.sources.python_values import plain
 from tropism.data.tree import Mask
 from tropism.errors import DataError
 
@@ -98,6 +99,9 @@ class BatchParts:
         if array.size != rows or array.shape[:1] != (rows,):
             raise DataError(f"{self.place}: {name} has shape {list(array.shape)}, but must have one value for each "
                             f"of {rows} rows")
+        for row, value in enumerate(plain(array.reshape(-1)) if array.dtype.kind == "O" else (), start=1):
+            if not isinstance(value, _NUMBERS):
+                raise DataError(f"{self.place} row {row}: {name} {value!r} is not a number")
         if array.dtype.kind not in "biuf":
             raise DataError(f"{self.place}: {name} must hold numbers, not {array.dtype}")
         return [float(value) for value in array.reshape(-1)]

@@ -92,13 +92,15 @@ class Renderer:
         final = [completion for completion in kept if completion is not None]
         if len(final) == 2 and final[0].key == final[1].key:
             return Dropped(row.place, Reason.IDENTICAL_PAIR, "chosen and rejected are equal after truncation")
+        key = b""
         if len(prompt_ids) < len(cutter.ids):
             notes.add("prompt_cut")
+            key = prompt_key(token_ids(cutter.ids))
         if any(short is not full for short, full in zip(final, completions, strict=True)):
             notes.add("completion_cut")
         return EncodedRow(row.id, row.place, token_ids(prompt_ids), tuple(final), row.desirable,
                           hashlib.blake2b(split.encode("utf-8", "surrogatepass"), digest_size=16).digest(),
-                          frozenset(notes), prompt_key=prompt_key(token_ids(cutter.ids)))
+                          frozenset(notes), prompt_key=key)
 
     def _plain_prompt(self, text: str) -> tuple[PromptCutter, str]:
         ids = self.text.encode_prompt(text)
