@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from tropism import store
 from tropism.config import MethodOptions
 from tropism.data.read_rows import check_embedding
 from tropism.distributed import World, connect
-from tropism.errors import ReferenceMismatchError, UsageError
+from tropism.errors import UsageError
 from tropism.methods.build import build_method
 from tropism.model import load
 from tropism.model import moe_router as router
@@ -24,6 +25,7 @@ from tropism.observe.lock import Ownership
 from tropism.observe.manifest import Manifest, libraries, text_fingerprints
 from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import check as check_trackers
+from tropism.store import ROWS
 from tropism.train.checkpoints import resume
 from tropism.train.checkpoints.find import Origin, find
 from tropism.train.checkpoints.saver import check_metric, make_saver
@@ -32,7 +34,6 @@ from tropism.train.engine import Engine
 from tropism.train.evaluation.evaluator import Evaluator
 from tropism.train.evaluation.samples import Sampler
 from tropism.train.failure import record_failure
-from tropism.train.frozen.score_store import ROWS
 from tropism.train.loop import Plan, TrainingLoop
 from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.monitor.nonfinite import Tolerance
@@ -44,7 +45,7 @@ from tropism.train.run_state import RunState
 from tropism.train.setup import models
 from tropism.train.setup.announce import announce_data, announce_plan
 from tropism.train.setup.build import BuiltEngine, RunInputs, build_engine
-from tropism.train.setup.checks import check_first_step
+from tropism.train.setup.checks import check_reference
 from tropism.train.setup.data import (
     PreparedData,
     labels_of,
@@ -191,7 +192,7 @@ class Run:
             lambda: find(directory, options.resume, options.fall_back)))
         announce_data(inputs.data, inputs.method, self.voice)
         announce_plan(options, inputs.data, inputs.schedule, len(inputs.held_out), inputs.numerics.precision,
-                      self.world, self.objects, self.voice)
+                      self.world, self.objects, inputs.store, self.voice)
         for note in self.notes:
             self.voice.say(note)
         if origin is not None and resume.is_over(origin, directory, inputs.schedule.total_steps, self._resolved(),
@@ -210,6 +211,7 @@ class Run:
                            self.objects == PythonObjects())
             raise
         finally:
+            store.release()
             self.preemption = Preemption(self.world)  # a request to stop ends with this call
 
     def _take_result(self, directory: RunDirectory) -> None:
@@ -340,11 +342,10 @@ class Run:
         if self._built is None:
             built = build_engine(self.inputs, self.preemption)
             engine, own = built.engine, built.engine.reference is not None and self.inputs.reference is None
-            if own and fresh:
-                agree, sentence = check_first_step(engine, built.planner)
-                if not agree and not self.values["allow_reference_mismatch"]:
-                    raise ReferenceMismatchError(f"{sentence} To train anyway, pass --allow-reference-mismatch")
-                (self.voice.say if agree else self.voice.warn)(sentence)
+            if fresh and engine.reference is not None:
+                name = "a module from Python" if self.objects.reference is not None else self.values["reference"]
+                check_reference(engine, built.planner, None if own else name,
+                                self.values["allow_reference_mismatch"], self.voice)
             built.facts["policy"] = (engine.reference.fingerprint if own and engine.reference
                                      else self.inputs.policy.fingerprint(engine.model))
             built.facts.update({name: one.fingerprint for name in ("reference", "teacher")

@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,10 +15,11 @@ from tropism.data.batching.collate import Batch
 from tropism.data.batching.pack import scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
-from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
+from tropism.errors import ModelError, OutputError, ReferenceMismatchError, StoppedEarly
 from tropism.model.adapters.switch import adapter_off
 from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
+from tropism.store import is_read_only, use
 from tropism.train.frozen.score_store import ScoreStore
 from tropism.train.score_packs import ReportProgress, score_packs, silent, unscored
 
@@ -48,12 +49,17 @@ class StoredReference:
     Args:
         scores: log-prob by the key of (prompt, completion).
         store: where they are kept.
+        stored: keys of those that were there before.
+        unsaved: why the others are not kept; empty if they are.
     """
 
-    def __init__(self, scores: dict[bytes, float], store: ScoreStore) -> None:
+    def __init__(self, scores: dict[bytes, float], store: ScoreStore, stored: Collection[bytes] = (),
+                 unsaved: str = "") -> None:
         self.scores = scores
+        self.store = store
         self.fingerprint = store.path.name
-        self.damaged = store.damaged
+        self.stored = stored
+        self.unsaved = unsaved
 
     def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
         """As `Reference` says.
@@ -114,10 +120,12 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
     packs = scoring_packs(trees, microbatch_tokens, model.layout)
     store = ScoreStore(root, fingerprint(model), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
-    known = world.broadcast(world.on_main(store.load) or {})
+    known = world.broadcast(world.on_main(partial(_stored, store, packs)) or {})
+    stored = frozenset(known)
     missing = unscored(packs, known)
     fresh: dict[bytes, float] = {}
     written = time.monotonic()
+    unsaved = ""
 
     def keep() -> None:
         nonlocal written
@@ -126,7 +134,13 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
             written = time.monotonic()
 
     def write() -> None:
-        store.add(fresh)
+        nonlocal unsaved
+        try:
+            store.add(fresh)
+        except OutputError as error:
+            if not is_read_only(error):
+                raise
+            unsaved = str(error)
         known.update(fresh)
         fresh.clear()
 
@@ -139,8 +153,16 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
         world.on_main(write)
         raise
     world.on_main(write)
+    world.on_main(store.discard_damaged)
     known = world.broadcast(known) if missing else known
-    return StoredReference({key: known[key] for pack in packs for tree in pack for key in tree.score_keys}, store)
+    return StoredReference({key: known[key] for pack in packs for tree in pack for key in tree.score_keys}, store,
+                           stored, unsaved)
+
+
+def _stored(store: ScoreStore, packs: Iterable[Sequence[PromptTree]]) -> dict[bytes, float]:
+    """What the store has of the scores that are needed, from now on in use by this process."""
+    use(store.path)
+    return store.load({key for pack in packs for tree in pack for key in tree.score_keys})
 
 
 def check_vocabulary(other: Any, policy: Any, name: str = "reference") -> None:
