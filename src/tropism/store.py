@@ -151,9 +151,10 @@ def touch(path: Path) -> None:
 
 
 def directories(root: Path) -> list[Path]:
-    """The directories of scores, then those of rendered rows. A link that leads to a directory is listed too."""
+    """The directories of scores, then those of rendered rows. A link in place of such a directory is listed too, but
+    nothing that lies behind a link."""
     found: list[Path] = []
-    for parent in (root, root / ROWS):
+    for parent in (root, *(() if (root / ROWS).is_symlink() else (root / ROWS,))):
         with suppress(OSError), os.scandir(parent) as entries:
             found += sorted(Path(entry.path) for entry in entries if _HASH.fullmatch(entry.name) and entry.is_dir())
     return found
