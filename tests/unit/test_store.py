@@ -39,7 +39,7 @@ def names(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-# --- the limit ----------------------------------------------------------------------------------------------------------
+# --- the limit --------------------------------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_files_are_removed_first(tmp_path: Path) -> None:
@@ -94,7 +94,8 @@ def test_the_lease_of_another_process_counts_until_it_is_silent(tmp_path: Path) 
 def test_leases_end_with_the_process(tmp_path: Path) -> None:
     script = ("import sys; from pathlib import Path; from tropism import store; store.use(Path(sys.argv[1])); "
               "print(len(list(Path(sys.argv[1]).iterdir())))")
-    said = subprocess.run([sys.executable, "-c", script, str(tmp_path / ONE)], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", script, str(tmp_path / ONE)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
     assert said.stdout == "1\n"
     assert list((tmp_path / ONE).iterdir()) == []
 
@@ -167,7 +168,7 @@ def test_what_is_no_limit(text: object) -> None:
         size_bytes(str(text))
 
 
-# --- other users --------------------------------------------------------------------------------------------------------
+# --- other users ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -241,7 +242,7 @@ def test_a_new_part_is_as_open_as_the_store(tmp_path: Path, root_mode: int, expe
             assert (root / part).stat().st_mode & 0o022 == expected, part
 
 
-# --- what cannot be written ---------------------------------------------------------------------------------------------
+# --- what cannot be written -------------------------------------------------------------------------------------------
 
 
 def test_an_error_tells_read_only_from_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

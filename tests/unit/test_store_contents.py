@@ -42,7 +42,7 @@ def load(root: Path, name: str = ONE) -> tuple[dict[bytes, float], list[Path]]:
     return store.load(), store.damaged
 
 
-# --- files from elsewhere -----------------------------------------------------------------------------------------------
+# --- files from elsewhere ---------------------------------------------------------------------------------------------
 
 
 def test_scores_of_another_model_are_not_taken(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_certain_completion_has_a_log_prob_of_zero(tmp_path: Path, value: floa
     assert load(tmp_path)[0] == {b"k" * 16: value}
 
 
-# --- arrays that are none ------------------------------------------------------------------------------------------------
+# --- arrays that are none ---------------------------------------------------------------------------------------------
 
 
 def npz(keys: Any, logps: Any, compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -146,7 +146,8 @@ def test_a_header_that_promises_more_than_there_is(tmp_path: Path, shape: str) -
 
 def changed(**parts: Any) -> dict[str, Any]:
     whole = {"keys": np.arange(32, dtype=np.uint8).reshape(2, 16), "offsets": np.array([0, 1, 2]),
-             "ids": np.array([[3, 4], [5, 6]], np.uint16), "logps": np.log([[0.5, 0.25]] * 2), "tail": np.log([0.25] * 2)}
+             "ids": np.array([[3, 4], [5, 6]], np.uint16), "logps": np.log([[0.5, 0.25]] * 2),
+             "tail": np.log([0.25] * 2)}
     return {**whole, **parts}
 
 
@@ -188,7 +189,7 @@ def test_a_header_of_safetensors_that_promises_more_than_there_is(tmp_path: Path
         assert store.damaged == [file]
 
 
-# --- what is no file -----------------------------------------------------------------------------------------------------
+# --- what is no file --------------------------------------------------------------------------------------------------
 
 
 def a_pipe(path: Path) -> None:

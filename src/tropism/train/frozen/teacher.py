@@ -17,6 +17,7 @@ from tropism.data.batching.pack import scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import ReferenceMismatchError, StoppedEarly
+from tropism.files import check_writable
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
 from tropism.methods.build import DEFAULT_KD_WEIGHT
 from tropism.model.fingerprint import fingerprint
@@ -212,6 +213,8 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
     if missing:
         say(f"teacher: top {k} of {tokens} tokens, {per_token} bytes each: {tokens * per_token / 2**20:.1f} MiB in "
             f"{store.path}")
+        world.on_main(partial(check_writable, store.path, what="the teacher's store cannot be written",
+                              advice="Choose another place with --store"))
         world.together(lambda: store.check_space(tokens * per_token))
     _fill(model, missing, store, comparison, k, world, report)
     world.together(store.open)
