@@ -71,7 +71,7 @@ def dropped(columns: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [other_ids, other_mask, dropped])
 def test_planted_rows_stop_the_run(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """T1: with the file, the row and the remedy, in whichever block they are."""
+    """With the file, the row and the remedy, in whichever block they are."""
     root = tmp_path / "a store"
     read(root, records())
     for file in files(root):

@@ -265,7 +265,7 @@ def test_a_damaged_description_is_no_reason_to_stop(tmp_path: Path, content: byt
 
 
 def test_a_description_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """W4: it is text from others."""
+    """It is text from others."""
     scores_at(tmp_path)
     (tmp_path / ONE / "meta.json").write_text(json.dumps({
         "model": "\x1b]0;title\x07\x1b[2J[red]m[/red]\r\n  fake line" + "x" * 5000, "precision": "fp\x9b31m32"}))
