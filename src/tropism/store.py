@@ -122,11 +122,12 @@ def use(directory: Path) -> None:
 
 
 def release() -> None:
-    """Give up the leases of this process."""
+    """Give up the leases of this process. A directory in which nothing was stored is removed."""
     with _guard:
-        for lease in _leases.values():
+        for directory, lease in _leases.items():
             with suppress(OSError):
                 lease.unlink(missing_ok=True)
+                directory.rmdir()
         _leases.clear()
 
 

@@ -3,6 +3,8 @@
 import errno
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,3 +288,18 @@ def test_a_run_that_is_stopped_leaves_no_lease(go: Callable[..., Any], tmp_path:
         go(max_time="0.001s")
     assert not list((tmp_path / "store").glob("*/.*"))
     assert store._leases == {}
+
+
+@pytest.mark.slow
+def test_sharded_processes_are_stopped_together(go: Callable[..., Any], tiny_model_dir: Path, data_of: dict[str, Path],
+                                                tmp_path: Path) -> None:
+    """R1: the sample is computed by all processes, and each stops with the same reason."""
+    go()
+    plant(tmp_path / "store", 50.0)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tropism",
+               "dpo", "--model", str(tiny_model_dir), "--data", str(data_of["dpo"]), "--output", str(tmp_path / "two"),
+               "--store", str(tmp_path / "store"), "--batch-size", "8", "--max-steps", "2", "--samples", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode != 0
+    assert re.search(r"pairs\.jsonl:\d+: the stored log-prob is", done.stderr + done.stdout)
+    assert not (tmp_path / "two" / "model").exists()

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -119,16 +118,15 @@ def test_other_arrays_under_a_right_name(tmp_path: Path, keys: Any, logps: Any) 
     assert [found.scores for found in entries(tmp_path)] == [0]
 
 
-def test_a_bomb_is_not_expanded(tmp_path: Path) -> None:
-    """300 MB of zeros in 300 kB: whatever is compressed is not the store's."""
-    keys, logps = np.zeros((2, 16), np.uint8), np.zeros(40_000_000)
+def test_a_bomb_is_not_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 MB of zeros in 80 kB: whatever is compressed is not the store's."""
+    keys, logps = np.zeros((2, 16), np.uint8), np.zeros(10_000_000)
     file = tmp_path / ONE / f"{score_store._checksum(ONE, keys, logps)}.npz"
     file.parent.mkdir()
     file.write_bytes(npz(keys, logps, zipfile.ZIP_DEFLATED))
     assert file.stat().st_size < 10**6
-    began = time.monotonic()
+    monkeypatch.setattr(np, "load", lambda *args, **how: pytest.fail("read"))
     assert load(tmp_path) == ({}, [file])
-    assert time.monotonic() - began < 0.2
 
 
 @pytest.mark.parametrize("shape", ["(1000000000000000, 16)", "(2, 16)" + " " * 5000, "(" * 3000, "(-1, 16)", "2**99"])

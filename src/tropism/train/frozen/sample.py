@@ -25,7 +25,7 @@ from tropism.train.score_packs import score_trees
 _MOST = 64
 _MOST_TOKENS = 2048
 _DRAWS = 4096
-_SLACK = {"fp32": 10.0, "bf16": 2.0}
+_SLACK = {"fp32": 10.0, "bf16": 3.0}
 """Factor on the rounding of a log-prob: other machines have other matrix products."""
 _TOP_K_GAP = {"fp32": 1e-4, "bf16": 0.02}
 
