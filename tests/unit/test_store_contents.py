@@ -83,6 +83,27 @@ def test_only_what_is_needed_is_loaded_and_counts_as_used(tmp_path: Path) -> Non
     assert [store.file_of(key * 16).stat().st_mtime > 0 for key in (b"a", b"b")] == [True, False]
 
 
+def test_files_that_another_run_removes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no damage. What is open can still be read, and the rest is computed again."""
+    file, tokens = scores_at(tmp_path), tokens_at(tmp_path)
+    opened = TopKStore(tmp_path, TWO, {})
+    opened.open()
+    real = score_store._read
+
+    def late(path: Path) -> Any:
+        path.unlink()
+        return real(path)
+
+    monkeypatch.setattr(score_store, "_read", late)
+    assert load(tmp_path) == ({}, [])
+    assert not file.exists()
+    tokens.unlink()
+    opened.open()
+    opened.mark(LIKELIEST)
+    np.testing.assert_array_equal(opened.read(next(iter(LIKELIEST)))[0], [[3, 4]])
+    assert opened.damaged == []
+
+
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-5])
 def test_a_certain_completion_has_a_log_prob_of_zero(tmp_path: Path, value: float) -> None:
     """R4: up to rounding."""
