@@ -25,7 +25,6 @@ from tropism.observe.lock import Ownership
 from tropism.observe.manifest import Manifest, libraries, text_fingerprints
 from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import check as check_trackers
-from tropism.store import ROWS
 from tropism.train.checkpoints import resume
 from tropism.train.checkpoints.find import Origin, find
 from tropism.train.checkpoints.saver import check_metric, make_saver
@@ -157,7 +156,7 @@ class Run:
             def read() -> PreparedData:
                 with self.voice.bar("read") as report, self.world.main_first():
                     return prepare_data(options, tokenizer, configs, options.view, objects.train, objects.evaluation,
-                                        cache=options.store_root / ROWS, report=report, most=options.most_rows)
+                                        cache=options.store_root / store.ROWS, report=report, most=options.most_rows)
 
             data = self.world.together(read)
         for config in configs:
@@ -181,6 +180,7 @@ class Run:
         began = time.monotonic() if began is None else began
         directory = RunDirectory(Path(self.options.output).expanduser())
         with Ownership(directory.path, self.voice.warn) as ownership:
+            ownership.callback(store.release)
             if self.options.resume != "never":  # no other process may change it while it is read
                 self.world.on_main(lambda: ownership.take() if directory.holds_run else None)
             return self._fit(directory, ownership, began)
@@ -211,7 +211,6 @@ class Run:
                            self.objects == PythonObjects())
             raise
         finally:
-            store.release()
             self.preemption = Preemption(self.world)  # a request to stop ends with this call
 
     def _take_result(self, directory: RunDirectory) -> None:

@@ -17,7 +17,7 @@ from integration.conftest import distance, records, weights
 from integration.distillation import Said
 from tropism import store
 from tropism.config import METHODS
-from tropism.errors import OutputError, ReferenceMismatchError, StoppedEarly
+from tropism.errors import OutputError, OutputExistsError, ReferenceMismatchError, StoppedEarly
 from tropism.runner import run
 from tropism.train.frozen.score_store import ScoreStore
 from tropism.train.frozen.topk_store import TopKStore
@@ -283,11 +283,20 @@ def test_a_note_names_a_store_that_others_can_write(go: Callable[..., Any], tmp_
     assert f"note: {tmp_path / 'store'}: other users can write to it" in said.text
 
 
-def test_a_run_that_is_stopped_leaves_no_lease(go: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_leaves_no_lease(go: Callable[..., Any], tmp_path: Path) -> None:
+    """However it ends: stopped, refused, or with nothing left to do."""
     with pytest.raises(StoppedEarly):
         go(max_time="0.001s")
-    assert not list((tmp_path / "store").glob("*/.*"))
     assert store._leases == {}
+    output = str(go().directory)
+    store.use(tmp_path / "store" / ("a" * 32))  # as rows do that are read before the run begins
+    with pytest.raises(OutputExistsError):
+        go(output=output)
+    assert store._leases == {}
+    store.use(tmp_path / "store" / ("a" * 32))
+    go(output=output, resume="auto")
+    assert store._leases == {}
+    assert not list((tmp_path / "store").glob("*/.*"))
 
 
 @pytest.mark.slow
