@@ -1,5 +1,6 @@
 """The base of all option groups: typed, frozen, documented by the string under each field."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import get_annotations
@@ -16,10 +17,12 @@ Everyday = Annotated[T, _EVERYDAY]
 
 _DEFAULT = " Default: "
 _INLINE = 12
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+          "TIB": 2**40}
 _VALUES = {"model": "MODEL", "reference": "MODEL", "teacher": "MODEL", "data": "DATA", "eval_data": "DATA",
-           "output": "PATH", "store": "DIR", "log_dir": "DIR", "loss": "NAMES", "loss_weights": "NUMBERS",
-           "track": "NAMES", "lora.targets": "NAMES", "lora.modules_to_save": "NAMES", "lora.adapter": "DIR",
-           "keep_best": "METRIC", "stop_metric": "METRIC", "max_time": "TIME", "resume": "PATH",
+           "output": "PATH", "store": "DIR", "store_limit": "SIZE", "log_dir": "DIR", "loss": "NAMES",
+           "loss_weights": "NUMBERS", "track": "NAMES", "lora.targets": "NAMES", "lora.modules_to_save": "NAMES",
+           "lora.adapter": "DIR", "keep_best": "METRIC", "stop_metric": "METRIC", "max_time": "TIME", "resume": "PATH",
            "chat_template": "FILE", "columns": "NAME=COLUMN", "chat_template_kwargs": "NAME=VALUE"}
 """What help shows as the value of an option that takes text."""
 
@@ -75,6 +78,18 @@ class Option:
     def everyday(self) -> bool:
         """True for an option that the short help shows."""
         return self.info.is_required() or _EVERYDAY in self.info.metadata
+
+
+def size_bytes(size: str | int) -> int:
+    """A size in bytes: `5GB`, `500MB`, `2GiB`, or a number.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]I?B)?", str(size).strip().upper())
+    if found is None:
+        raise ValueError(f"{size}: not a valid size. Use a form such as 5GB, 500MB or 2GiB.")
+    return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
 def _types(annotation: Any) -> list[Any]:

@@ -29,7 +29,7 @@ from tropism.model.config import check_rope
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.observe.page import render_page
-from tropism.train.frozen.score_store import ROWS
+from tropism.store import ROWS, tidy
 from tropism.train.setup.data import limits
 
 _STYLES = {"warning": "bold red", "notice": "yellow", "info": "cyan"}
@@ -143,6 +143,7 @@ def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = Non
                        cache=options.store_root / ROWS, report=report)
         audit = read(data)
         eval_audit = None if options.eval_data is None else read(options.eval_data)
+    tidy(options.store_root, options.store_bytes)
     check_effect(options, renderer)
     findings = audit.findings(renderer.text.decode)
     findings.append(layout_savings(audit.rows, options.batch_size))

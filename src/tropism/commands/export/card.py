@@ -14,7 +14,7 @@ from tropism.config import METHODS
 from tropism.data.options import DataOptions
 from tropism.model.source import public_name
 from tropism.observe.metrics import BOOKKEEPING
-from tropism.train.options import RunOptions
+from tropism.train.options import RunOptions, StoreOptions
 
 METHOD_NAMES = {
     "kto": "KTO (Kahneman-Tversky optimization, on single labeled completions)",
@@ -39,7 +39,8 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
     options = {key: _shown(key, value) for key, value in run.options.items() if value is not None}
     method = str(run.manifest.get("method") or options.get("method"))
     known = METHODS.get(method)
-    shared = {*RunOptions.model_fields, *DataOptions.model_fields, "method", "store", "allow_reference_mismatch"}
+    shared = {*RunOptions.model_fields, *DataOptions.model_fields, *StoreOptions.model_fields, "method",
+              "allow_reference_mismatch"}
     own = [key for key in (known.model_fields if known else ()) if key in options and key not in shared]
     if not options.get("teacher"):  # without one none of these has an effect
         own = [key for key in own if key not in ("kd_weight", "divergence", "divergence_mix", "temperature",

@@ -29,7 +29,7 @@ from tropism.model.language_model import LanguageModel, Precision, summed
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.shapes import PerCompletion
-from tropism.train.frozen.score_store import ROWS
+from tropism.store import ROWS, tidy
 from tropism.train.frozen.teacher import LiveTeacher, shared_vocabulary
 from tropism.train.reward_rounding import reward_noise
 from tropism.train.score_packs import score_trees
@@ -110,6 +110,7 @@ class _Scoring:
         with voice.bar("read") as report, world.main_first():
             audit = read_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
                               options=options, cache=options.store_root / ROWS, report=report)
+        world.on_main(partial(tidy, options.store_root, options.store_bytes))
         check_effect(options, renderer)
         for one in configs:
             check_rope(one, renderer.limits.max_length)
