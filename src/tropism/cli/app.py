@@ -5,10 +5,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from tropism.cli.help import requested
+from tropism.cli.library_output import clean_library_output
 from tropism.errors import StoppedEarly, TropismError
+from tropism.observe.console import Voice
 from tropism.observe.torchrun_notes import follows_stop, note_stop, say_once
 
 
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error that several processes share is printed once.
     """
     began = time.monotonic()
+    clean_library_output()
     tokens = list(sys.argv[1:] if argv is None else argv)
     try:
         if follows_stop():
@@ -48,8 +49,7 @@ def _show(text: str) -> int:
 
 
 def _complain(text: str) -> None:
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    say_once(f"tropism: {text}", lambda said: errors.print(said, markup=False))
+    say_once(f"tropism: {text}", lambda said: Voice(errors=True).say(*said.split("\n")))
 
 
 __all__ = ["main"]

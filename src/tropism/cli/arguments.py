@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tropism.config import METHODS, takes_bool
 from tropism.config_file import read_yaml
 from tropism.errors import UsageError, count_of
+from tropism.observe.console import Voice
 
 
 def spelled_out(tokens: list[str]) -> list[str]:
@@ -112,7 +111,7 @@ def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[s
 def _note(text: str) -> None:
     """Print a note, from the main process only."""
     if os.environ.get("RANK", "0") == "0":
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"note: {text}", markup=False)
+        Voice(errors=True).warn(text)
 
 
 def _value_of(option: str, given: Sequence[str]) -> str | None:

@@ -146,6 +146,7 @@ def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Pa
 def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat], keep_columns: bool = False) -> int:
     """Write one record per row."""
     from tropism.commands import scoring
+    from tropism.observe.console import Voice
 
     scoring.check_target(output)
     found = scoring.score(model, options)
@@ -153,7 +154,7 @@ def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat]
         return 0
     columns = scoring.original_columns(options.data) if keep_columns else None
     scoring.write(scoring.records(found, options.beta, columns), output)
-    print(f"{output}: {count_of(len(found.rows), 'row')}")
+    Voice().say(f"{output}: {count_of(len(found.rows), 'row')}")
     return 0
 
 
