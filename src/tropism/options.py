@@ -1,11 +1,13 @@
 """The base of all option groups: typed, frozen, documented by the string under each field."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import get_annotations
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
@@ -22,6 +24,10 @@ _VALUES = {"model": "MODEL", "reference": "MODEL", "teacher": "MODEL", "data": "
            "keep_best": "METRIC", "stop_metric": "METRIC", "max_time": "TIME", "resume": "PATH",
            "chat_template": "FILE", "columns": "NAME=COLUMN", "chat_template_kwargs": "NAME=VALUE"}
 """What help shows as the value of an option that takes text."""
+
+_NAMES = frozenset(name.rpartition(".")[2] for name, kind in _VALUES.items()
+                   if kind in ("MODEL", "DATA", "PATH", "DIR", "FILE"))
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,31 @@ def shown(value: Any) -> str:
     return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
 
 
+def check_file_name(value: str) -> str:
+    """Check that a text can name a file, a directory or something on the Hub, or, with commas, several.
+
+    Raises:
+        ValueError: if no system could open it.
+    """
+    if not value.strip():
+        raise ValueError("the name is empty")
+    try:
+        encoded = os.fsencode(value)
+    except UnicodeEncodeError:
+        raise ValueError(f"{value!r} cannot be written in the encoding of file names") from None
+    if b"\0" in encoded:
+        raise ValueError("the name has a NUL character")
+    longest = max(map(len, encoded.replace(b",", b"/").split(b"/")))
+    if longest > _LONGEST_NAME or len(encoded) > _LONGEST_PATH and b"," not in encoded:
+        raise ValueError(f"the name is too long ({longest:,} bytes in one part, {len(encoded):,} in total)")
+    try:
+        for name in value.split(","):
+            Path(name.strip()).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{value.partition('/')[0]}: no home directory of this name") from None
+    return value
+
+
 class Options(BaseModel):
     """A group of options. Groups live beside their owner and are composed in `config`.
 
@@ -106,6 +137,11 @@ class Options(BaseModel):
                               protected_namespaces=(), allow_inf_nan=False)
     heading: ClassVar[str] = "Options"
     """Where help lists the fields that this class introduces."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _can_be_a_name(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_file_name(value) if info.field_name in _NAMES and isinstance(value, str) else value
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -35,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             note_stop()
         _complain(str(error))
         return error.exit_code
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        _complain(f"{os.fsdecode(error.filename)}: cannot be used: {error.strerror}")
+        return 2 if isinstance(error, PermissionError) else 1
     except KeyboardInterrupt:
         _complain("interrupted. Files written so far are readable.")
         return 1
