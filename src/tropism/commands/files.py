@@ -6,6 +6,7 @@ from typing import Any
 
 from tropism.errors import UsageError
 from tropism.files import check_writable, write_whole
+from tropism.printable import json_text
 
 
 def check_new(path: Path) -> None:
@@ -30,9 +31,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write what `--json` asks for.
+    """Write what `--json` asks for. Shown in a terminal, nothing in it acts on the terminal.
 
     Raises:
         OutputError: if the disk refuses.
     """
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json_text(json.dumps(content, indent=2, ensure_ascii=False)) + "\n")
