@@ -1,6 +1,5 @@
 """The base of all option groups: typed, frozen, documented by the string under each field."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import get_annotations
@@ -110,9 +109,9 @@ def check_file_name(value: str) -> str:
     if not value.strip():
         raise ValueError("the name is empty")
     try:
-        encoded = os.fsencode(value)
-    except UnicodeEncodeError:
-        raise ValueError(f"{value!r} cannot be written in the encoding of file names") from None
+        encoded = value.encode()
+    except UnicodeEncodeError:  # libraries that read models and data cannot open it
+        raise ValueError(f"{value!r} is not UTF-8. Rename the file or directory.") from None
     if b"\0" in encoded:
         raise ValueError("the name has a NUL character")
     longest = max(map(len, encoded.replace(b",", b"/").split(b"/")))

@@ -197,8 +197,8 @@ def verify(run: _File, /, *, json: _File | None = None) -> int:
 
 
 @app.command
-def export(run: _File, /, *, to: _File, merge: bool = False, dtype: _DType | None = None, checkpoint: str | None = None,
-           max_shard_size: str | None = None, base: _Name | None = None) -> int:
+def export(run: _File, /, *, to: _File, merge: bool = False, dtype: _DType | None = None, checkpoint: _Name | None = None,
+           max_shard_size: _Name | None = None, base: _Name | None = None) -> int:
     """Write a model directory."""
     from tropism.commands import export as exporting  # imports torch: not for --help
 
@@ -223,7 +223,7 @@ def store_list(*, store: _File | None = None) -> int:
 
 
 @store.command(name="clean")
-def store_clean(fingerprint: str | None = None, *, store: _File | None = None) -> int:
+def store_clean(fingerprint: _Name | None = None, *, store: _File | None = None) -> int:
     """Delete entries of the cache."""
     from tropism.commands import store as storing
     from tropism.observe.console import Voice

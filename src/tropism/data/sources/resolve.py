@@ -16,7 +16,7 @@ from tropism.errors import DataError
 DataSource = str | Path | Iterable[dict[str, Any]]
 """A path, a text as in `resolve_source`, or rows as dicts."""
 
-_WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)")
+_WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)", re.DOTALL)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
@@ -138,7 +138,8 @@ def _in_directory(path: Path, prefix: str) -> tuple[DataFile, ...]:
     found = []
     for entry in sorted(path.rglob("*")):
         inside = entry.relative_to(path)
-        file = DataFile(entry, prefix + inside.as_posix())
+        shown = inside.as_posix().encode(errors="backslashreplace").decode()  # a name need not be UTF-8
+        file = DataFile(entry, prefix + shown)
         if (file.kind and entry.is_file() and entry.name not in _NOT_ROWS
                 and not any(piece.startswith(".") for piece in inside.parts)):
             found.append(file)
