@@ -75,8 +75,12 @@ class Voice:
             finally:
                 self._progress.remove_task(task)
             return
-        columns = (_text_column("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   _text_column("{task.fields[text]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        cut = Column(no_wrap=True, overflow="crop")  # not every encoding has an ellipsis
+        columns = (TextColumn("{task.description}", markup=False, table_column=cut), BarColumn(),
+                   MofNCompleteColumn(table_column=cut),
+                   TextColumn("{task.fields[text]}", markup=False, table_column=cut),
+                   TimeElapsedColumn(table_column=cut), TextColumn("left", table_column=cut),
+                   TimeRemainingColumn(table_column=cut))
         with Progress(*columns, console=self.console, transient=True) as progress:
             self._progress = progress
             try:
@@ -142,10 +146,6 @@ def _console(errors: bool, quiet: bool) -> Console:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return Console(file=None if encoding.lower().startswith("utf") else stream, stderr=errors, quiet=quiet,
                    highlight=False, soft_wrap=True)
-
-
-def _text_column(text: str) -> TextColumn:
-    return TextColumn(text, markup=False, table_column=Column(no_wrap=True, overflow="crop"))
 
 
 def _cell(record: Mapping[str, float], key: str) -> str:
