@@ -115,7 +115,7 @@ def check_file_name(value: str) -> str:
     if b"\0" in encoded:
         raise ValueError("the name has a NUL character")
     longest = max(map(len, encoded.replace(b",", b"/").split(b"/")))
-    if longest > _LONGEST_NAME or len(encoded) > _LONGEST_PATH and b"," not in encoded:
+    if longest > _LONGEST_NAME or (len(encoded) > _LONGEST_PATH and b"," not in encoded):
         raise ValueError(f"the name is too long ({longest:,} bytes in one part, {len(encoded):,} in total)")
     try:
         for name in value.split(","):

@@ -25,8 +25,9 @@ def rendered(text: str, method: str = "dpo", adapter: bool = False) -> str:
     """A card of a run in which every name is this text."""
     run = ExportedRun(
         Path("runs/first"),
-        {"method": method, "model": text, "status": text, "device": text, "device_name": text, "layout": text, "python": text,
-         "libraries": {"tropism": text, text: text}, "given": {text: text}, "precision": text, "world_size": text},
+        {"method": method, "model": text, "status": text, "device": text, "device_name": text, "layout": text,
+         "python": text, "libraries": {"tropism": text, text: text}, "given": {text: text}, "precision": text,
+         "world_size": text},
         {"loss": text, "beta": text, "reference": text, "teacher": text, "seed": text, "schedule": text, "lora": {
             "rank": 1, "targets": text, "adapter": text, "quantize": text}},
         {"source": text, "rows": {"read": text, "kept": text, "dropped": {text: 1}}, "labels": {text: 2},
@@ -46,7 +47,7 @@ def structure(source: str) -> Counter[str]:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(text=TEXTS)
 @example(text="`</code><script>alert(1)</script>")
 @example(text="![a](http://b/c.png) <http://d> http://e www.f.g a@h.i *b* __c__ ~~d~~ :e:")
@@ -111,7 +112,7 @@ def page_of(text: str) -> str:
                        rows=[{"row": row, "prompt": [text], "completions": [[(text, True)], [(text, False)]]}])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(text=TEXTS)
 def test_a_page_shows_data_as_text(text: str) -> None:
     """K3: no element, attribute or character that acts comes from the data, and no script could run."""

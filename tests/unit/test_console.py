@@ -40,7 +40,7 @@ WAYS: dict[str, Callable[[Voice, str], None]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(text=TEXTS)
 @example(text=r"\[/x]")
 @example(text="[/x] :smile: [red]a[/red] {task.x}")

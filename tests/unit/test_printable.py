@@ -59,7 +59,8 @@ def test_json_keeps_its_values(value: object) -> None:
 @example(r"\[/x]")
 def test_a_command_that_fails_prints_one_line(text: str) -> None:
     """H3, K3: whatever is named in the error, and whichever error it is."""
-    for error in (DataError(f"{text}: row {text}"), OutputError.because(Path("a"), OSError(28, text)), UsageError(text)):
+    for error in (DataError(f"{text}: row {text}"), UsageError(text),
+                  OutputError.because(Path("a"), OSError(28, text))):
         with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as err:
             patch.setattr(app, "requested", lambda _, error=error: (_ for _ in ()).throw(error))
             assert app.main(["kto"]) == error.exit_code

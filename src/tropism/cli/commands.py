@@ -197,8 +197,8 @@ def verify(run: _File, /, *, json: _File | None = None) -> int:
 
 
 @app.command
-def export(run: _File, /, *, to: _File, merge: bool = False, dtype: _DType | None = None, checkpoint: _Name | None = None,
-           max_shard_size: _Name | None = None, base: _Name | None = None) -> int:
+def export(run: _File, /, *, to: _File, merge: bool = False, dtype: _DType | None = None,
+           checkpoint: _Name | None = None, max_shard_size: _Name | None = None, base: _Name | None = None) -> int:
     """Write a model directory."""
     from tropism.commands import export as exporting  # imports torch: not for --help
 

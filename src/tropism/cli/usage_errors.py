@@ -33,8 +33,8 @@ def explain_error(error: CycloptsError, tokens: list[str]) -> str:
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or [''])[0]}. See `tropism {name} --help`."
     if isinstance(error, cyclopts.CoercionError) and error.msg and error.argument is not None:  # of `commands`
-        typed = error.token.keyword if error.token is not None else None
-        return f"{typed or error.argument.name.lstrip('-').upper()}: {error.msg}"
+        option = error.token.keyword if error.token is not None else None
+        return f"{option or error.argument.name.lstrip('-').upper()}: {error.msg}"
     return " ".join(str(error).split())
 
 

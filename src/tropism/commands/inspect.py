@@ -27,7 +27,6 @@ from tropism.model.config import check_rope
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.observe.page import render_page
-from tropism.printable import escaped
 from tropism.train.frozen.score_store import ROWS
 from tropism.train.setup.data import limits
 

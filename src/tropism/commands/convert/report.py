@@ -123,8 +123,8 @@ class ConversionReport:
         found += [f"  not in the file ({count:,}): {text}" for text, count in self.lost.items()]
         found += [f"  changed ({count:,}): {text}" for text, count in self.changed.items()]
         if self.formulas:
-            found.append(f"  formulas ({self.formulas:,}): a cell begins with =, +, -, @, a tab or a carriage return. The "
-                         "file holds the exact text, which a spreadsheet would run. To open it in one, import all "
+            found.append(f"  formulas ({self.formulas:,}): cells that begin with =, +, -, @, a tab or a carriage return. "
+                         "The file has the exact text, which a spreadsheet would run. To open it in one, import all "
                          "columns as text.")
         return found
 
