@@ -12,8 +12,9 @@ PAYLOADS = (
     r"\[/x]", "[/x]", "[link=file:///etc]a[/link]", "[bold", ":smile:", "{task.fields[text]}", "{", "%s",
     "\x1b[2J\x1b[31m", "\x1b]52;c;eA==\x07", "\x1b]8;;http://a\x1b\\b\x1b]8;;\x1b\\", "\x9b31m", "\x90q\x9c", "a\rb",
     "a\b\bb", "\x7f", "\x00", "a\nverdict: intact\n", "\u202egnp.exe", "\u2066a\u2069", "\u2028", "\u200b", "\x85",
-    "\x0b\x0c\x1c", "\t", "\ud800", os.fsdecode(b"\xff"), "\U000e0001", "<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "`` ` ```",
-    "| a |", "](javascript:x)", "---\nkey: 1", "{{ 1 }}", "${x}", "&lt;", "=cmd|' /C x'!A1", "x" * 10_000)
+    "\x0b\x0c\x1c", "\t", "\ud800", os.fsdecode(b"\xff"), "\U000e0001", "<script>alert(1)</script>",
+    "\"'><img src=x onerror=alert(1)>", "`` ` ```", "| a |", "](javascript:x)", "---\nkey: 1", "{{ 1 }}", "${x}",
+    "&lt;", "=cmd|' /C x'!A1", "x" * 10_000)
 
 TEXTS = st.one_of(st.sampled_from(PAYLOADS), st.text(st.characters(exclude_categories=()), max_size=40),
                   st.lists(st.sampled_from(PAYLOADS[:-1]), max_size=4).map("".join))

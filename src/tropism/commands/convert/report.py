@@ -123,7 +123,7 @@ class ConversionReport:
         found += [f"  not in the file ({count:,}): {text}" for text, count in self.lost.items()]
         found += [f"  changed ({count:,}): {text}" for text, count in self.changed.items()]
         if self.formulas:
-            found.append(f"  formulas ({self.formulas:,}): cells that begin with =, +, -, @, a tab or a carriage return. "
+            found.append(f"  formulas ({self.formulas:,}): cells that begin with =, +, -, @, tab or carriage return. "
                          "The file has the exact text, which a spreadsheet would run. To open it in one, import all "
                          "columns as text.")
         return found
