@@ -22,7 +22,7 @@ def shown(bench: Bench, *tokens: Any, code: int = 0) -> str:
 
 
 def test_ids_columns_roles_and_labels(bench: Bench) -> None:
-    """D4, H3: in findings, samples, errors and the table of a conversion."""
+    """In findings, samples, errors and the table of a conversion."""
     for number, payload in enumerate(PAYLOADS):
         text = payload.encode(errors="replace").decode()  # half a character in a prompt is refused
         rows = [{"id": payload, "prompt": f"{text} ", "completion": f"b{text}", "label": label,
@@ -45,7 +45,7 @@ def test_ids_columns_roles_and_labels(bench: Bench) -> None:
 
 
 def test_a_run_of_rows_with_odd_ids(bench: Bench) -> None:
-    """D4: from the first line to the last, and in what verify and export say of it."""
+    """From the first line to the last, and in what verify and export say of it."""
     rows = [{"id": r"\[/x]", "prompt": f"[bold]{number} ", "completion": "\x1b[31m", "label": number % 2 == 0}
             for number in range(4)]
     folder = bench.path / "a\x1b]0;t\x07\nb"
@@ -67,7 +67,7 @@ def test_a_run_of_rows_with_odd_ids(bench: Bench) -> None:
 
 
 def test_what_a_template_says(bench: Bench) -> None:
-    """H3: a template's own message, and its errors."""
+    """A template's own message, and its errors."""
     file = bench.file([{"messages": CHAT}])
     for text in ("{{ raise_exception('no \x1b]52;c;eA==\x07 [/x]\nfake: line') }}", "{% \x1b[31m %}",
                  "{{ x['\x9b'].y.z }}"):
@@ -78,7 +78,7 @@ def test_what_a_template_says(bench: Bench) -> None:
 
 
 def test_a_console_without_unicode(bench: Bench) -> None:
-    """D4: names that the encoding lacks are written as escapes."""
+    """Names that the encoding lacks are written as escapes."""
     name = "\u65e5\u672c\u00fc"
     file = bench.file([{"id": name, "prompt": f"{name} ", "completion": f"b{number}", "label": number % 2 == 0}
                        for number in range(4)], f"{name}.jsonl")

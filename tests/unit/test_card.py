@@ -52,7 +52,7 @@ def structure(source: str) -> Counter[str]:
 @example(text="`</code><script>alert(1)</script>")
 @example(text="![a](http://b/c.png) <http://d> http://e www.f.g a@h.i *b* __c__ ~~d~~ :e:")
 def test_a_card_says_what_its_run_says_and_nothing_else(text: str) -> None:
-    """K2: whatever its names are, it is the same document with other words."""
+    """Whatever its names are, it is the same document with other words."""
     for adapter in (False, True):
         source = rendered(text, adapter=adapter)
         assert is_harmless(source)
@@ -115,7 +115,7 @@ def page_of(text: str) -> str:
 @settings(max_examples=25)
 @given(text=TEXTS)
 def test_a_page_shows_data_as_text(text: str) -> None:
-    """K3: no element, attribute or character that acts comes from the data, and no script could run."""
+    """No element, attribute or character that acts comes from the data, and no script could run."""
     source = page_of(text)
     assert is_harmless(source)
     source.encode()

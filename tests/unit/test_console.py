@@ -45,7 +45,7 @@ WAYS: dict[str, Callable[[Voice, str], None]] = {
 @example(text=r"\[/x]")
 @example(text="[/x] :smile: [red]a[/red] {task.x}")
 def test_a_text_is_shown_as_it_is(way: str, text: str) -> None:
-    """D4, K3: in every kind of output, with a terminal and without."""
+    """In every kind of output, with a terminal and without."""
     said = heard(lambda voice: WAYS[way](voice, text))
     assert is_harmless(said)
     shown = one_line(text)
@@ -59,7 +59,7 @@ def test_a_text_is_shown_as_it_is(way: str, text: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_encoding_that_lacks_a_character(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D4: a run under PYTHONIOENCODING=ascii does not end at the first name with an umlaut."""
+    """A run under PYTHONIOENCODING=ascii does not end at the first name with an umlaut."""
     for encoding, terminal in (("ascii", False), ("ascii", True), ("latin-1", True), ("utf-8", True)):
         for errors in (False, True):
             raw = io.BytesIO()
@@ -77,7 +77,7 @@ def test_an_encoding_that_lacks_a_character(way: str, monkeypatch: pytest.Monkey
 
 
 def test_a_row_id_that_looks_like_markup_does_not_end_a_run() -> None:
-    """D4: rich would raise MarkupError."""
+    """Rich would raise MarkupError."""
     said = heard(lambda voice: voice.warn(r"row \[/x]: the gradient is not finite"))
     assert said == "note: row \\[/x]: the gradient is not finite\n"
 

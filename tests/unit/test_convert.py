@@ -208,7 +208,7 @@ def test_csv(tmp_path: Path) -> None:
 
 
 def test_formulas_in_csv(tmp_path: Path) -> None:
-    """D4: training data stays as it is; that a spreadsheet would run a cell is counted and said. Numbers are none."""
+    """Training data stays as it is; that a spreadsheet would run a cell is counted and said. Numbers are none."""
     texts = ["=cmd|' /C calc'!A1", "+1+A1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-5", "+1.5e3", "-.5", "a=1",
              " =1", "'=1"]
     rows = [{"prompt": text, "completion": "c", "label": True, "=n": -1} for text in texts]

@@ -48,7 +48,7 @@ COMMANDS: list[tuple[str, list[str]]] = [
 @pytest.mark.parametrize(("flag", "tokens"), COMMANDS, ids=[f"{tokens[0]} {flag}" for flag, tokens in COMMANDS])
 def test_every_name_of_every_command(flag: str, tokens: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                      capsys: pytest.CaptureFixture[str]) -> None:
-    """H3, X1: refused before anything is read or written, with the option."""
+    """Refused before anything is read or written, with the option."""
     monkeypatch.chdir(tmp_path)
     for kind in ("empty", "NUL", "long") if flag != "--data" else NAMES:
         name = NAMES[kind]
@@ -64,7 +64,7 @@ def test_every_name_of_every_command(flag: str, tokens: list[str], tmp_path: Pat
 
 @pytest.mark.parametrize("key", ["model", "data", "reference", "store", "chat_template", "lora"])
 def test_names_in_a_configuration_file(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """X1: with file and line."""
+    """H2: with file and line."""
     file = tmp_path / "c.yaml"
     for name in ("", "a\0", "x" * 3000):
         file.write_text("method: kto\n" + yaml.safe_dump({key: {"adapter": name} if key == "lora" else name}))
@@ -118,7 +118,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> It
         "store list --store locked/s", "store clean --store locked/s"))], ids=" ".join)
 def test_what_may_not_be_read(locked: Path, tokens: list[str], monkeypatch: pytest.MonkeyPatch,
                               capsys: pytest.CaptureFixture[str]) -> None:
-    """H3: the path and the reason, whichever command meets it."""
+    """The path and the reason, whichever command meets it."""
     monkeypatch.chdir(locked)
     with as_an_ordinary_user():
         assert main(tokens) == 2
@@ -140,7 +140,7 @@ def test_a_system_error_without_a_file_is_not_hidden(monkeypatch: pytest.MonkeyP
 
 
 def test_rows_of_files_with_odd_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """D4: a directory of data may hold a file whose name is no text."""
+    """A directory of data may hold a file whose name is no text."""
     folder = tmp_path / "data"
     folder.mkdir()
     rows = json.dumps({"prompt": "a ", "completion": "b", "label": True}) + "\n" + "{\n"

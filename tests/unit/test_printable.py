@@ -58,7 +58,7 @@ def test_json_keeps_its_values(value: object) -> None:
 @given(TEXTS)
 @example(r"\[/x]")
 def test_a_command_that_fails_prints_one_line(text: str) -> None:
-    """H3, K3: whatever is named in the error, and whichever error it is."""
+    """Whatever is named in the error, and whichever error it is."""
     for error in (DataError(f"{text}: row {text}"), UsageError(text),
                   OutputError.because(Path("a"), OSError(28, text))):
         with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as err:
@@ -83,7 +83,7 @@ def test_an_error_is_clean_wherever_it_goes() -> None:
 
 @pytest.mark.parametrize("payload", PAYLOADS[:-1])
 def test_keys_and_values_of_a_configuration_file(tmp_path: Path, payload: str) -> None:
-    """X1: named with the line, as text."""
+    """H2: named with the line, as text."""
     file = tmp_path / "c.yaml"
     for content in ({payload: 1}, {"method": payload}, {"beta": payload}, {"lora": {payload: 1}}, {"loss": payload},
                     {"model": f"{payload}\0"}):
