@@ -1,5 +1,6 @@
 """The base of all option groups: typed, frozen, documented by the string under each field."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import get_annotations
@@ -100,8 +101,11 @@ def shown(value: Any) -> str:
     return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
 
 
-def check_file_name(value: str) -> str:
+def check_file_name(value: str, *, for_models: bool = False) -> str:
     """Check that a text can name a file, a directory or something on the Hub, or, with commas, several.
+
+    Args:
+        for_models: libraries write a model there, which open UTF-8 names only.
 
     Raises:
         ValueError: if no system could open it.
@@ -109,9 +113,9 @@ def check_file_name(value: str) -> str:
     if not value.strip():
         raise ValueError("the name is empty")
     try:
-        encoded = value.encode()
-    except UnicodeEncodeError:  # libraries that read models and data cannot open it
-        raise ValueError(f"{value!r} is not UTF-8. Rename the file or directory.") from None
+        encoded = value.encode() if for_models else os.fsencode(value)
+    except UnicodeEncodeError:
+        raise ValueError(f"{value!r} has a character that file names cannot have here") from None
     if b"\0" in encoded:
         raise ValueError("the name has a NUL character")
     longest = max(map(len, encoded.replace(b",", b"/").split(b"/")))
@@ -140,7 +144,9 @@ class Options(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _can_be_a_name(cls, value: Any, info: ValidationInfo) -> Any:
-        return check_file_name(value) if info.field_name in _NAMES and isinstance(value, str) else value
+        if info.field_name not in _NAMES or not isinstance(value, str):
+            return value
+        return check_file_name(value, for_models=info.field_name == "output")
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from tropism.config import METHODS, ConvertOptions, InspectOptions, ScoringOptio
 from tropism.options import check_file_name
 
 NAMES = {"empty": "", "blank": " \t", "NUL": "a\0b", "long": "a" * 3000, "long part": "/tmp/" + "\u00fc" * 130,
-         "long path": "/".join(["a" * 200] * 40), "no user": "~no-such-user-here/x", "not UTF-8": os.fsdecode(b"a\xff")}
+         "long path": "/".join(["a" * 200] * 40), "no user": "~no-such-user-here/x", "half a character": "a\ud800"}
 DATA = ("--data", "d.jsonl")
 
 
@@ -71,6 +71,14 @@ def test_names_in_a_configuration_file(key: str, tmp_path: Path, capsys: pytest.
         assert main(["train", str(file)]) == 2
         named = "lora.adapter" if key == "lora" else key
         assert capsys.readouterr().err.startswith(f"tropism: {file}:{3 if key == 'lora' else 2}: {named}: the name ")
+
+
+@pytest.mark.parametrize("tokens", [kto("--output", "a\udcff"), ["export", "r", "--to", "a\udcff"],
+                                    ["score", "m", *DATA, "--output", "a\udcff.parquet"]], ids=lambda tokens: tokens[0])
+def test_a_model_is_written_to_a_name_of_text(tokens: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Libraries that write weights and tokenizers take no other: they would fail after the training."""
+    assert main(tokens) == 2
+    assert "has a character that file names cannot have here" in capsys.readouterr().err
 
 
 def test_every_option_that_names_a_file_is_checked() -> None:

@@ -33,6 +33,8 @@ _began: ContextVar[float | None] = ContextVar("began", default=None)
 _Flat = Parameter(name="*")
 _Name = Annotated[str, Parameter(converter=lambda _, tokens: check_file_name(tokens[0].value))]
 _File = Annotated[Path, Parameter(converter=lambda _, tokens: Path(check_file_name(tokens[0].value)))]
+_Output = Annotated[Path, Parameter(
+    converter=lambda _, tokens: Path(check_file_name(tokens[0].value, for_models=True)))]
 _DType = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -146,7 +148,8 @@ def convert(data: _Name, /, *, options: Annotated[ConvertOptions, _Flat], json: 
 
 
 @app.command
-def score(model: _Name, *, output: _File, options: Annotated[ScoringOptions, _Flat], keep_columns: bool = False) -> int:
+def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _Flat],
+          keep_columns: bool = False) -> int:
     """Write one record per row."""
     from tropism.commands import scoring
     from tropism.observe.console import Voice
@@ -174,7 +177,7 @@ def resume(run: Path) -> int:
 
 
 @app.command
-def demo(*, output: _File | None = None) -> int:
+def demo(*, output: _Output | None = None) -> int:
     """Run the demonstration."""
     from tropism.commands.demo.run import main as run_demo
     from tropism.observe.rundir import free_name
@@ -197,7 +200,7 @@ def verify(run: _File, /, *, json: _File | None = None) -> int:
 
 
 @app.command
-def export(run: _File, /, *, to: _File, merge: bool = False, dtype: _DType | None = None,
+def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | None = None,
            checkpoint: _Name | None = None, max_shard_size: _Name | None = None, base: _Name | None = None) -> int:
     """Write a model directory."""
     from tropism.commands import export as exporting  # imports torch: not for --help
