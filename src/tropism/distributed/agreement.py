@@ -54,8 +54,8 @@ def check_same(world: World, describe: Callable[[], Facts]) -> None:
     found = differences([{name: Fact(*fact) for name, fact in json.loads(text).items()} for text in told])
     if found:
         more = [f"and {count_of(len(found) - _LISTED, 'other difference')}"] if len(found) > _LISTED else []
-        raise UsageError("\n  ".join(["the processes must be alike, but differ in:", *found[:_LISTED], *more])
-                         + "\nStart every process with the same options, files and versions. Nothing was trained.")
+        raise UsageError("\n  ".join(["the processes of this run differ in:", *found[:_LISTED], *more])
+                         + "\nStart all of them with the same options, files and versions")
 
 
 def differences(everyone: Sequence[Facts]) -> list[str]:

@@ -19,8 +19,9 @@ from tropism.data.tokenization.chat_template import template_text
 from tropism.distributed.agreement import Fact, Facts, check_same
 from tropism.distributed.world import World
 from tropism.errors import count_of
+from tropism.model.adapters.switch import active_scales
 from tropism.model.content import ModelFile, adapter_files, model_files, revision_of
-from tropism.model.fingerprint import tensor_hash, weight_hashes
+from tropism.model.fingerprint import deciding_settings, tensor_hash, weight_hashes
 from tropism.model.source import ModelSource
 from tropism.observe.manifest import PACKAGE, code_hash, libraries, text_fingerprints
 from tropism.options import Options, shown
@@ -68,6 +69,8 @@ def facts_of_options(options: Options) -> dict[str, Fact]:
     if template := values.get("chat_template"):
         text = _digest(template_text(template))
         facts["--chat-template"] = Fact(text, f"{template} ({text[:12]})")
+    if values.get("reference") == "live":
+        facts["--reference"] = Fact.of("live")
     for name in ("data", "eval_data"):  # the rows are compared when they have been read
         if values.get(name):
             facts[_flag(name)] = Fact("given", str(values[name]))
@@ -112,7 +115,7 @@ def check_weights(world: World, name: str, module: Any) -> None:
         UsageError: naming the weights that differ.
     """
     def describe() -> Facts:
-        hashes = (line.partition(" ") for line in weight_hashes(module))
+        hashes = (line.partition(" ") for line in (*weight_hashes(module), *active_scales(module)))
         return {f"{name}: {weight}": Fact(found, found[-32:][:12]) for weight, _, found in hashes}
 
     if world.mesh is None:
@@ -124,7 +127,9 @@ def _of_model(flag: str, model: Any) -> dict[str, Fact]:
     if model is None:
         return {}
     if not isinstance(model, ModelSource):
-        return {flag: Fact.of(f"a {type(model).__name__} given in Python")}
+        settings = deciding_settings(model.config).items()
+        return {flag: Fact.of(f"a {type(model).__name__} given in Python"),
+                **{f"{flag}: {name} of its config": Fact.of(_plain(value)) for name, value in settings}}
     if not Path(model.name).is_dir():
         revision = revision_of(model)
         return {flag: Fact(f"{model.name} {revision}", f"{model.name} ({revision[:12] or 'not found'})"),

@@ -145,9 +145,6 @@ def _frozen_models(inputs: RunInputs, model: LanguageModel, planner: StepPlanner
                           "more memory.")
     evaluated = all_trees(held_out, range(len(held_out)), inputs.method, inputs.data.max_length)
     teacher = reference = None
-    for name, given in (("reference", inputs.objects.reference), ("teacher", inputs.objects.teacher)):
-        if given is not None:
-            check_weights(world, name, given)
     if inputs.teacher is not None:
         teacher = models.build_teacher(
             model, inputs.teacher, inputs.options, inputs.tokenizer,  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from tropism.observe.console import Voice
 from tropism.train.frozen.score_store import ROWS
 from tropism.train.optimizer import check_given
 from tropism.train.setup import models
-from tropism.train.setup.agreement import facts_at_start, facts_of_data
+from tropism.train.setup.agreement import check_weights, facts_at_start, facts_of_data
 from tropism.train.setup.build import RunInputs
 from tropism.train.setup.data import PreparedData, labels_of, make_schedule, prepare_data, prepare_rows
 from tropism.train.setup.policy import PolicyBuilder
@@ -57,6 +57,9 @@ def check_start(options: Any, world: World, objects: PythonObjects) -> Named:
 
     named = world.together(find)
     check_same(world, lambda: facts_at_start(options.method, options, named, objects))
+    for name, model in named.items():
+        if model is not None and not isinstance(model, ModelSource):
+            check_weights(world, name, model)
     return named
 
 
