@@ -184,7 +184,7 @@ def test_a_file_that_one_process_lacks_is_named(model: Path) -> None:
 def test_large_weights_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first and the last byte, and others between them; never more than the samples are read."""
     monkeypatch.setattr(content, "_WHOLE_BYTES", 1000)
-    monkeypatch.setattr(content, "_SAMPLES", 4)
+    monkeypatch.setattr(content, "_PART_BYTES", 650)
     monkeypatch.setattr(content, "_SAMPLE_BYTES", 100)
     (tmp_path / "config.json").write_text("{}")
     file = tmp_path / "pytorch_model.bin"
@@ -197,8 +197,10 @@ def test_large_weights_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return next(one.hash for one in model_files(ModelSource(str(tmp_path))) if one.path == file)
 
     same = hash_with(None)
-    assert all(hash_with(place) != same for place in (0, 99, 650, 1300, 1999))
+    assert all(hash_with(place) != same for place in (0, 99, 650, 749, 1300, 1999))
     assert hash_with(150) == same  # between samples
+    monkeypatch.setattr(content, "_SAMPLES", 2)
+    assert hash_with(1000) != hash_with(650) == hash_with(None)
     monkeypatch.setattr(content, "_WHOLE_BYTES", 10_000)
     assert hash_with(150) != hash_with(None)
     monkeypatch.setattr(content, "_PART_BYTES", 64)

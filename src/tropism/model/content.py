@@ -1,6 +1,7 @@
 """Hashes of the files that a model is loaded from, without loading it."""
 
 import hashlib
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,11 @@ _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _OLD_WEIGHTS = ("pytorch_model*.bin*",)
 
 _WHOLE_BYTES = 512 * 2**20
-"""Weights of at most this size are hashed completely, and of larger ones the samples below."""
+"""Weights of at most this size are read completely, and samples of larger ones."""
 
-_PART_BYTES = 8 * 2**20
-_SAMPLES = 64
-_SAMPLE_BYTES = 2**18
+_PART_BYTES = 2**20
+_SAMPLES = 8192
+_SAMPLE_BYTES = 2**14
 
 
 class ModelFile(NamedTuple):
@@ -43,7 +44,7 @@ def model_files(source: ModelSource) -> list[ModelFile]:
     """The files of a model directory or GGUF file that decide what is loaded: config, tokenizer, template, code and
     weights. Those of an adapter are not among them.
 
-    Weights of more than 512 MiB are sampled: 64 blocks of 256 KiB in each file, the header of the file among them.
+    Weights of more than 512 MiB are sampled: 16 KiB at every MiB, and at 8192 places if there are more than 8 GiB.
 
     Raises:
         ModelError: if a file cannot be read.
@@ -76,37 +77,39 @@ def _matching(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 def _hashed(settings: list[Path], weights: list[Path]) -> list[ModelFile]:
     try:
-        whole = sum(path.stat().st_size for path in weights) <= _WHOLE_BYTES
+        total = sum(path.stat().st_size for path in weights)
+        spacing = 0 if total <= _WHOLE_BYTES else max(_PART_BYTES, total // _SAMPLES)
         with ThreadPoolExecutor() as pool:
-            return [ModelFile(path.name, path, _hash(path, whole or path in settings, pool))
+            return [ModelFile(path.name, path, _hash(path, spacing if path in weights else 0, pool))
                     for path in (*weights, *settings)]
     except OSError as error:
         raise ModelError(f"{error.filename}: cannot be read: {error.strerror or first_line(error)}") from error
 
 
-def _hash(path: Path, whole: bool, pool: ThreadPoolExecutor) -> str:
-    """Hash of a file's size and of its regions, which threads hash at once."""
+def _hash(path: Path, spacing: int, pool: ThreadPoolExecutor) -> str:
+    """Hash of a file's size and of the checksums of its regions, which threads compute at once.
+
+    CRC-32 is twice as fast as a hash, and the files come from the user.
+
+    Args:
+        spacing: distance between the samples; 0 to read all of it.
+    """
     size = path.stat().st_size
-    hashes = pool.map(partial(_hash_of_region, path), *zip(*_regions(size, whole), strict=True))
-    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    for one in hashes:
-        digest.update(one)
-    return digest.hexdigest()
+    regions = _regions(size, spacing)
+    sums = pool.map(partial(_checksum, path), regions)
+    return hashlib.blake2b(repr((size, list(sums))).encode(), digest_size=16).hexdigest()
 
 
-def _regions(size: int, whole: bool) -> list[tuple[int, int]]:
-    """(start, length) of the regions of a file that are hashed: all of it, or samples with the first and last bytes."""
-    if whole or size <= _SAMPLES * _SAMPLE_BYTES:
-        return [(start, _PART_BYTES) for start in range(0, max(1, size), _PART_BYTES)]
-    last = size - _SAMPLE_BYTES
-    return [(last * number // (_SAMPLES - 1), _SAMPLE_BYTES) for number in range(_SAMPLES)]
+def _regions(size: int, spacing: int) -> list[tuple[int, int]]:
+    """(start, length) of the regions of a file that are read; samples include the first bytes and the last."""
+    if not spacing:
+        return [(start, _PART_BYTES) for start in range(0, size, _PART_BYTES)]
+    return [*((start, _SAMPLE_BYTES) for start in range(0, size, spacing)),
+            (max(0, size - _SAMPLE_BYTES), _SAMPLE_BYTES)]
 
 
-def _hash_of_region(path: Path, start: int, length: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
+def _checksum(path: Path, region: tuple[int, int]) -> int:
+    start, length = region
+    with path.open("rb") as file:
         file.seek(start)
-        data = bytearray(length)
-        view, filled = memoryview(data), 0
-        while filled < length and (got := file.readinto(view[filled:])):
-            filled += got
-    return hashlib.blake2b(view[:filled], digest_size=16).digest()
+        return zlib.crc32(file.read(length))
