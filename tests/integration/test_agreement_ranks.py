@@ -4,17 +4,21 @@ import importlib.metadata
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from integration.test_invariance import run_ranks, start_fork_server
+from integration.test_invariance import free_port, run_ranks, start_fork_server
 
+LIMIT_S = 20
 SETTINGS = {"batch_size": 8, "max_steps": 2, "samples": 0, "learning_rate": 1e-3}
 
 Job = tuple[str, str, list[dict[str, Any]]]
@@ -169,3 +173,103 @@ def test_each_difference_is_named_on_both_within_seconds(tiny_model_dir: Path, f
         assert (one[1], other[1]) == (2, 2)
         assert max(one[2], other[2]) < 5  # beyond the start of the processes
     assert not (tmp_path / "run").exists()
+
+
+# --- started as people start them -------------------------------------------------------------------------------------
+
+
+def started(arguments: list[list[str]], folders: list[str], folder: Path) -> list[tuple[int, str]]:
+    """Exit code and stderr of two processes, each with arguments and a folder to import from of its own. Together they
+    take less than LIMIT_S of a processor, most of it to import torch and transformers, whatever else runs here."""
+    with free_port() as port:
+        before, running = os.times(), []
+        for rank, own in enumerate(arguments):
+            environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TROPISM_STORE": str(folder / "store"),
+                           "PYTHONPATH": os.pathsep.join([folders[rank], os.environ.get("PYTHONPATH", "")])}
+            running.append(subprocess.Popen([sys.executable, "-m", "tropism", *own], env=environment, text=True,
+                                            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL))
+        try:
+            found = [(one.communicate(timeout=60)[1], one.returncode) for one in running]
+            after = os.times()
+            took = sum(after[2:4]) - sum(before[2:4])
+            print(f"{took:.1f} s of a processor, {after.elapsed - before.elapsed:.1f} s in all")
+            assert took < LIMIT_S
+            return [(code, said) for said, code in found]
+        finally:
+            for one in running:
+                one.kill()
+                one.wait()
+
+
+def assert_refused(found: list[tuple[int, str]], named: str) -> None:
+    for code, said in found:
+        assert code == 2, said
+        assert f"\n  {named}: process 0 has " in said
+        assert ", process 1 has " in said
+        assert "Traceback" not in said
+
+
+def test_two_command_lines_that_differ(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
+    """X1: two things at once; sharded, as is the default."""
+    common = ["--model", str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "run"), "--samples=0"]
+    found = started([["kto", *common, "--seed=1", "--max-steps=2"], ["kto", *common, "--seed=2", "--max-steps=3"]],
+                    [""] * 2, tmp_path)
+    for named in ("--seed", "--max-steps"):
+        assert_refused(found, named)
+    assert not (tmp_path / "run").exists()
+
+
+REAL: list[tuple[str, list[str], list[str]]] = [
+    ("--model: model.safetensors", [], ["--model", "{weights}"]),
+    ("--model: tokenizer.json", [], ["--model", "{tokenizer}"]),
+    ("--model: chat_template.jinja", [], ["--model", "{template}"]), ("--beta", ["--beta=0.1"], ["--beta=0.2"]),
+    ("--seed", [], ["--seed=3"]), ("--max-steps", ["--max-steps=2"], ["--max-steps=3"]),
+    ("--data", [], ["--data", "{fewer}"]), ("--data: order of the rows", [], ["--data", "{order}"]),
+    ("--precision", [], ["--precision=fp64"]), ("version of transformers", [], ["{version}"]),
+    ("code of tropism", [], ["{code}"]), ("--lora.rank", ["--lora.rank=2"], ["--lora.rank=4"]),
+    ("--lora.adapter: adapter_model.safetensors", ["--lora.adapter", "{adapter}"], ["--lora.adapter", "{other}"]),
+    ("--reference: model.safetensors", ["--reference", "{model}"], ["--reference", "{weights}"]),
+    ("command", [], ["evaluate"])]
+
+
+@pytest.fixture(scope="module")
+def places(tiny_model_dir: Path, feedback: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("places")
+    jobs_of(tiny_model_dir, feedback, folder)
+    from tropism.config import SFTOptions
+    from tropism.runner import run
+
+    for name, seed in (("adapter", 0), ("other", 1)):
+        rows = folder / "sft.jsonl"
+        rows.write_text(json.dumps({"prompt": "oak", "completion": "elm"}) + "\n")
+        run(SFTOptions(model=str(tiny_model_dir), data=str(rows), output=str(folder / name), lora={"rank": 2},
+                       samples=0, seed=seed, store=str(folder / "store")))
+    info = folder / "version" / "transformers-5.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.1.0\n")
+    import tropism
+
+    shutil.copytree(Path(tropism.__file__).parent, folder / "code" / "tropism")
+    (folder / "code" / "tropism" / "losses" / "sft.py").open("a").write("# edited\n")
+    return {"model": str(tiny_model_dir), "data": str(feedback), "folder": str(folder),
+            **{name: str(folder / name) for name in ("weights", "tokenizer", "template", "version", "code")},
+            **{name: str(folder / f"{name}.jsonl") for name in ("fewer", "order")},
+            **{name: str(folder / name / "model") for name in ("adapter", "other")}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("named", "one", "other"), REAL, ids=[entry[0] for entry in REAL])
+def test_whatever_differs_between_command_lines(places: dict[str, str], named: str, one: list[str], other: list[str],
+                                                tmp_path: Path) -> None:
+    """X1: named on both, with exit code 2."""
+    lines, folders = [], []
+    for own in (one, other):
+        own = [entry.format(**places) for entry in own]
+        folders.append(own.pop() if own and own[0] in (places["version"], places["code"]) else "")
+        if own == ["evaluate"]:
+            lines.append(["evaluate", places["model"], "--data", places["data"]])
+            continue
+        defaults = {"--model": places["model"], "--data": places["data"], "--output": str(tmp_path / "run")}
+        lines.append(["kto", *own, *(text for pair in defaults.items() if pair[0] not in own for text in pair)])
+    assert_refused(started(lines, folders, tmp_path), named)

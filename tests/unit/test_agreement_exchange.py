@@ -68,7 +68,7 @@ def errors(task: Callable[[World], None], size: int = 2) -> list[str]:
 def test_every_process_names_what_differs() -> None:
     found = errors(lambda world: check_same(world, lambda: {"--seed": Fact.of(world.rank), "same": Fact.of(1)}))
     assert found == ["the processes of this run differ in:\n  --seed: process 0 has 0, process 1 has 1\n"
-                     "Start all of them with the same options, files and versions"] * 2
+                     "Start all of them with the same options, files and versions."] * 2
     assert errors(lambda world: check_same(world, lambda: {"--seed": Fact("3", f"shown by {world.rank}")})) == ["", ""]
 
 
@@ -144,7 +144,8 @@ def test_weights_that_differ_are_named() -> None:
             made[1].bias.data[1] += 1
         return made
 
-    for found in errors(lambda world: check_weights(world, "model", module(world.rank))):
+    modules = [module(0), module(1)]
+    for found in errors(lambda world: check_weights(world, "model", modules[world.rank])):
         assert found.count("process 0 has") == 1
         assert "  model: 1.bias: process 0 has " in found
-    assert errors(lambda world: check_weights(world, "model", module(0))) == ["", ""]
+    assert errors(lambda world: check_weights(world, "model", modules[0])) == ["", ""]

@@ -9,6 +9,7 @@ from typing import Any
 from tropism.distributed.world import World
 from tropism.errors import UsageError, count_of
 
+_ADVICE = "Start all of them with the same options, files and versions."
 _LISTED = 10
 _VALUES = 3
 _SHOWN = 160
@@ -36,13 +37,14 @@ Facts = Mapping[str, Fact]
 """Facts by name, the most important first. `NAME: DETAIL` is a detail of `NAME`."""
 
 
-def check_same(world: World, describe: Callable[[], Facts]) -> None:
+def check_same(world: World, describe: Callable[[], Facts], advice: str = _ADVICE) -> None:
     """Check that all processes describe themselves alike. All of them call this together.
 
     The exchange is text that processes with other versions of Python and of libraries understand too.
 
     Args:
         describe: gives the facts of this process. An error in it is raised on all processes.
+        advice: what to do.
 
     Raises:
         UsageError: naming each fact that differs, with its values and processes; the same on all of them.
@@ -55,7 +57,7 @@ def check_same(world: World, describe: Callable[[], Facts]) -> None:
     if found:
         more = [f"and {count_of(len(found) - _LISTED, 'other difference')}"] if len(found) > _LISTED else []
         raise UsageError("\n  ".join(["the processes of this run differ in:", *found[:_LISTED], *more])
-                         + "\nStart all of them with the same options, files and versions")
+                         + f"\n{advice}")
 
 
 def differences(everyone: Sequence[Facts]) -> list[str]:

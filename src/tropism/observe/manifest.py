@@ -46,7 +46,7 @@ class Manifest:
                  step: int = 0) -> None:
         self.directory = directory
         begun = {"schema_version": SCHEMA_VERSION, "started": _now(), "python": platform.python_version(),
-                 "libraries": libraries(), **facts}
+                 "libraries": libraries(), "code": code_hash(), **facts}
         self.facts: dict[str, Any] = begun
         if earlier:
             gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason", "stopped_by", "model_files")

@@ -33,7 +33,6 @@ MAY_DIFFER = frozenset(("store", "workers", "track", "log_dir"))
 scores do not depend on `workers` and `store`. The processes share the store of a teacher's tokens (`top_k`)."""
 
 _BY_CONTENT = frozenset(("model", "reference", "teacher", "lora.adapter", "data", "eval_data", "chat_template"))
-_PATHS = ("output", "resume")
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
@@ -58,7 +57,10 @@ def facts_at_start(command: str, options: Options, named: Mapping[str, Any],
     if adapter := values.get("lora.adapter"):
         facts |= {"--lora.adapter": Fact("files", adapter),
                   **_of_files("--lora.adapter", adapter_files(Path(adapter).expanduser()))}
-    return {**facts, **facts_of_options(options), **dict(_of_optimizer(objects)), **dict(_of_machine())}
+    facts |= facts_of_options(options)
+    if objects.rows is not None:  # they are read another way
+        facts["--data"] = Fact("token ids", str(values["data"]))
+    return {**facts, **dict(_of_optimizer(objects)), **dict(_of_machine())}
 
 
 def facts_of_options(options: Options) -> dict[str, Fact]:
@@ -76,7 +78,8 @@ def facts_of_options(options: Options) -> dict[str, Fact]:
             facts[_flag(name)] = Fact("given", str(values[name]))
     for name, value in values.items():
         if value is not None and name not in may_differ | _BY_CONTENT | {"method"}:
-            key = os.path.realpath(value) if name in _PATHS and Path(value).exists() else str(value)
+            is_path = name == "output" or (name == "resume" and Path(value).exists())
+            key = os.path.realpath(value) if is_path else str(value)
             facts[_flag(name)] = Fact(key, _spell(value))
     return facts
 
@@ -119,7 +122,7 @@ def check_weights(world: World, name: str, module: Any) -> None:
         return {f"{name}: {weight}": Fact(found, found[-32:][:12]) for weight, _, found in hashes}
 
     if world.mesh is None:
-        check_same(world, describe)
+        check_same(world, describe, "Load the same weights in all of them.")
 
 
 def _of_model(flag: str, model: Any) -> dict[str, Fact]:

@@ -76,7 +76,8 @@ def read_inputs(options: Any, world: World, voice: Voice, objects: PythonObjects
     parts = world.together(lambda: _read_parts(options, world, objects, named))
     config, tokenizer = parts.configs[0], parts.tokenizer
     data = world.together(lambda: _read_data(options, world, voice, objects, parts))
-    check_same(world, lambda: facts_of_data(data, tokenizer, options, objects))
+    check_same(world, lambda: facts_of_data(data, tokenizer, options, objects),
+               "Pass all rows to every process, without a DistributedSampler. Tropism divides each step over them.")
     method = build_method(options.view, options.values, labels_of(data.train))
     if method.ld_alpha is not None:
         data = replace(data, train=[row.with_shared_lengths() for row in data.train],
