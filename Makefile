@@ -56,7 +56,7 @@ test-slow: .venv/.test
 	.venv/bin/python -m pytest -m slow
 
 test-chaos: .venv/.test
-	.venv/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' --color no tests/integration/chaos
+	.venv/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' tests/integration/chaos
 
 docs: .venv/.docs
 	.venv/bin/python tools/docs_site.py

@@ -2,8 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,28 @@ from integration.conftest import assert_same_metrics, weights
 FIGURES: Counter[str] = Counter()
 
 
-@pytest.fixture(scope="session")
-def figures(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
-    """Counts what was done; printed after the last test."""
-    yield FIGURES
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print("\n" + "\n".join(f"{count:6} {name}" for name, count in sorted(FIGURES.items())))
+@pytest.fixture
+def figures() -> Counter[str]:
+    """Counts what was done; shown after the last test."""
+    return FIGURES
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of xdist sends its figures."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["figures"] = dict(FIGURES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The figures of a worker arrive."""
+    FIGURES.update(getattr(node, "workeroutput", {}).get("figures", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show the figures."""
+    for name, count in sorted(FIGURES.items()):
+        terminalreporter.write_line(f"{count:6} {name}")
 
 
 @pytest.fixture

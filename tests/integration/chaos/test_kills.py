@@ -51,7 +51,6 @@ def _kill_and_resume(place: Path, arguments: Arguments, kind: str, steps: list[i
 
 def _sweep(every: int, tmp_path: Path, straight: Path, arguments: Arguments, figures: Counter[str]) -> None:
     reference, total = _straight(straight, arguments)
-    figures["file operations of the run that is killed"] = total
     for kind in ("kill", "kill soon"):
         for first in range(1, total + 1, 3 * every):
             attempt = tmp_path / f"{kind}-{first}".replace(" ", "-")
@@ -81,7 +80,7 @@ def test_kills_of_other_commands(command: str, tmp_path: Path, straight: Path, a
     out = tmp_path / "out"
     given: dict[str, list[object]] = {
         "export": ["export", run, "--to", out / "model"],
-        "convert": ["convert", feedback, "--to", "pairs", "--output", out / "data.jsonl"],
+        "convert": ["convert", feedback, "--to", "unpaired", "--output", out / "data.jsonl"],
         "evaluate": ["evaluate", run, "--data", feedback, "--json", out / "figures.json"]}
     out.mkdir()
     log = tmp_path / "log"
