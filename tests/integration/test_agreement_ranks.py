@@ -100,7 +100,7 @@ def attempt(method: str, settings: dict[str, Any]) -> None:
     if given in (None, "version", "code"):
         version = patch.object(importlib.metadata, "version",
                                lambda name: "1.2.3" if (given, name) == ("version", "peft") else known(name))
-        code = patch("tropism.train.setup.agreement.code_hash", lambda: str(given == "code"))
+        code = patch("tropism.observe.manifest.code_hash", lambda: str(given == "code"))
         with version, code:
             run(METHODS[method](**settings))
         return

@@ -216,7 +216,7 @@ MACHINES: list[tuple[str, Callable[[pytest.MonkeyPatch], None]]] = [
     ("version of peft", version_of_another),
     ("version of torch", lambda patch: patch.setattr(torch, "__version__", "2.0.0")),
     ("version of transformers", lambda patch: patch.setattr(sys.modules["transformers"], "__version__", "5.0.0")),
-    ("code of tropism", lambda patch: patch.setattr("tropism.train.setup.agreement.code_hash", lambda: "0" * 32)),
+    ("code of tropism", lambda patch: patch.setattr("tropism.observe.manifest.code_hash", lambda: "0" * 32)),
     ("Python", lambda patch: patch.setattr(platform, "python_version", lambda: "3.10.0")),
     ("torch.get_float32_matmul_precision()",
      lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")),

@@ -112,8 +112,14 @@ def test_details_of_what_differs_are_left_out() -> None:
 
 
 def test_a_long_value_is_cut() -> None:
+    """And values that look alike are told apart by a hash."""
     line, = differences([{"--system-prompt": Fact.of("a" * 10_000)}, {}])
     assert len(line) < 300
+    line, = differences([{"--system-prompt": Fact.of(text)} for text in ("a  b\nc", "a b c")])
+    one, other = line.removeprefix("--system-prompt: process 0 has ").split(", process 1 has ")
+    assert one != other
+    assert one.startswith("a b c (")
+    assert other.startswith("a b c (")
 
 
 ROWS = [row([1, 2, number], [5, number], desirable=bool(number % 2)) for number in range(3, 9)]

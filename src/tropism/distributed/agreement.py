@@ -1,5 +1,6 @@
 """What must be the same on all processes, and the error that names what is not."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,13 +82,24 @@ def _holders(facts: Sequence[Fact | None]) -> str:
     ranks: dict[Any, list[int]] = {}
     for rank, fact in enumerate(facts):
         ranks.setdefault(fact and fact.key, []).append(rank)
+    groups = list(ranks.values())[:_VALUES]
+    values = [_short(facts[holders[0]]) for holders in groups]
     parts = []
-    for holders in list(ranks.values())[:_VALUES]:
-        fact, many = facts[holders[0]], len(holders) > 1
-        value = "none" if fact is None else fact.shown if len(fact.shown) <= _SHOWN else f"{fact.shown[:_SHOWN]}..."
+    for holders, value in zip(groups, values, strict=True):
+        many, fact = len(holders) > 1, facts[holders[0]]
+        if fact is not None and values.count(value) > 1:
+            value += f" ({hashlib.blake2b(fact.key.encode(), digest_size=6).hexdigest()})"
         parts.append(f"process{'es' * many} {_ranges(holders)} {'have' if many else 'has'} {value}")
     others = sum(map(len, list(ranks.values())[_VALUES:]))
     return ", ".join(parts + ([f"{count_of(others, 'process', 'processes')} more"] if others else []))
+
+
+def _short(fact: Fact | None) -> str:
+    """A value on one line."""
+    if fact is None:
+        return "none"
+    line = " ".join(fact.shown.split())
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
 
 
 def _ranges(numbers: Sequence[int]) -> str:

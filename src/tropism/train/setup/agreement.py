@@ -23,7 +23,7 @@ from tropism.model.adapters.switch import active_scales
 from tropism.model.content import ModelFile, adapter_files, model_files, revision_of
 from tropism.model.fingerprint import deciding_settings, tensor_hash, weight_hashes
 from tropism.model.source import ModelSource
-from tropism.observe.manifest import PACKAGE, code_hash, libraries, text_fingerprints
+from tropism.observe import manifest
 from tropism.options import Options, shown
 from tropism.train.setup.data import PreparedData, data_fingerprint, steps_fingerprint
 from tropism.train.setup.python_objects import PythonObjects
@@ -78,7 +78,7 @@ def facts_of_options(options: Options) -> dict[str, Fact]:
             facts[_flag(name)] = Fact("given", str(values[name]))
     for name, value in values.items():
         if value is not None and name not in may_differ | _BY_CONTENT | {"method"}:
-            is_path = name == "output" or (name == "resume" and Path(value).exists())
+            is_path = name == "output" or (name == "resume" and os.path.exists(value))
             key = os.path.realpath(value) if is_path else str(value)
             facts[_flag(name)] = Fact(key, _spell(value))
     return facts
@@ -86,7 +86,7 @@ def facts_of_options(options: Options) -> dict[str, Fact]:
 
 def facts_of_data(data: PreparedData, tokenizer: Any, options: DataOptions, objects: PythonObjects) -> Facts:
     """The texts that decide token ids, and the rows."""
-    texts = text_fingerprints(tokenizer)
+    texts = manifest.text_fingerprints(tokenizer)
     tokens = getattr(tokenizer, "special_tokens_map", {})
     facts = {"tokenizer": Fact.of(texts["tokenizer"][:12]), "special tokens of the tokenizer": Fact.of(_plain(tokens)),
              "chat template": Fact.of(texts["template"][:12])}
@@ -104,8 +104,8 @@ def facts_of_rows(flag: str, source: str, rows: Sequence[EncodedRow]) -> dict[st
     partners = [row.partner.key for row in rows if row.partner is not None] if isinstance(rows, list) else []
     key = _digest(digest, facts.split.tobytes(), *partners)
     columns = np.column_stack([facts.prompt, facts.completion, facts.desirable.astype(np.uint64), facts.split])
-    columns = columns[np.lexsort(columns.T)]
-    unordered = _digest(columns.tobytes(), *sorted(partners))
+    mixed = (columns * (np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, 6, dtype=np.uint64))).sum(1)  # modulo 2^64
+    unordered = _digest(np.sort(mixed).tobytes(), *sorted(partners))
     counted = f"{source}: {count_of(len(rows), 'row')}"
     return {flag: Fact(unordered, f"{counted} ({unordered[:12]})"),
             f"{flag}: order of the rows": Fact(key, f"{counted} in order {key[:12]}")}
@@ -160,17 +160,19 @@ def _of_optimizer(objects: PythonObjects) -> Iterator[tuple[str, Fact]]:
         yield "optimizer: state", Fact.of(_digest(_plain(state))[:12])
     if objects.scheduler is not None:
         yield "scheduler", Fact.of(type(objects.scheduler).__name__)
-        for name, value in objects.scheduler.state_dict().items():
+        state_of = getattr(objects.scheduler, "state_dict", dict)
+        for name, value in state_of().items():
             yield f"scheduler: {name}", Fact.of(_plain(value))
 
 
 def _of_machine() -> Iterator[tuple[str, Fact]]:
     """Versions, and settings of torch and of the environment that change results."""
-    for name, installed in libraries().items():
+    for name, installed in manifest.libraries().items():
         loaded = str(getattr(sys.modules.get(name), "__version__", installed))
         same = loaded.partition("+")[0] == installed.partition("+")[0]
         yield f"version of {name}", Fact.of(loaded if same else f"{loaded} (installed as {installed})")
-    yield "code of tropism", Fact(code_hash(), f"{PACKAGE} ({code_hash()[:12]})")
+    code = manifest.code_hash()
+    yield "code of tropism", Fact(code, f"{manifest.PACKAGE} ({code[:12]})")
     yield "Python", Fact.of(platform.python_version())
     yield "device", Fact.of("cuda" if torch.cuda.is_available() else "cpu")
     yield "torch.get_default_dtype()", Fact.of(torch.get_default_dtype())
@@ -194,8 +196,9 @@ def _spell(value: Any) -> str:
 def _plain(value: Any) -> str:
     """A value of a Python object as text that is the same in every process."""
     def other(one: Any) -> Any:
-        return tensor_hash(one) if isinstance(one, torch.Tensor) and one.numel() > 1 else (
-            one.item() if hasattr(one, "item") else type(one).__name__)
+        if isinstance(one, torch.Tensor) and one.numel() > 1:
+            return tensor_hash(one)
+        return one.tolist() if hasattr(one, "tolist") else type(one).__name__
 
     return json.dumps(value, default=other, sort_keys=True)
 
