@@ -92,18 +92,15 @@ def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
 @app.command
 def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Path | None = None) -> int:
     """Print figures of a model, and write them to a file."""
-    from tropism.commands.files import write_json
+    from tropism.commands.files import check_reports, voice_beside, write_json
     from tropism.commands.scoring import figures, score
-    from tropism.files import check_writable
-    from tropism.observe.console import Voice
 
-    if json is not None:
-        check_writable(json.parent, json)
+    check_reports(json, inputs=f"{options.data},{model}")
     scores = score(model, options)
     if not scores.is_main:
         return 0
     found = figures(scores, options.beta)
-    Voice().figures(count_of(len(scores.rows), "row"), found)
+    voice_beside(json).figures(count_of(len(scores.rows), "row"), found)
     if json is not None:
         write_json(json, {"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found})
     return 0
@@ -114,9 +111,10 @@ def inspect(data: str, /, *, options: Annotated[InspectOptions, _Flat], html: Pa
             json: Path | None = None) -> int:
     """Print findings and rows, and write them to files."""
     from tropism.commands import inspect as inspecting  # imports torch: not for --help
-    from tropism.observe.console import Voice
+    from tropism.commands.files import check_reports, voice_beside
 
-    voice = Voice()
+    check_reports(html, json, inputs=data)
+    voice = voice_beside(html, json)
     found = inspecting.inspect(data, options, voice)
     inspecting.show(found, voice)
     if html is not None:
@@ -132,9 +130,10 @@ def inspect(data: str, /, *, options: Annotated[InspectOptions, _Flat], html: Pa
 def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Path | None = None) -> int:
     """Write rows in another shape, and print the account."""
     from tropism.commands import convert as converting
-    from tropism.observe.console import Voice
+    from tropism.commands.files import check_reports, voice_beside
 
-    voice = Voice()
+    check_reports(json, inputs=data, beside=Path(options.output))
+    voice = voice_beside(Path(options.output), json)
     report = converting.convert(data, options, voice)
     converting.show(report, Path(options.output), voice)
     if json is not None:
@@ -146,6 +145,7 @@ def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Pa
 def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat], keep_columns: bool = False) -> int:
     """Write one record per row."""
     from tropism.commands import scoring
+    from tropism.commands.files import voice_beside
 
     scoring.check_target(output)
     found = scoring.score(model, options)
@@ -153,7 +153,7 @@ def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat]
         return 0
     columns = scoring.original_columns(options.data) if keep_columns else None
     scoring.write(scoring.records(found, options.beta, columns), output)
-    print(f"{output}: {count_of(len(found.rows), 'row')}")
+    voice_beside(output).say(f"{output}: {count_of(len(found.rows), 'row')}")
     return 0
 
 
@@ -183,10 +183,11 @@ def demo(*, output: Path | None = None) -> int:
 def verify(run: Path, /, *, json: Path | None = None) -> int:
     """Print what was checked; exit code 1 if something differs."""
     from tropism.commands import verify as verifying  # imports torch: not for --help
-    from tropism.observe.console import Voice
+    from tropism.commands.files import check_reports, voice_beside
 
+    check_reports(json, inputs=str(run))
     verdict = verifying.verify(run)
-    verifying.show(verdict, Voice())
+    verifying.show(verdict, voice_beside(json))
     if json is not None:
         verifying.write(verdict, json)
     return 0 if verdict.intact and verdict.repeatable else 1

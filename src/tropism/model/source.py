@@ -113,6 +113,16 @@ class ModelSource:
             raise ModelError(f"{self.name}: the model could not be loaded: {first_line(error)}") from error
 
 
+def public_name(name: str) -> str:
+    """A name for others: a hub id as it is; of a file or directory its last part, without the directories and the user
+    that a path tells of."""
+    path = Path(name).expanduser()
+    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name
+    with suppress(OSError, ValueError):
+        is_path = is_path or path.exists()
+    return path.resolve().name if is_path else name
+
+
 @cache
 def _warn_missing(name: str) -> None:
     """Warn that a name, which may be a mistyped path, is about to be looked up on the hub."""

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from tropism.commands.files import check_new
 from tropism.data.sources.files import DataFile
 from tropism.errors import DataError, UsageError, first_line
-from tropism.files import replacing
+from tropism.files import is_stream, output
 
 KINDS = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
 
@@ -23,7 +23,7 @@ _BATCH = 1024  # rows of a Parquet row group
 
 
 def kind_of(path: Path) -> str:
-    """The kind of a file, by its name.
+    """The kind of a file, by its name; JSON Lines for a device or pipe whose name tells none.
 
     Raises:
         UsageError: if it is not one of `KINDS`.
@@ -31,6 +31,8 @@ def kind_of(path: Path) -> str:
     for kind in KINDS:
         if path.name.lower().endswith(kind) and len(path.name) > len(kind):
             return kind
+    if is_stream(path):
+        return ".jsonl"
     raise UsageError(f"{path}: unsupported file type. Use {', '.join(KINDS[:-1])} or {KINDS[-1]}.")
 
 
@@ -60,7 +62,7 @@ def writing(path: Path) -> Iterator[Write]:
     """
     kind = kind_of(path)
     columnar = kind in (".parquet", ".csv")
-    with replacing(path) as temporary, ExitStack() as leftovers:
+    with output(path) as temporary, ExitStack() as leftovers:
         spool, table = (temporary.with_name(temporary.name + ending) for ending in (".rows", kind))
         for left in (spool, table):
             leftovers.callback(left.unlink, missing_ok=True)

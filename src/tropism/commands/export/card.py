@@ -12,6 +12,7 @@ import yaml
 from tropism.commands.export.read_run import Chosen, ExportedRun
 from tropism.config import METHODS
 from tropism.data.options import DataOptions
+from tropism.model.source import public_name
 from tropism.observe.metrics import BOOKKEEPING
 from tropism.train.options import RunOptions
 
@@ -35,7 +36,7 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
         adapter_config: peft's config of a trained adapter.
     """
     adapter = bool(facts["adapter"]) and not facts["merged"]
-    options = {key: value for key, value in run.options.items() if value is not None}
+    options = {key: _shown(key, value) for key, value in run.options.items() if value is not None}
     method = str(run.manifest.get("method") or options.get("method"))
     known = METHODS.get(method)
     shared = {*RunOptions.model_fields, *DataOptions.model_fields, "method", "store", "allow_reference_mismatch"}
@@ -63,6 +64,12 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
         fingerprints=list(facts["fingerprints"].items()))
 
 
+def _shown(key: str, value: Any) -> Any:
+    """The value of an option, without the directories of a file or model that it names."""
+    named = key in ("adapter", "chat_template", "teacher", "reference")
+    return public_name(value) if named and isinstance(value, str) and "\n" not in value else value
+
+
 def _lora(run: ExportedRun, config: Any | None) -> list[tuple[str, Any]]:
     """Options of the adapter, with rank and scale from its own config, and what it started from."""
     if config is None:
@@ -70,8 +77,8 @@ def _lora(run: ExportedRun, config: Any | None) -> list[tuple[str, Any]]:
     rows = {**run.lora, "rank": config.r, "alpha": config.lora_alpha, "dora": config.use_dora,
             "rslora": config.use_rslora}
     if not run.lora:  # then its model is, or contains, the adapter that it started from
-        rows |= {"adapter": run.base, "quantize": (run.options.get("lora") or {}).get("quantize")}
-    return [(key, value) for key, value in rows.items() if value not in (None, False)]
+        rows |= {"adapter": public_name(run.base), "quantize": (run.options.get("lora") or {}).get("quantize")}
+    return [(key, _shown(key, value)) for key, value in rows.items() if value not in (None, False)]
 
 
 def _what(adapter: bool, merged: bool, options: Mapping[str, Any]) -> str:
@@ -140,7 +147,8 @@ def _data(run: ExportedRun) -> list[dict[str, Any]]:
             facts += [("rows trained on", split.get("train", "?")), ("rows held out", split.get("eval", "?"))]
             if split.get("prompts_on_both_sides"):
                 facts.append(("held-out prompts that were also trained on", split["prompts_on_both_sides"]))
-        found.append({"title": title, "source": audit.get("source", "?"), "facts": facts})
+        source = ", ".join(public_name(part.strip()) for part in str(audit.get("source", "?")).split(","))
+        found.append({"title": title, "source": source, "facts": facts})
     return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tropism.errors import OutputError, OutputExistsError, UsageError, first_line
+from tropism.files import bytes_on_disk
 from tropism.observe.rundir import free_name
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
@@ -51,16 +52,9 @@ def check_target(path: Path, run: Path) -> None:
                                 f"--to {free_name(path)}")
 
 
-def check_space(path: Path, weight_bytes: int) -> None:
-    """Check before weights are read that the result fits on the disk.
-
-    Raises:
-        OutputError: with the bytes that are needed and free.
-    """
-    needed = int(weight_bytes * 1.02) + _OTHER_FILES
-    free = shutil.disk_usage(next(place for place in path.absolute().parents if place.exists())).free
-    if free < needed:
-        raise OutputError(f"{path}: cannot be written: {needed:,} bytes are needed, {free:,} are free")
+def space_of(path: Path, weight_bytes: int) -> int:
+    """Bytes on the disk that an export takes: weights, and a low estimate for tokenizer, configs and card."""
+    return bytes_on_disk([int(weight_bytes * 1.02), _OTHER_FILES], path)
 
 
 @contextmanager
@@ -80,9 +74,8 @@ def whole(path: Path, needed_bytes: int) -> Iterator[Path]:
         partial.replace(path)
         _sync(path.parent)
     except (OSError, SafetensorError) as error:
-        failure = OutputError.because(path, error, needed_bytes, "the model could not be written")
-        shutil.rmtree(partial, ignore_errors=True)
-        raise failure from error
+        shutil.rmtree(partial, ignore_errors=True)  # before the free bytes are counted
+        raise OutputError.because(path, error, needed_bytes, "the model could not be written") from error
     except BaseException:  # Ctrl-C too
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tropism.commands.scoring.options_in_use import say_options
 from tropism.config import ScoringOptions
 from tropism.data.audit.audit import Audit
 from tropism.data.batching.collate import Batch
@@ -127,6 +128,7 @@ class _Scoring:
         voice.say(f"  {audit.format}")
         for notice in audit.notices():
             voice.warn(notice)
+        say_options(model, options, renderer, self.numerics.precision, voice)
 
     def run(self) -> Scores:
         """Load the models and score the rows."""

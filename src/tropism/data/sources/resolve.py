@@ -11,6 +11,7 @@ from typing import Any
 
 from tropism.data.rows import RawRow
 from tropism.data.sources.files import KINDS, PACKINGS, DataFile, mapping
+from tropism.data.sources.python_values import plain_records
 from tropism.errors import DataError
 
 DataSource = str | Path | Iterable[dict[str, Any]]
@@ -49,7 +50,7 @@ class SourcePart:
         yield from (row for row in self._once() if _hash_of(row.place) < share) if share else ()
 
     def _once(self) -> Iterator[RawRow]:
-        for number, record in enumerate(self.records, start=1):
+        for number, record in enumerate(plain_records(self.records), start=1):
             yield RawRow(f"row {number}", mapping(record, f"row {number}"))
         for file in self.files:
             yield from file.rows()

@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from tropism.data.batching.collate import Batch
 from tropism.data.batching.pack import scoring_packs
-from tropism.data.tree import PromptTree
+from tropism.data.tree import Completion, PromptTree, TokenIds
 from tropism.distributed.world import World
 from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
 from tropism.model.adapters.switch import adapter_off
 from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
 from tropism.train.frozen.score_store import ScoreStore
+from tropism.train.reward_rounding import most_logp
 from tropism.train.score_packs import ReportProgress, score_packs, silent, unscored
 
 _WRITE_EVERY_S = 10.0  # at most this much of the pass is lost by a kill
@@ -40,6 +41,14 @@ def freeze(model: LanguageModel) -> LanguageModel:
     shared: dict[int, Any] = {id(weight): weight for weight in model.module.parameters() if not weight.requires_grad}
     module = copy.deepcopy(model.module, shared).requires_grad_(False)
     return LanguageModel(module, model.layout, model.precision, model.device)
+
+
+PlaceOf = Callable[[TokenIds, Completion], str]
+"""Names the row that a prompt's ids and a completion belong to."""
+
+
+def _by_ids(prompt_ids: TokenIds, completion: Completion) -> str:
+    return f"prompt with ids {prompt_ids[:8].tolist()}{'...' if len(prompt_ids) > 8 else ''}"
 
 
 class StoredReference:
@@ -96,7 +105,7 @@ class OffReference:
 
 
 def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: int, root: Path, world: World,
-          report: ReportProgress = silent) -> StoredReference:
+          report: ReportProgress = silent, place_of: PlaceOf = _by_ids) -> StoredReference:
     """Score what the store does not have yet, with all ranks together, and return all scores of `trees`.
 
     Packs are a function of the whole set of trees; a pack of which one score is missing is computed whole, but
@@ -107,14 +116,16 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
         trees: every (prompt, completion) that the run will ask for.
         microbatch_tokens: tokens of a pack.
         root: the store's directory.
+        place_of: names the row of a completion in errors.
 
     Raises:
-        ReferenceMismatchError: if a score is not finite, naming what it belongs to.
+        ReferenceMismatchError: if a score is not a log-prob, naming its row.
     """
     packs = scoring_packs(trees, microbatch_tokens, model.layout)
     store = ScoreStore(root, fingerprint(model), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
     known = world.broadcast(world.on_main(store.load) or {})
+    _check(known, packs, model, place_of, f"Remove the stored scores with: tropism store clean --store {root}")
     missing = unscored(packs, known)
     fresh: dict[bytes, float] = {}
     written = time.monotonic()
@@ -133,6 +144,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
     try:
         for own in score_packs(model, missing, partial(_score_pack, model), world, report):
             for scores in world.gather(own):
+                _check(scores, packs, model, place_of, "Check the weights of the reference.")
                 fresh.update((key, value) for key, value in scores.items() if key not in known)
             world.on_main(keep)
     except StoppedEarly:  # from the report: the next time begins where this one stopped
@@ -159,8 +171,21 @@ def check_vocabulary(other: Any, policy: Any, name: str = "reference") -> None:
 
 def _score_pack(model: LanguageModel, pack: Sequence[PromptTree], batch: Batch) -> list[float]:
     values: list[float] = model.logps(batch).tolist()
-    for value, ids in zip(values, (tree.prompt_ids for tree in pack for _ in tree.completions), strict=True):
-        if not math.isfinite(value) or value >= 0:
-            raise ReferenceMismatchError(f"the reference gives a completion the log-prob {value} (its prompt begins "
-                                         f"with ids {ids[:8].tolist()}). Nothing was trained.")
     return values
+
+
+def _check(scores: Mapping[bytes, float], packs: Sequence[Sequence[PromptTree]], model: LanguageModel,
+           place_of: PlaceOf, advice: str) -> None:
+    """Check that scores are log-probs: finite, and above 0 by no more than rounding.
+
+    Raises:
+        ReferenceMismatchError: naming the row of the first one that is not.
+    """
+    odd = {key: value for key, value in scores.items() if not math.isfinite(value) or value > 0}
+    for tree in (tree for pack in packs for tree in pack) if odd else ():
+        for key, completion in zip(tree.score_keys, tree.completions, strict=True):
+            value = odd.get(key, 0.0)
+            if not math.isfinite(value) or value > most_logp(completion.length, model.precision):
+                raise ReferenceMismatchError(
+                    f"{place_of(tree.prompt_ids, completion)}: the reference gives this completion the log-prob "
+                    f"{value:.6g}, but a log-prob is at most 0. Nothing was trained. {advice}")

@@ -24,6 +24,7 @@ import numpy as np
 from tropism.errors import OutputError, ReferenceMismatchError
 from tropism.train.frozen.topk_store import TopKStore
 from tropism.train.frozen.write_store import publish
+from tropism.train.reward_rounding import MOST_STORED
 
 ROWS = "rows"
 """Directory of the store that holds rendered rows (see `data.encode`)."""
@@ -47,7 +48,8 @@ class ScoreStore:
         """All entries of intact files. Corrupted files go to `damaged`; their entries are computed again.
 
         Raises:
-            ReferenceMismatchError: if an entry of an intact file is not a log-prob: not finite, or not below 0.
+            ReferenceMismatchError: if an entry of an intact file is not a log-prob: not finite, or above 0 by more than
+                rounding.
         """
         known: dict[bytes, float] = {}
         self.damaged = []
@@ -57,7 +59,7 @@ class ScoreStore:
                 self.damaged.append(file)
                 continue
             for key, value in entries.items():
-                if not math.isfinite(value) or value >= 0:
+                if not math.isfinite(value) or value > MOST_STORED:
                     raise ReferenceMismatchError(f"{file}: invalid log-prob {value}. Remove the stored scores with: "
                                                  f"tropism store clean --store {self.path.parent}")
                 known.setdefault(key, value)

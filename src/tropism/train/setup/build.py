@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
+from tropism.data.tree import Completion, TokenIds
 from tropism.distributed.world import World
 from tropism.errors import count_of
 from tropism.files import check_writable
@@ -154,5 +156,16 @@ def _frozen_models(inputs: RunInputs, model: LanguageModel, planner: StepPlanner
         reference = inputs.policy.live(model, probes, numerics, inputs.options.seed)
     elif inputs.method.needs_reference:
         reference = models.build_reference(model, inputs.reference, trees + evaluated, probes, numerics, inputs.store,
-                                           world, inputs.voice, preemption, inputs.policy.as_reference)
+                                           world, inputs.voice, preemption, inputs.policy.as_reference,
+                                           partial(place_of_completion, [inputs.data.train, held_out]))
     return teacher, reference
+
+
+def place_of_completion(sources: Sequence[Sequence[EncodedRow]], prompt_ids: TokenIds, completion: Completion) -> str:
+    """The place of the first row with a completion of a prompt, for errors. A mismatched completion belongs to another
+    row, so the row with the prompt is named."""
+    rows = [row for source in sources for row in source if np.array_equal(row.prompt_ids, prompt_ids)]
+    for row in rows:
+        if completion.key in (own.key for own in row.completions):
+            return row.place
+    return f"{rows[0].place}, with a mismatched completion"

@@ -44,7 +44,7 @@ def probe_trees(rows: Sequence[EncodedRow], microbatch_tokens: int) -> list[Prom
     quarter = len(by_length) // 4
     chosen: dict[bytes, int] = {}
     for i in by_length[quarter:] + by_length[:quarter]:
-        chosen.setdefault(rows[i].prompt_key, i)
+        chosen.setdefault(rows[i].tree_key, i)
         if len(chosen) == 3 or sum(rows[j].flat_tokens for j in chosen.values()) > microbatch_tokens:
             break
     return [planted.tree for planted in build_trees(rows, list(chosen.values()))]

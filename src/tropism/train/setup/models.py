@@ -191,7 +191,8 @@ def check_teacher(named: ModelOrModule | None, config: Any, tokenizer: Any, top_
 def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
                     voice: Voice, preemption: Preemption,
-                    as_reference: Callable[[Any], AbstractContextManager[None]]) -> references.Reference:
+                    as_reference: Callable[[Any], AbstractContextManager[None]],
+                    place_of: references.PlaceOf) -> references.Reference:
     """Stored scores of the policy before step 1, or of another model.
 
     Args:
@@ -200,11 +201,12 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
         probes: as in `choose_layout`.
         preemption: may stop the pass.
         as_reference: context in which the policy's module is its reference.
+        place_of: names the row of a completion in errors.
     """
     frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with voice.bar("reference") as report, as_reference(policy.module):
         built = references.build(frozen, trees, numerics.microbatch_tokens, store, world,
-                                 preemption.interruptible(report))
+                                 preemption.interruptible(report), place_of)
     _warn_corrupted(built.damaged, "reference", voice)
     if is_sharded(frozen.module) and named is not None:
         let_go(frozen.module)
