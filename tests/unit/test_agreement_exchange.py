@@ -128,7 +128,8 @@ ROWS = [row([1, 2, number], [5, number], desirable=bool(number % 2)) for number 
 @pytest.mark.parametrize(("other", "name"), [
     (ROWS[:-1], "--data"), ([*ROWS, ROWS[0]], "--data"), ([*ROWS[:-1], replace(ROWS[-1], desirable=True)], "--data"),
     ([*ROWS[:-1], row([1, 2, 8], [5, 9], desirable=False)], "--data"),
-    ([*ROWS[:-1], replace(ROWS[-1], split_key=b"another prompt before it was cut")], "--data"),
+    ([*ROWS[:-1], replace(ROWS[-1], split_key=b"another conversation")], "--data"),
+    ([*ROWS[:-1], replace(ROWS[-1], prompt_key=b"another prompt before it was cut")], "--data"),
     ([*ROWS[:-1], replace(ROWS[-1], partner=ROWS[0].completions[0])], "--data"),
     (ROWS[::-1], "--data: order of the rows"), ([ROWS[1], ROWS[0], *ROWS[2:]], "--data: order of the rows")])
 def test_rows_that_differ(other: list[Any], name: str) -> None:
