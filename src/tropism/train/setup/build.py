@@ -14,10 +14,9 @@ from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
-from tropism.errors import ModelError, OutputError, count_of
+from tropism.errors import OutputError, count_of
 from tropism.files import check_writable
 from tropism.methods import Method
-from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
 from tropism.model.layout_check import choose_layout
 from tropism.observe.console import Voice
@@ -29,6 +28,7 @@ from tropism.train.options import RunOptions
 from tropism.train.preemption import Preemption
 from tropism.train.router_loss import build_router_loss
 from tropism.train.setup import models
+from tropism.train.setup.agreement import check_weights
 from tropism.train.setup.announce import sharding_lines, tidy_store
 from tropism.train.setup.checks import place_of, probe_trees
 from tropism.train.setup.data import PreparedData
@@ -55,6 +55,7 @@ class RunInputs:
         policy: builds the model that is trained.
         reference, teacher: other models; None if there is none.
         live: the reference stays in memory.
+        notes: a sentence for each setting of the model that training ignores.
     """
 
     options: RunOptions
@@ -71,6 +72,7 @@ class RunInputs:
     reference: models.ModelOrModule | None
     teacher: models.ModelOrModule | None
     live: bool
+    notes: Sequence[str] = ()
 
     @cached_property
     def held_out(self) -> Sequence[EncodedRow]:
@@ -99,7 +101,8 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     """Load and check everything that trains. All processes call this together.
 
     Raises:
-        ModelError: if a model is unsupported, or the processes hold different weights.
+        ModelError: if a model is unsupported.
+        UsageError: if the processes hold different weights.
         StoppedEarly: if `preemption` requests it.
     """
     options, world, method, numerics = inputs.options, inputs.world, inputs.method, inputs.numerics
@@ -116,8 +119,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     inputs.voice.say(f"layout: {probe.layout}; log-probs differ from the model's own forward pass by at most "
                      f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
     inputs.policy.round_weights(module, model.precision, sharded=False)
-    if world.size > 1 and world.mesh is None and len(set(world.gather(fingerprint(model)))) > 1:
-        raise ModelError("the processes hold different weights. Load the same model with the same seed in each.")
+    check_weights(world, "model", module)
     planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, numerics.microbatch_tokens,
                           inputs.data.max_length, world, reuse_prompts=not inputs.live,
                           balanced=options.router_aux_weight > 0)
