@@ -5,17 +5,49 @@ import importlib.metadata
 import json
 import platform
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from tropism.errors import first_line
 from tropism.observe.rundir import RunDirectory
 
 SCHEMA_VERSION = 1
+_KINDS: dict[str, Any] = {
+    "status": str, "fingerprints": dict, "libraries": dict, "steps": int, "planned_steps": int, "seconds": (int, float),
+    "resumed": list, "device": str, "policy": str, "reference": str, "teacher": str, "layout": str}
+"""Types of the facts that a resumed run relies on."""
 _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
 
 def libraries() -> dict[str, str]:
     """Versions of the libraries that results depend on."""
     return {name: importlib.metadata.version(name) for name in _LIBRARIES}
+
+
+def read_manifest(file: Path) -> dict[str, Any]:
+    """The facts in a manifest.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: with the reason, if it cannot be read or is not the manifest of a run.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, RecursionError) as error:
+        raise ValueError(first_line(error)) from error
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    needed = ("steps", "seconds") if found.get("status") == "done" else ()
+    for name, kinds in _KINDS.items():
+        if name in found or name in needed:
+            value = found.get(name)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise ValueError(f"invalid {name!r}")
+    if not all(isinstance(value, str) for name in ("fingerprints", "libraries") for value in found.get(name, {}).values()):
+        raise ValueError("invalid 'fingerprints' or 'libraries'")
+    return found
 
 
 class Manifest:
