@@ -25,7 +25,7 @@ from tropism.observe.manifest import Manifest, libraries, text_fingerprints
 from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import check as check_trackers
 from tropism.train.checkpoints import resume
-from tropism.train.checkpoints.find import Origin, find
+from tropism.train.checkpoints.find import FROZEN, Origin, find
 from tropism.train.checkpoints.saver import check_metric, make_saver
 from tropism.train.disk_space import check_disk_space
 from tropism.train.engine import Engine
@@ -232,8 +232,8 @@ class Run:
         keep = (world.is_main or world.mesh is not None) and self.options.export_dtype != "float32"
         initial = engine.model.snapshot() if keep else None
         if origin is not None:
-            resume.check_same(origin.manifest, self.facts, directory.path,
-                              resume.possible_reasons(origin.manifest, world.device.type))
+            resume.check_same(origin.fingerprints, self.facts, directory.path,
+                              resume.possible_reasons(origin, world.device.type))
             if trainer is not None:
                 self.trained = True
                 resume.load(engine, origin)
@@ -291,7 +291,7 @@ class Run:
 
     def _checkpoint_facts(self) -> dict[str, Any]:
         """What identifies the run in a checkpoint."""
-        frozen = {name: str(self.facts[name]) for name in ("policy", "reference", "teacher") if name in self.facts}
+        frozen = {name: str(self.facts[name]) for name in FROZEN if name in self.facts}
         return {"fingerprints": self._fingerprints() | frozen, "options": self._resolved(), "libraries": libraries(),
                 "world_size": self.world.size, "stop_ids": self._stop_ids}
 

@@ -76,7 +76,7 @@ def disorder(file: Path) -> list[str]:
 
 def _parsed(file: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"), parse_constant=_refuse)
+        record = json.loads(line.decode("utf-8"), parse_constant=_refuse, parse_int=_whole)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}:{number}: not valid JSON: {first_line(error)}") from None
     wrong = _what_is_wrong(file.name, record)
@@ -91,16 +91,22 @@ def _what_is_wrong(name: str, record: Any) -> str:
         return "not a JSON object"
     if name == "samples.jsonl":
         return ""
-    if type(step := record.get("step")) is not int or step < 0:
+    if type(step := record.get("step")) is not int or not 0 <= step < 2**63:
         return "'step' is not a step number"
     if name != "metrics.jsonl":
         return ""
     if record.get("split") not in _SPLITS:
         return f"'split' is not {' or '.join(_SPLITS)}"
     for key, value in record.items():
-        if key != "split" and value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+        if key != "split" and value is not None and not (type(value) in (int, float) and abs(value) < math.inf):
             return f"{key!r} is not a number"
     return ""
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _refuse(constant: str) -> NoReturn:

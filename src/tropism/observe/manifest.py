@@ -45,7 +45,8 @@ def read_manifest(file: Path) -> dict[str, Any]:
             value = found.get(name)
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise ValueError(f"invalid {name!r}")
-    if not all(isinstance(value, str) for name in ("fingerprints", "libraries") for value in found.get(name, {}).values()):
+    texts = [value for name in ("fingerprints", "libraries") for value in found.get(name, {}).values()]
+    if not all(isinstance(value, str) for value in texts):
         raise ValueError("invalid 'fingerprints' or 'libraries'")
     return found
 
