@@ -38,7 +38,7 @@ from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Observers
 from tropism.train.optimizer import check_given
-from tropism.train.preemption import Preemption
+from tropism.train.preemption import Preemption, stopping_at_once
 from tropism.train.result import RunResult, export_result, finish, result_of
 from tropism.train.run_state import RunState
 from tropism.train.setup import models
@@ -70,7 +70,7 @@ def run(options: MethodOptions, voice: Voice | None = None, began: float | None 
         TropismError: a subclass that names the problem and the remedy, before the first step where possible.
     """
     began = time.monotonic() if began is None else began
-    with connect() as world:
+    with stopping_at_once(), connect() as world:
         return Run(options, world, voice).fit(began)
 
 
@@ -236,7 +236,7 @@ class Run:
                               resume.possible_reasons(origin, world.device.type))
             if trainer is not None:
                 self.trained = True
-                resume.load(engine, origin)
+                resume.load(engine, origin, self.preemption)
             manifest = world.on_main(lambda: self._begin(directory, origin))
         if manifest is not None:
             manifest.add(**self.facts)
@@ -260,8 +260,8 @@ class Run:
         world.on_main(lambda: check_disk_space(engine, options, directory, saver, inputs.schedule))
         state = RunState(began=began, tolerance=Tolerance(options.on_nonfinite))
         if trainer is None:
-            self.preemption.check()
-            state.samples_before = sampler.ask_together(engine)
+            with self.preemption.at_once():
+                state.samples_before = sampler.ask_together(engine)
         else:
             state.restore(trainer)
             if state.step == inputs.schedule.total_steps != state.evaluation.get("step"):

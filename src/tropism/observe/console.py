@@ -1,5 +1,8 @@
 """Console output: messages, progress bars, and tables of results."""
 
+import errno
+import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,11 +22,28 @@ from rich.table import Table
 _FIRST_COUNT = 50_000  # first line of a progress without a known end
 
 
+class _Console(Console):
+    """Stays silent once its reader has left, as in `| head` or after the terminal was closed. A run continues; rich by
+    itself would end it."""
+
+    def print(self, *args: Any, **options: Any) -> None:
+        try:
+            super().print(*args, **options)
+        except OSError as error:
+            if error.errno != errno.EIO:  # of a terminal that is closed
+                raise
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # also for what is flushed at exit
+
+
 class Voice:
     """Prints on the main process only. Without a terminal, progress is printed as lines instead of a bar."""
 
     def __init__(self, *, loud: bool = True, console: Console | None = None) -> None:
-        self.console = console or Console(quiet=not loud, highlight=False, soft_wrap=True)
+        self.console = console or _Console(quiet=not loud, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._speaking = False  # plain lines: a nested stage prints nothing
 

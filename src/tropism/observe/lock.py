@@ -221,10 +221,12 @@ def _take(path: Path, say: Callable[[str], None]) -> SoftFileLease:
             _sign(path)
     except Timeout as error:  # taken at this moment, on a disk where the guard does not work
         raise OutputLockedError(_refusal(path, Owner.of(lease))) from error
-    except OSError as error:
+    except BaseException as error:  # also a signal: nobody may find a record without its owner
         failure = OutputError.because(path, error, _RECORD_BYTES)  # before the incomplete record is removed
         with suppress(OSError):
             lease.release()
+        if not isinstance(error, OSError):
+            raise
         raise failure from error
     return lease
 

@@ -58,7 +58,7 @@ def disorder(file: Path) -> list[str]:
     Steps never fall. In `metrics.jsonl` they rise within each split, in `skipped.jsonl` always.
     """
     found: list[str] = []
-    highest, last = 0, {}
+    highest, last = 0, dict[str, int]()
     try:
         for number, record in read_log(file):
             step = record.get("step")

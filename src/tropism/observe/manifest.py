@@ -67,7 +67,8 @@ class Manifest:
         begun = {"schema_version": SCHEMA_VERSION, "started": _now(), "python": platform.python_version(),
                  "libraries": libraries(), **facts}
         self.facts: dict[str, Any] = begun
-        if earlier:
+        if earlier or step:
+            earlier = earlier or {}
             gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason", "stopped_by", "model_files")
             # A run that starts again from step 1 keeps nothing of the earlier attempts but their start time.
             stays = earlier.keys() - gone if step else {"started"}

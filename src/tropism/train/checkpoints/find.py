@@ -121,6 +121,27 @@ def find(directory: RunDirectory, resume: str, fall_back: bool = False) -> Origi
         return Origin(manifest, options, problem=str(error))
 
 
+def recorded_options(run: Path, named: Path) -> tuple[dict[str, Any], Path] | None:
+    """The options that a checkpoint of a run recorded, and the file that holds them; None without a checkpoint.
+
+    Args:
+        named: the run, or the checkpoint whose options are wanted.
+
+    Raises:
+        CheckpointError: if the checkpoint is corrupted.
+    """
+    directory = RunDirectory(run)
+    directory.check_kinds()
+    finished = {one.step: one for one in checkpoint.listed(directory.checkpoints)}
+    step = checkpoint.step_of(named) if named != run else max(finished, default=None)
+    if step not in finished:
+        return None
+    one = finished[step]
+    trainer = checkpoint.verify(one.path)
+    _check_content(one, trainer)
+    return trainer["options"], one.path / "trainer.json"
+
+
 def _read(file: Path, read: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], str]:
     """The content of a file of the run directory, empty if it has none, and why it has none."""
     try:

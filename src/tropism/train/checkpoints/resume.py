@@ -17,6 +17,7 @@ from tropism.train.checkpoints.find import Origin
 from tropism.train.checkpoints.rng_state import set_random_state
 from tropism.train.engine import Engine
 from tropism.train.options import ParallelOptions
+from tropism.train.preemption import Preemption
 
 MAY_CHANGE = frozenset((
     # length of the run, intervals, and what is kept
@@ -210,17 +211,23 @@ def possible_reasons(origin: Origin, device: str) -> str:
     return "".join(f"; {entry}" for entry in differ)
 
 
-def load(engine: Engine, origin: Origin) -> None:
+def load(engine: Engine, origin: Origin, preemption: Preemption) -> None:
     """Load a checkpoint into an engine that was built from the initial weights. All processes call this together.
 
     Raises:
+        StoppedEarly: if `preemption` requests it.
         CheckpointError: if something is missing or does not fit. Nothing is changed then.
     """
     one, trainer = origin.checkpoint, origin.trainer
     assert one is not None
     assert trainer is not None
+    with preemption.at_once():
+        _load(engine, trainer, one.state)
+
+
+def _load(engine: Engine, trainer: dict[str, Any], path: Path) -> None:
     updater, module = engine.updater, engine.model.module
-    kept, path = trainer["optimizer"], one.state
+    kept = trainer["optimizer"]
     state = TrainingState.of(module, updater.optimizer, updater.owned, kept.get("begun", True),
                              adapter_weight_names(module))
     if engine.world.mesh is not None:

@@ -105,11 +105,11 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
         world.on_main(lambda: check_writable(
             inputs.store, what="the reference store cannot be written", advice="Choose another place with --store"))
-    module, facts = inputs.policy.build(numerics, options.seed, inputs.voice,
-                                        method.needs_reference and inputs.reference is None)
-    preemption.check()
-    probes = probe_trees(inputs.data.train, numerics.microbatch_tokens)
-    model, probe = choose_layout(module, numerics.precision, world.device, probes, options.layout)
+    with preemption.at_once():
+        module, facts = inputs.policy.build(numerics, options.seed, inputs.voice,
+                                            method.needs_reference and inputs.reference is None)
+        probes = probe_trees(inputs.data.train, numerics.microbatch_tokens)
+        model, probe = choose_layout(module, numerics.precision, world.device, probes, options.layout)
     model = replace(model, sum_once=numerics.sum_once)
     inputs.voice.say(f"layout: {probe.layout}; log-probs differ from the model's own forward pass by at most "
                      f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))

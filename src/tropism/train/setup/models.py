@@ -201,7 +201,8 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
         preemption: may stop the pass.
         as_reference: context in which the policy's module is its reference.
     """
-    frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
+    with preemption.at_once():
+        frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with voice.bar("reference") as report, as_reference(policy.module):
         built = references.build(frozen, trees, numerics.microbatch_tokens, store, world,
                                  preemption.interruptible(report))
@@ -217,7 +218,8 @@ def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherO
                   trees: list[PromptTree], probes: Sequence[PromptTree], numerics: Numerics, store: Path,
                   world: World, voice: Voice, preemption: Preemption) -> teachers.Teacher:
     """A teacher in memory, or its most likely tokens from the store."""
-    model = numerics.frozen(named, probes, "auto", "teacher")
+    with preemption.at_once():
+        model = numerics.frozen(named, probes, "auto", "teacher")
     rows = [len(one.module.get_output_embeddings().weight) for one in (policy, model)]
     vocabulary = teachers.shared_vocabulary(tokenizer, *rows)
     comparison = teachers.compare_as(options, vocabulary)
