@@ -14,7 +14,8 @@ from tropism.observe.rundir import RunDirectory
 SCHEMA_VERSION = 1
 _KINDS: dict[str, Any] = {
     "status": str, "fingerprints": dict, "libraries": dict, "steps": int, "planned_steps": int, "seconds": (int, float),
-    "resumed": list, "device": str, "policy": str, "reference": str, "teacher": str, "layout": str}
+    "resumed": list, "model_files": dict, "device": str, "precision": str, "policy": str, "reference": str,
+    "teacher": str, "layout": str}
 """Types of the facts that a resumed run relies on."""
 _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
 
