@@ -93,6 +93,10 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
     def release() -> None:
         if _claims.get(path) is claim:
             del _claims[path]
+            with suppress(OSError):  # in a directory that was renamed
+                left = Path(claim.place or path, "lock")
+                if left.parent != path and left.read_bytes() == claim.record:
+                    left.unlink()
             if claim.handle is not None:
                 os.close(claim.handle)
         with suppress(OSError):  # the directory may be gone

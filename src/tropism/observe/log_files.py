@@ -70,7 +70,7 @@ def disorder(file: Path) -> list[str]:
                 found.append(f"line {number}: step {step} follows step {highest}")
             highest, last[kind] = max(highest, step), step
     except DataError as error:
-        found.append(str(error).removeprefix(f"{file}:").strip())
+        found.append("line " + str(error).removeprefix(f"{file}:").strip())
     return found
 
 

@@ -76,6 +76,8 @@ class Manifest:
             kept = {name: fact for name, fact in earlier.items() if name in stays}
             sitting = {"step": step, "time": begun["started"], "world_size": facts.get("world_size"),
                        "libraries": begun["libraries"]}
+            for name in ("fingerprints", "libraries") if step else ():  # what an edited manifest lacks
+                kept[name] = {**begun.get(name, {}), **earlier.get(name, {})}
             self.facts = {**begun, **kept, "resumed": [*earlier.get("resumed", []), sitting]}
         self.add(status="running")
 
