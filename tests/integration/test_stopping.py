@@ -16,10 +16,11 @@ import torch
 
 from integration.test_kills import PRELOAD, same
 from tropism.cli.app import main
+from tropism.distributed import World
 from tropism.errors import StoppedEarly
 from tropism.observe import lock
 from tropism.train.checkpoints import files as checkpoint
-from tropism.train.preemption import stopping_at_once
+from tropism.train.preemption import Preemption, stopping_at_once
 
 
 def _child(where: str, argv: list[str], log: Path, prepare: Callable[[], Any]) -> None:
@@ -204,6 +205,20 @@ def test_a_reader_that_leaves_does_not_end_the_run(command: Command, tmp_path: P
     assert started.end() == 0
     assert (tmp_path / "log").read_text() == "at step\n" * 2
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "done"
+
+
+def test_a_suspended_process_does_not_count_as_slow() -> None:
+    """C1: a step that was stopped for an hour says nothing about the next one."""
+    preemption = Preemption(World(0, 1, torch.device("cpu")), limit_s=600)
+    with preemption.listening():
+        preemption.record_time("step", 1.0)
+        os.kill(os.getpid(), signal.SIGCONT)
+        preemption.record_time("step", 3600.0)
+        preemption.record_time("step", 2.0)
+        assert preemption.longest["step"] == 2.0
+        os.kill(os.getpid(), signal.SIGXCPU)
+        assert preemption.reason(preemption.request()) == "received SIGXCPU"
+    assert signal.getsignal(signal.SIGXCPU) == signal.getsignal(signal.SIGCONT) == signal.SIG_DFL
 
 
 def test_a_second_signal_on_the_way_out_changes_nothing() -> None:
