@@ -37,11 +37,15 @@ def differences(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list
     def one(name: str) -> str | None:
         path, known = directory / name, files[name]
         try:
+            if path.exists() and not path.is_file():  # a pipe would block
+                return f"{name} is not a file"
             size = path.stat().st_size
             if size != known["bytes"]:
                 return f"{name} has {size} bytes instead of {known['bytes']}"
             if file_hash(path, len(known["blake2b"]) // 2) != known["blake2b"]:
                 return f"{name} has changed"
+        except (KeyError, TypeError, ValueError):
+            return f"{name} has an invalid checksum"
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
