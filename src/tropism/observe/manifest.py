@@ -89,8 +89,8 @@ class Manifest:
             kept = {name: fact for name, fact in earlier.items() if name in stays}
             sitting = {"step": step, "time": begun["started"], "world_size": facts.get("world_size"),
                        "libraries": begun["libraries"]}
-            for name in ("fingerprints", "libraries") if step else ():  # what an edited manifest lacks
-                kept[name] = {**begun.get(name, {}), **earlier.get(name, {})}
+            if step:  # an edited manifest may lack some; those of this resume were compared with the checkpoint's
+                kept["fingerprints"] = {**facts.get("fingerprints", {}), **earlier.get("fingerprints", {})}
             self.facts = {**begun, **kept, "resumed": [*earlier.get("resumed", []), sitting]}
         self.add(status="running")
 
