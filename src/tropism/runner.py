@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from tropism import store
 from tropism.config import MethodOptions
 from tropism.distributed import World, connect
 from tropism.distributed.agreement import Fact, check_same
-from tropism.errors import ReferenceMismatchError, UsageError
+from tropism.errors import UsageError
 from tropism.model.config import max_positions
 from tropism.model.source import ModelSource
 from tropism.observe.checksums import file_hash
@@ -37,7 +38,7 @@ from tropism.train.run_state import RunState
 from tropism.train.setup.agreement import facts_of_options
 from tropism.train.setup.announce import announce_data, announce_plan
 from tropism.train.setup.build import BuiltEngine, RunInputs, build_engine
-from tropism.train.setup.checks import check_first_step
+from tropism.train.setup.checks import check_reference
 from tropism.train.setup.data import (
     steps_fingerprint,
 )
@@ -123,6 +124,7 @@ class Run:
         self._check_call("fit")
         directory = RunDirectory(Path(self.options.output).expanduser())
         with Ownership(directory.path, self.voice.warn) as ownership:
+            ownership.callback(store.release)
             if self.options.resume != "never":  # no other process may change it while it is read
                 self.world.on_main(lambda: ownership.take() if directory.holds_run else None)
             return self._fit(directory, ownership, began)
@@ -134,7 +136,7 @@ class Run:
             lambda: find(directory, options.resume, options.fall_back)))
         announce_data(inputs.data, inputs.method, self.voice)
         announce_plan(options, inputs.data, inputs.schedule, len(inputs.held_out), inputs.numerics.precision,
-                      self.world, self.objects, self.voice)
+                      self.world, self.objects, inputs.store, self.voice)
         for note in inputs.notes:
             self.voice.say(note)
         if origin is not None and resume.is_over(origin, directory, inputs.schedule.total_steps, self._resolved(),
@@ -283,11 +285,10 @@ class Run:
         if self._built is None:
             built = build_engine(self.inputs, self.preemption)
             engine, own = built.engine, built.engine.reference is not None and self.inputs.reference is None
-            if own and fresh:
-                agree, sentence = check_first_step(engine, built.planner)
-                if not agree and not self.values["allow_reference_mismatch"]:
-                    raise ReferenceMismatchError(f"{sentence} To train anyway, pass --allow-reference-mismatch")
-                (self.voice.say if agree else self.voice.warn)(sentence)
+            if fresh and engine.reference is not None:
+                name = "a module from Python" if self.objects.reference is not None else self.values["reference"]
+                check_reference(engine, built.planner, None if own else name,
+                                self.values["allow_reference_mismatch"], self.voice)
             built.facts["policy"] = (engine.reference.fingerprint if own and engine.reference
                                      else self.inputs.policy.fingerprint(engine.model))
             built.facts.update({name: one.fingerprint for name in ("reference", "teacher")

@@ -20,6 +20,7 @@ from tropism.config import (
     SFTOptions,
 )
 from tropism.errors import TropismError, UsageError, count_of, did_you_mean
+from tropism.options import check_file_name
 
 app = App(name="tropism", result_action="return_value", help_flags=(), version_flags=(),
           suppress_keyboard_interrupt=False)
@@ -30,6 +31,10 @@ _began: ContextVar[float | None] = ContextVar("began", default=None)
 """Monotonic time at which the command line was called: `--max-time` counts from it."""
 
 _Flat = Parameter(name="*")
+_Name = Annotated[str, Parameter(converter=lambda _, tokens: check_file_name(tokens[0].value))]
+_File = Annotated[Path, Parameter(converter=lambda _, tokens: Path(check_file_name(tokens[0].value)))]
+_Output = Annotated[Path, Parameter(
+    converter=lambda _, tokens: Path(check_file_name(tokens[0].value, for_models=True)))]
 _DType = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -90,7 +95,7 @@ def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
 
 
 @app.command
-def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Path | None = None) -> int:
+def evaluate(model: _Name, *, options: Annotated[ScoringOptions, _Flat], json: _File | None = None) -> int:
     """Print figures of a model, and write them to a file."""
     from tropism.commands.files import check_reports, voice_beside, write_json
     from tropism.commands.scoring import figures, score
@@ -107,8 +112,8 @@ def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Pat
 
 
 @app.command
-def inspect(data: str, /, *, options: Annotated[InspectOptions, _Flat], html: Path | None = None,
-            json: Path | None = None) -> int:
+def inspect(data: _Name, /, *, options: Annotated[InspectOptions, _Flat], html: _File | None = None,
+            json: _File | None = None) -> int:
     """Print findings and rows, and write them to files."""
     from tropism.commands import inspect as inspecting  # imports torch: not for --help
     from tropism.commands.files import check_reports, voice_beside
@@ -127,7 +132,7 @@ def inspect(data: str, /, *, options: Annotated[InspectOptions, _Flat], html: Pa
 
 
 @app.command
-def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Path | None = None) -> int:
+def convert(data: _Name, /, *, options: Annotated[ConvertOptions, _Flat], json: _File | None = None) -> int:
     """Write rows in another shape, and print the account."""
     from tropism.commands import convert as converting
     from tropism.commands.files import check_reports, voice_beside
@@ -142,7 +147,8 @@ def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Pa
 
 
 @app.command
-def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat], keep_columns: bool = False) -> int:
+def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _Flat],
+          keep_columns: bool = False) -> int:
     """Write one record per row."""
     from tropism.commands import scoring
     from tropism.commands.files import voice_beside
@@ -170,7 +176,7 @@ def resume(run: Path) -> int:
 
 
 @app.command
-def demo(*, output: Path | None = None) -> int:
+def demo(*, output: _Output | None = None) -> int:
     """Run the demonstration."""
     from tropism.commands.demo.run import main as run_demo
     from tropism.observe.rundir import free_name
@@ -180,7 +186,7 @@ def demo(*, output: Path | None = None) -> int:
 
 
 @app.command
-def verify(run: Path, /, *, json: Path | None = None) -> int:
+def verify(run: _File, /, *, json: _File | None = None) -> int:
     """Print what was checked; exit code 1 if something differs."""
     from tropism.commands import verify as verifying  # imports torch: not for --help
     from tropism.commands.files import check_reports, voice_beside
@@ -194,8 +200,8 @@ def verify(run: Path, /, *, json: Path | None = None) -> int:
 
 
 @app.command
-def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None = None, checkpoint: str | None = None,
-           max_shard_size: str | None = None, base: str | None = None) -> int:
+def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | None = None,
+           checkpoint: _Name | None = None, max_shard_size: _Name | None = None, base: _Name | None = None) -> int:
     """Write a model directory."""
     from tropism.commands import export as exporting  # imports torch: not for --help
 
@@ -210,7 +216,7 @@ def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None 
 
 
 @store.command(name="list")
-def store_list(*, store: Path | None = None) -> int:
+def store_list(*, store: _File | None = None) -> int:
     """Print the entries of the cache."""
     from tropism.commands import store as storing  # imports torch: not for --help
     from tropism.observe.console import Voice
@@ -220,7 +226,7 @@ def store_list(*, store: Path | None = None) -> int:
 
 
 @store.command(name="clean")
-def store_clean(fingerprint: str | None = None, *, store: Path | None = None) -> int:
+def store_clean(fingerprint: _Name | None = None, *, store: _File | None = None) -> int:
     """Delete entries of the cache."""
     from tropism.commands import store as storing
     from tropism.observe.console import Voice

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tropism.errors import UsageError
 from tropism.files import check_output, descriptor, is_stream, output
 from tropism.observe.console import Voice
+from tropism.printable import json_text
 
 _PARTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
           "adapter_config.json", "manifest.json", "audit.json", "export.json")
@@ -60,9 +59,7 @@ def _belongs_to(path: Path, read: Path) -> bool:
 
 def voice_beside(*paths: Path | None) -> Voice:
     """A voice that prints to standard error if one of the files is standard output, so that a pipe gets that alone."""
-    if any(path is not None and descriptor(path) == 1 for path in paths):
-        return Voice(console=Console(stderr=True, highlight=False, soft_wrap=True))
-    return Voice()
+    return Voice(errors=any(path is not None and descriptor(path) == 1 for path in paths))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -77,9 +74,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write what `--json` asks for.
+    """Write what `--json` asks for. Shown in a terminal, nothing in it acts on the terminal.
 
     Raises:
         OutputError: if it cannot be written.
     """
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json_text(json.dumps(content, indent=2, ensure_ascii=False)) + "\n")

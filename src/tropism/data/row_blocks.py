@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tropism import store
 from tropism.data.row_facts import RowFacts, facts_of, prompt_hash
 from tropism.data.rows import Dropped, EncodedRow, Reason
 from tropism.data.tree import Completion, TokenIds
-from tropism.files import write_whole
 
 BLOCK_ROWS = 1024
 """Rows of a full block. Only full blocks are written to files."""
@@ -43,7 +43,7 @@ class Block:
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         facts = json.loads(batch.schema.metadata[b"tropism"])
-        self.stop_ids: set[int] = set(facts["stop_ids"])
+        self.stop_ids: set[int] = set(map(int, facts["stop_ids"]))
         self.saw_messages: bool = facts["saw_messages"]
         self.batch = batch
         ids = batch.column("ids")
@@ -146,26 +146,49 @@ class Block:
         with pa.ipc.new_stream(sink, self.batch.schema) as writer:
             writer.write_batch(self.batch)
         content = sink.getvalue().to_pybytes()
-        write_whole(path, content + _checksum(content), parents=True)
+        store.write(path, content + _checksum(content, path))
 
     @classmethod
     def open(cls, path: Path) -> "Block | None":
-        """The block of a file, mapped; None if it is missing or corrupted."""
+        """The block of a file, mapped; None if it is missing, corrupted, or was written as another file."""
         try:
+            if not store.is_file(path):
+                return None
             content = pa.memory_map(str(path)).read_buffer()
             body = content.slice(0, max(content.size - _CHECKSUM_BYTES, 0))
-            if content.slice(body.size).to_pybytes() != _checksum(body):
+            if content.slice(body.size).to_pybytes() != _checksum(body, path):
                 return None
-            return cls(next(iter(pa.ipc.open_stream(body))))
-        except (OSError, pa.ArrowException):
+            batch = next(iter(pa.ipc.open_stream(body)))
+            batch.validate(full=True)
+            return block if batch.schema.equals(_SCHEMA) and (block := cls(batch))._is_consistent() else None
+        except Exception:  # whoever can write to the store can write anything under a right checksum
             return None
+
+    def _is_consistent(self) -> bool:
+        """Whether the columns fit each other."""
+        complete = all(self.batch.column(field.name).null_count == 0 for field in _SCHEMA
+                       if field.name not in ("reason", "detail"))
+        tokens = self.prompt_tokens.astype(np.int64) + self.first_tokens
+        return (complete and self.batch.column("learned").offsets.equals(self.batch.column("ids").offsets)
+                and min(part.min(initial=0) for part in (self.prompt_tokens, self.first_tokens, self.ids)) == 0
+                and bool((tokens <= np.diff(self.starts)).all())
+                and self.sides.max(initial=0) <= 2 and self.learned.view(np.uint8).max(initial=0) <= 1)
+
+    def same_rows(self, numbers: Sequence[int], other: "Block") -> bool:
+        """Whether the rows at `numbers` are those of another block. The texts of dropped rows are not compared."""
+        names = [field.name for field in _SCHEMA if field.name != "detail"]
+        return (self.batch.select(names).take(pa.array(numbers, pa.int64())).equals(other.batch.select(names))
+                and self.stop_ids >= other.stop_ids and self.saw_messages >= other.saw_messages)
 
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 
 
-def _checksum(content: Any) -> bytes:
-    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
+def _checksum(content: Any, path: Path) -> bytes:
+    """Hash of a file's content, its name, which is that of the rows, and its directory's name, that of the renderer."""
+    digest = hashlib.blake2b(f"{path.parent.name}/{path.name}/".encode(), digest_size=_CHECKSUM_BYTES)
+    digest.update(content)
+    return digest.digest()
 
 
 def _plain(text: str) -> str:

@@ -116,11 +116,13 @@ class ModelSource:
 def public_name(name: str) -> str:
     """A name for others: a hub id as it is; of a file or directory its last part, without the directories and the user
     that a path tells of."""
-    path = Path(name).expanduser()
-    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name
-    with suppress(OSError, ValueError):
-        is_path = is_path or path.exists()
-    return path.resolve().name if is_path else name
+    try:
+        path = Path(name).expanduser()
+        is_path = (path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name
+                   or path.exists())
+        return path.resolve().name if is_path else name
+    except (OSError, RuntimeError, ValueError):  # no file here can have this name, as the record of another machine may
+        return name.rpartition("/")[2]
 
 
 @cache

@@ -3,7 +3,8 @@
 import csv
 import gzip
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ Write = Callable[[dict[str, Any], str], None]
 """Takes a record, and its place for errors."""
 
 _BATCH = 1024  # rows of a Parquet row group
+_FORMULA = re.compile(r"[=+\-@\t\r](?!\d*\.?\d+(e[+-]?\d+)?\Z)", re.IGNORECASE)  # a number is none
 
 
 def kind_of(path: Path) -> str:
@@ -151,6 +153,12 @@ def _check_text(record: dict[str, Any], place: str, path: Path) -> None:
         if not isinstance(record.get(name, ""), str):
             raise DataError(f"{place}: '{name}' is messages, but CSV holds plain text only. Use .jsonl or .parquet "
                             f"instead of {path.name}")
+
+
+def formulas(cells: Iterable[Any]) -> int:
+    """Number of texts that a spreadsheet would run as formulas. CSV has no way to mark them as text, and a change would
+    train on other text."""
+    return sum(isinstance(cell, str) and _FORMULA.match(cell) is not None for cell in cells)
 
 
 def _csv(spool: Path, target: Path, path: Path) -> None:

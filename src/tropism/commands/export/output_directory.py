@@ -1,7 +1,6 @@
 """The exported directory: written whole or not at all, and read back before it gets its name."""
 
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +15,8 @@ from transformers import AutoModelForCausalLM
 from tropism.errors import OutputError, OutputExistsError, UsageError, first_line
 from tropism.files import bytes_on_disk
 from tropism.observe.rundir import free_name
+from tropism.options import size_bytes
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
-          "TIB": 2**40}
 _OTHER_FILES = 2**20  # bytes: a low estimate for tokenizer, configs and card
 
 
@@ -28,10 +26,12 @@ def shard_bytes(size: str | int) -> int:
     Raises:
         UsageError: for anything else.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", str(size).strip().upper())
-    count = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    try:
+        count = size_bytes(size)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size {error}") from None
     if count < 1:
-        raise UsageError(f"--max-shard-size {size}: not a valid size. Use a form such as 5GB, 500MB or 2GiB.")
+        raise UsageError(f"--max-shard-size {size}: not a valid size. It must be at least 1 byte.")
     return count
 
 

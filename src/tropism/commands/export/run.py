@@ -207,7 +207,8 @@ class _Work:
         text = card.render(run, chosen, facts, self.path.resolve().name, self.adapter_config)
         (partial / "README.md").write_text(text, encoding="utf-8")
         facts["files"] = checksums(partial)
-        (partial / "export.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (partial / "export.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8",
+                                              errors="backslashreplace")
 
     def _done(self, dtype: torch.dtype, rounding: Rounding, files: dict[str, dict[str, Any]], *,
               is_adapter: bool) -> Exported:

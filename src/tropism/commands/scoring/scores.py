@@ -31,7 +31,7 @@ from tropism.model.language_model import LanguageModel, Precision, summed
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.shapes import PerCompletion
-from tropism.train.frozen.score_store import ROWS
+from tropism.store import ROWS, tidy
 from tropism.train.frozen.teacher import LiveTeacher, shared_vocabulary
 from tropism.train.reward_rounding import reward_noise
 from tropism.train.score_packs import score_trees
@@ -118,6 +118,7 @@ class _Scoring:
                                  options=options, cache=options.store_root / ROWS, report=report)
 
         audit = world.together(read)
+        world.on_main(partial(tidy, options.store_root, options.store_bytes))
         check_effect(options, renderer)
         for one in configs:
             check_rope(one, renderer.limits.max_length)

@@ -311,8 +311,8 @@ def recognize_layout(batch: Any, place: str) -> tuple[BatchLayout, BatchParts]:
         if dims == (2, 2, 1):
             raise DataError(f"{place}: this is a batch of OpenRLHF's first KTO dataset class, which does not say where "
                             "a prompt ends. Use a later class, whose batches have prompt_ids_lens.")
-    known = "".join(f"\n  {name}: {parts}" for name, parts in LAYOUTS.items())
-    raise DataError(f"{place}: unknown batch layout: {_describe(batch)}. Use one of these, or a text dataset:{known}")
+    known = (f"  {name}: {parts}" for name, parts in LAYOUTS.items())
+    raise DataError(f"{place}: unknown batch layout: {_describe(batch)}. Use one of these, or a text dataset:", *known)
 
 
 def _dims(value: Any) -> int:

@@ -17,7 +17,7 @@ from tropism.errors import DataError
 DataSource = str | Path | Iterable[dict[str, Any]]
 """A path, a text as in `resolve_source`, or rows as dicts."""
 
-_WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)")
+_WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)", re.DOTALL)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
@@ -85,9 +85,14 @@ def resolve_source(source: DataSource) -> list[SourcePart]:
     base_names = Counter(Path(name).name for name in dict(named))
     parts = []
     for name, weight in named:
-        label = name if base_names[Path(name).name] > 1 else Path(name).name
+        label = _text(name if base_names[Path(name).name] > 1 else Path(name).name)
         parts.append(_part(name, label, weight, prefix=f"{label}/" if len(named) > 1 else ""))
     return parts
+
+
+def _text(name: str) -> str:
+    """The name of a file as text: it need not be UTF-8."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def absolute(source: str) -> str:
@@ -139,7 +144,7 @@ def _in_directory(path: Path, prefix: str) -> tuple[DataFile, ...]:
     found = []
     for entry in sorted(path.rglob("*")):
         inside = entry.relative_to(path)
-        file = DataFile(entry, prefix + inside.as_posix())
+        file = DataFile(entry, prefix + _text(inside.as_posix()))
         if (file.kind and entry.is_file() and entry.name not in _NOT_ROWS
                 and not any(piece.startswith(".") for piece in inside.parts)):
             found.append(file)

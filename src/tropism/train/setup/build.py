@@ -3,17 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from tropism import store
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
-from tropism.data.tree import Completion, TokenIds
+from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
-from tropism.errors import count_of
+from tropism.errors import OutputError, count_of
 from tropism.files import check_writable
 from tropism.methods import Method
 from tropism.model.language_model import LanguageModel
@@ -28,8 +29,8 @@ from tropism.train.preemption import Preemption
 from tropism.train.router_loss import build_router_loss
 from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights
-from tropism.train.setup.announce import sharding_lines
-from tropism.train.setup.checks import probe_trees
+from tropism.train.setup.announce import sharding_lines, tidy_store
+from tropism.train.setup.checks import place_of, probe_trees
 from tropism.train.setup.data import PreparedData
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
@@ -108,8 +109,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     if world.device.type == "cpu":
         keep_freed_memory(world.mesh is None)
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
-        world.on_main(lambda: check_writable(
-            inputs.store, what="the reference store cannot be written", advice="Choose another place with --store"))
+        world.on_main(partial(_check_store, inputs.store))
     module, facts = inputs.policy.build(numerics, options.seed, inputs.voice,
                                         method.needs_reference and inputs.reference is None)
     preemption.check()
@@ -136,10 +136,32 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     return BuiltEngine(engine, planner, facts, idle)
 
 
+def _check_store(root: Path) -> None:
+    """Check that the store can be created and written. One that this user can only read serves what it holds.
+
+    Raises:
+        OutputError: if not.
+    """
+    what, advice = "the reference store cannot be written", "Choose another place with --store"
+    try:
+        store.make(root)
+    except OSError as error:
+        raise OutputError(f"{OutputError.because(root, error, what=what)}. {advice}.") from error
+    try:
+        check_writable(root, what=what, advice=advice)
+    except OutputError as error:
+        if not store.is_read_only(error):
+            raise
+
+
 def _frozen_models(inputs: RunInputs, model: LanguageModel, planner: StepPlanner, probes: Sequence[Any],
                    preemption: Preemption) -> tuple[Any, Any]:
     """The teacher and the reference, each None if the method does not use one."""
     numerics, world, held_out = inputs.numerics, inputs.world, inputs.held_out
+
+    def place(tree: PromptTree) -> str:
+        return place_of(chain(inputs.data.train, held_out), tree)
+
     trees, oversized = planner.survey(preemption.interruptible(lambda done, total: None))
     if oversized:
         inputs.voice.warn(f"--microbatch-tokens {numerics.microbatch_tokens} is too small for "
@@ -151,21 +173,12 @@ def _frozen_models(inputs: RunInputs, model: LanguageModel, planner: StepPlanner
         teacher = models.build_teacher(
             model, inputs.teacher, inputs.options, inputs.tokenizer,  # type: ignore[arg-type]
             own_trees(inputs.data.train, inputs.schedule) + evaluated, probes, numerics, inputs.store, world,
-            inputs.voice, preemption)
+            inputs.voice, preemption, place)
     if inputs.method.needs_reference and inputs.live:
         reference = inputs.policy.live(model, probes, numerics, inputs.options.seed)
     elif inputs.method.needs_reference:
         reference = models.build_reference(model, inputs.reference, trees + evaluated, probes, numerics, inputs.store,
-                                           world, inputs.voice, preemption, inputs.policy.as_reference,
-                                           partial(place_of_completion, [inputs.data.train, held_out]))
+                                           world, inputs.voice, preemption, place, inputs.policy.as_reference,
+                                           getattr(inputs.options, "allow_reference_mismatch", False))
+    world.on_main(partial(tidy_store, inputs.options, inputs.voice.say))  # type: ignore[arg-type]
     return teacher, reference
-
-
-def place_of_completion(sources: Sequence[Sequence[EncodedRow]], prompt_ids: TokenIds, completion: Completion) -> str:
-    """The place of the first row with a completion of a prompt, for errors. A mismatched completion belongs to another
-    row, so the row with the prompt is named."""
-    rows = [row for source in sources for row in source if np.array_equal(row.prompt_ids, prompt_ids)]
-    for row in rows:
-        if completion.key in (own.key for own in row.completions):
-            return row.place
-    return f"{rows[0].place}, with a mismatched completion"

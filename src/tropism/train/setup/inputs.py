@@ -13,7 +13,7 @@ from tropism.model import moe_router as router
 from tropism.model.config import check_rope
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
-from tropism.train.frozen.score_store import ROWS
+from tropism.store import ROWS
 from tropism.train.optimizer import check_given
 from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights, facts_at_start, facts_of_data
