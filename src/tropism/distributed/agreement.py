@@ -57,8 +57,8 @@ def check_same(world: World, describe: Callable[[], Facts], advice: str = _ADVIC
     found = differences([{name: Fact(*fact) for name, fact in json.loads(text).items()} for text in told])
     if found:
         more = [f"and {count_of(len(found) - _LISTED, 'other difference')}"] if len(found) > _LISTED else []
-        raise UsageError("\n  ".join(["the processes of this run differ in:", *found[:_LISTED], *more])
-                         + f"\n{advice}")
+        raise UsageError("the processes of this run differ in:", *(f"  {line}" for line in (*found[:_LISTED], *more)),
+                         advice)
 
 
 def differences(everyone: Sequence[Facts]) -> list[str]:
