@@ -35,7 +35,7 @@ def advice(root: Path) -> str:
 
 
 def described(directory: Path) -> dict[str, str]:
-    """The texts of a description, without control characters; empty if it is missing or damaged."""
+    """The texts of a description, at most so long; empty if it is missing or damaged."""
     path = directory / META
     if not store.is_file(path):
         return {}
@@ -44,6 +44,5 @@ def described(directory: Path) -> dict[str, str]:
             meta = json.loads(file.read(_META_BYTES).decode())
     except (OSError, ValueError, RecursionError):
         return {}
-    texts = {name: value for name, value in meta.items() if isinstance(value, str)} if isinstance(meta, dict) else {}
-    return {name: "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"
-                          for character in value[:_TEXT_CHARACTERS]) for name, value in texts.items()}
+    texts = meta if isinstance(meta, dict) else {}
+    return {name: value[:_TEXT_CHARACTERS] for name, value in texts.items() if isinstance(value, str)}

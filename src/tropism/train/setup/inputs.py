@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tropism import store
 from tropism.data.read_rows import check_embedding
 from tropism.distributed.agreement import check_same
 from tropism.distributed.world import World
@@ -13,7 +14,6 @@ from tropism.model import moe_router as router
 from tropism.model.config import check_rope
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
-from tropism.store import ROWS
 from tropism.train.optimizer import check_given
 from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights, facts_at_start, facts_of_data
@@ -115,7 +115,7 @@ def _read_data(options: Any, world: World, voice: Voice, objects: PythonObjects,
     else:
         with voice.bar("read") as report, world.main_first():
             data = prepare_data(options, tokenizer, configs, options.view, objects.train, objects.evaluation,
-                                cache=options.store_root / ROWS, report=report, most=options.most_rows)
+                                cache=options.store_root / store.ROWS, report=report, most=options.most_rows)
     for config in configs:
         check_rope(config, data.max_length)
         for rows in (data.train, data.evaluation):
