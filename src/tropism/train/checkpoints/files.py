@@ -8,7 +8,7 @@
 
 It is written as `step-00000100.new`, and replaces an earlier checkpoint of the same step once it is complete.
 
-A file is opened only after its hash was checked, because the metadata of `state/` is a pickle.
+The hashes find damage. They lie inside the checkpoint, so they do not tell who wrote it: no file of it can run code.
 """
 
 import json
