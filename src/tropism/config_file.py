@@ -5,19 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from tropism.config import METHODS, MethodOptions, check_name, explain, place_of, takes_bool
 from tropism.errors import UsageError, did_you_mean
 from tropism.options import shown
 
+_TRUST = "trust_remote_code"
 
-def read_yaml(path: str | Path, default: str | None = None) -> tuple[str | None, dict[str, Any]]:
+
+def read_yaml(path: str | Path, default: str | None = None,
+              decided: bool = False) -> tuple[str | None, dict[str, Any]]:
     """The method that a configuration file names, or None, and its options, checked one by one.
+
+    `trust_remote_code` is not among them: a file, which someone else may have written, never allows code to run.
 
     Args:
         path: the file.
         default: the method of a file that does not name one.
+        decided: whether code may run has been said elsewhere. Otherwise a file that allows it is refused.
 
     Raises:
         UsageError: with file and line, for an unknown key (naming the closest known one) or an invalid value.
@@ -43,6 +49,9 @@ def read_yaml(path: str | Path, default: str | None = None) -> tuple[str | None,
     known = METHODS.get(method or default or "")
     values = (known or MethodOptions).flattened(values)
     _check(values, known, lambda key: f"{path}:{lines.get(str(key), 1)}: ")
+    if TypeAdapter(bool).validate_python(values.pop(_TRUST, False)) and not decided:
+        raise UsageError(f"{path}:{lines[_TRUST]}: {_TRUST}: a file cannot allow the code of a model to run. If you "
+                         "trust the models of this run, pass --trust-remote-code, otherwise --no-trust-remote-code.")
     return method, values
 
 

@@ -29,7 +29,7 @@ def with_config(tokens: list[str]) -> list[str]:
     if tokens[:1] == ["train"]:
         if len(tokens) < 2 or tokens[1].startswith("-"):
             raise UsageError("CONFIG is required. Example: tropism train RUN/config.yaml")
-        method, values = read_yaml(tokens[1])
+        method, values = read_yaml(tokens[1], decided=_decides_code(tokens[2:]))
         if method is None:
             raise UsageError(f"{tokens[1]}: `method:` is missing. Add one of {', '.join(METHODS)}")
         return [method, *_spelled_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
@@ -41,7 +41,7 @@ def with_config(tokens: list[str]) -> list[str]:
             if not joined and position + 1 == len(tokens):
                 raise UsageError("--config needs a file. Example: --config base.yaml")
             path = path if joined else tokens[position + 1]
-            method, values = read_yaml(path, tokens[0])
+            method, values = read_yaml(path, tokens[0], _decides_code(tokens))
             if method not in (None, tokens[0]):
                 raise UsageError(f"{path}: written for method {method}, not {tokens[0]}. Use `tropism {method}`.")
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
@@ -60,7 +60,7 @@ def _resumed(tokens: list[str]) -> list[str]:
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{named}: cannot resume: {run} has no config.yaml. If the run stopped before it wrote one, "
                          "start it again with its original command.")
-    method, values = read_yaml(run / "config.yaml")
+    method, values = read_yaml(run / "config.yaml", decided=_decides_code(tokens))
     if method is None:
         raise UsageError(f"{run / 'config.yaml'}: `method:` is missing")
     if objects := [name for name, value in values.items() if isinstance(value, str)
@@ -127,6 +127,11 @@ def names_of(given: Sequence[str]) -> set[str]:
     """Names of the options on the command line, with dashes; `--no-shuffle` counts as `shuffle`."""
     flags = [token.partition("=")[0] for token in given if token.startswith("--")]
     return {re.sub(r"(^|\.)no-", r"\1", flag.removeprefix("--").replace("_", "-")) for flag in flags}
+
+
+def _decides_code(given: Sequence[str]) -> bool:
+    """Whether the command line says if the code of models may run."""
+    return "trust-remote-code" in names_of(given)
 
 
 def _spelled_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:

@@ -180,12 +180,12 @@ def demo(*, output: Path | None = None) -> int:
 
 
 @app.command
-def verify(run: Path, /, *, json: Path | None = None) -> int:
+def verify(run: Path, /, *, json: Path | None = None, trust_remote_code: bool = False) -> int:
     """Print what was checked; exit code 1 if something differs."""
     from tropism.commands import verify as verifying  # imports torch: not for --help
     from tropism.observe.console import Voice
 
-    verdict = verifying.verify(run)
+    verdict = verifying.verify(run, trust_remote_code)
     verifying.show(verdict, Voice())
     if json is not None:
         verifying.write(verdict, json)
@@ -194,13 +194,13 @@ def verify(run: Path, /, *, json: Path | None = None) -> int:
 
 @app.command
 def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None = None, checkpoint: str | None = None,
-           max_shard_size: str | None = None, base: str | None = None) -> int:
+           max_shard_size: str | None = None, base: str | None = None, trust_remote_code: bool = False) -> int:
     """Write a model directory."""
     from tropism.commands import export as exporting  # imports torch: not for --help
 
     try:
         exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size,
-                         base=base)
+                         base=base, trust_remote_code=trust_remote_code)
     except KeyboardInterrupt:
         complete = (to / "export.json").is_file()
         raise TropismError(f"interrupted. {to} is " + ("complete" if complete else "unchanged"),

@@ -1,6 +1,7 @@
 """Read and write adapter directories in peft's format."""
 
 import json
+import pickle
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -8,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -113,8 +113,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         state = (load_file(file) if file.name == WEIGHTS else
                  torch.load(file, map_location="cpu", weights_only=True))
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except pickle.UnpicklingError as error:  # its text advises to load the file anyway
+        raise ModelError(f"{file}: the file contains more than tensors. Nothing in it was run. Use an adapter with "
+                         f"{WEIGHTS}.") from error
+    except Exception as error:  # a damaged file may end in any error
         raise ModelError(f"{file}: the weights could not be read: {first_line(error)}") from error
+    if not (isinstance(state, dict) and all(isinstance(name, str) and isinstance(tensor, Tensor)
+                                            for name, tensor in state.items())):
+        raise ModelError(f"{file}: not a file of weights by name")
     return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
 
 
