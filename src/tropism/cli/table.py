@@ -64,8 +64,7 @@ _CONFIG = Argument("--config FILE", "YAML file with options. Options on the comm
 _JSON = "Also write the result to this JSON file."
 _DATA = "Data to read: files, a directory, or a dataset on the Hub. Separate several with commas."
 _MODEL = "A directory, Hub id, GGUF file, adapter or run directory."
-_TRUST = Argument("--trust-remote-code", "Run Python code that comes with a model. The run's own option has no effect.",
-                  everyday=False)
+_TRUST = Argument("--trust-remote-code", "Run Python code that comes with a model. The run's own option has no effect.")
 _STORE = Argument("--store DIR", "Cache directory.", default="$TROPISM_STORE, else ~/.cache/tropism/store")
 
 

@@ -6,7 +6,6 @@ torch.distributed.checkpoint. Other values are returned separately, as plain dat
 
 import errno
 import os
-import pickle
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from tropism.distributed.checkpoint_metadata import MetadataReader, read_metadat
 from tropism.distributed.mesh import Mesh
 from tropism.distributed.shard import Owned, like, part_of
 from tropism.distributed.world import World
-from tropism.errors import CheckpointError, UsageError, first_line
+from tropism.errors import CheckpointError, UsageError, first_line, not_only_tensors
 
 Plain = dict[str, Any]
 
@@ -255,9 +254,9 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> 
 
 
 def _reason(error: Exception) -> str:
-    """Why tensors cannot be read. torch reads them with `weights_only`, and its own text advises to turn that off."""
-    if isinstance(error, pickle.UnpicklingError):
-        return "a file contains objects that are not tensors. None of them was loaded. Do not use this checkpoint."
+    """Why tensors cannot be read. torch reads them with `weights_only`."""
+    if not_only_tensors(error):
+        return "a file contains more than tensors. Nothing in it was run. Do not use this checkpoint."
     return first_line(error)
 
 

@@ -1,12 +1,11 @@
 """Refuses code that comes with a model, unless the command in hand allows it, and says how to allow it."""
 
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from tropism.errors import ModelError
+from tropism.errors import ModelError, not_only_tensors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,9 +27,9 @@ def code_refused(name: str, allowed: bool) -> Iterator[None]:
         yield
     except Exception as error:
         cause = error.__cause__ if isinstance(error, ModelError) else error
-        if isinstance(cause, pickle.UnpicklingError):  # its text advises to load the file anyway
-            raise ModelError(f"{name}: the weights are a pickle with more than tensors in it. Nothing in it was run. "
-                             "Use a model with safetensors files.") from error
+        if not_only_tensors(cause):
+            raise ModelError(f"{name}: the weights are not a pickle of tensors alone. Nothing in it was run. Use a "
+                             "model with safetensors files.") from error
         if not allowed and "trust_remote_code" in str(cause):
             raise ModelError(f"{name}: needs Python code that comes with it, which was not run. {_HOW}") from error
         raise

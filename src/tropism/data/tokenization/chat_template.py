@@ -110,6 +110,8 @@ def template_text(named: str) -> str:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", text))
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"--chat-template: {named}:{error.lineno}: not a valid template: {error.message}") from None
+    except RecursionError:
+        raise UsageError(f"--chat-template: {named}: not a valid template: expressions are nested too deeply") from None
     return text
 
 

@@ -1,6 +1,8 @@
-"""Code that comes with a model runs only if the command in hand allows it, whatever the files of a run say."""
+"""Code in a run directory or a model runs only if the command in hand allows it, whatever their files say."""
 
 import json
+import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tropism.cli.app import main
@@ -16,6 +19,7 @@ from tropism.commands.verify import verify
 from tropism.config import KTOOptions
 from tropism.config_file import read_yaml
 from tropism.errors import ModelError, UsageError
+from tropism.observe.checksums import checksums, file_hash
 from tropism.runner import run
 
 CODE = """from pathlib import Path
@@ -82,6 +86,52 @@ def hostile(original: Path, tmp_path: Path, mark: Path) -> Path:
 def said(capsys: pytest.CaptureFixture[str]) -> str:
     out = capsys.readouterr()
     return " ".join((out.out + out.err).split())
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.mark.parametrize("inside", ["alone", "in good metadata", "in the tensors"])
+def test_a_checkpoint_with_a_payload_and_right_hashes(inside: str, original: Path, tmp_path: Path, mark: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    """C2: hashes lie inside the checkpoint, so they prove nothing about who wrote it. Nothing of it is run."""
+    root = tmp_path / "theirs"
+    shutil.copytree(original, root)
+    path = root / "run" / "checkpoints" / "step-00000001"
+    file = path / "state" / ".metadata"
+    good = pickle.loads(file.read_bytes())
+    good.planner_data = {"x": Payload(mark)}
+    if inside == "in the tensors":
+        file = path / "state" / "__0_0.distcp"
+        torch.save(Payload(mark), file.with_name("payload"))
+        content = file.with_name("payload").read_bytes()
+        file.with_name("payload").unlink()
+        file.write_bytes(content.ljust(file.stat().st_size, b"\0"))
+    else:
+        file.write_bytes(pickle.dumps(Payload(mark) if inside == "alone" else good))
+    for name in ("files.json", "COMPLETE"):
+        (path / name).unlink()
+    (path / "files.json").write_text(json.dumps(checksums(path)))
+    (path / "COMPLETE").write_text(file_hash(path / "files.json") + "\n")
+    assert main(["verify", str(root / "run")]) in (0, 1)
+    for tokens in (["resume", str(root / "run"), "--max-steps", "2"], ["resume", str(path), "--max-steps", "2"],
+                   ["export", str(root / "run"), "--to", str(tmp_path / "out"), "--checkpoint", "last"]):
+        capsys.readouterr()
+        assert main(tokens) == 2
+        text = said(capsys)
+        assert "state" in text
+        assert "Traceback" not in text
+        if inside != "in the tensors":
+            assert f"{file}: contains {os.system.__module__}.system, which the metadata of a checkpoint never" in text
+        assert not mark.exists(), tokens
+    assert not (tmp_path / "out").exists()
 
 
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {
@@ -213,11 +263,9 @@ def test_export_reads_back_without_code_that_appears_meanwhile(hostile: Path, ma
     """RUN/model with code that the run's result needs: nothing is exported, and the sentence names the flag."""
     plant(hostile / "run" / "model", mark, "strange")
     manifest = json.loads((hostile / "run" / "manifest.json").read_text())
-    from tropism.observe.checksums import checksums
-
     manifest["model_files"] = checksums(hostile / "run" / "model")  # hashes of a hostile run agree with its files
     (hostile / "run" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ModelError, match="needs Python code that comes with it.* pass --trust-remote-code"):
+    with pytest.raises(ModelError, match=r"needs Python code that comes with it.* pass --trust-remote-code"):
         export(hostile / "run", tmp_path / "out")
     assert not mark.exists()
     assert not (tmp_path / "out").exists()
