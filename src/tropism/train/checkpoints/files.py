@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tropism.distributed.training_state import write_tensors
 from tropism.distributed.world import World
-from tropism.errors import CheckpointError, OutputError, clause
+from tropism.errors import CheckpointError, OutputError, clause, first_line
 from tropism.observe.checksums import checksums, file_hash
 
 SCHEMA_VERSION = 1
@@ -169,26 +169,39 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / 'files.json'}: not found")
     if file_hash(path / "files.json") != (path / "COMPLETE").read_bytes().decode(errors="replace").strip():
         raise CheckpointError(f"{path / 'files.json'}: corrupted file: its hash is not the one in COMPLETE")
-    files = json.loads((path / "files.json").read_text(encoding="utf-8"))
+    files = _object(path / "files.json")
+    present = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     for name, entry in files.items():
         file = path / name
-        if not file.is_file():
+        if name not in present:  # also a name that leads out of the directory
             raise CheckpointError(f"{file}: not found")
+        if not (isinstance(entry, dict) and {"bytes", "blake2b"} <= entry.keys() and isinstance(entry["bytes"], int)):
+            raise CheckpointError(f"{path / 'files.json'}: has no size and hash of {name}")
         if file.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{file}: corrupted file: {file.stat().st_size:,} of {entry['bytes']:,} bytes")
     with ThreadPoolExecutor() as pool:
         for name, digest in zip(files, pool.map(lambda name: file_hash(path / name), files), strict=True):
             if digest != files[name]["blake2b"]:
                 raise CheckpointError(f"{path / name}: corrupted file: its hash is not the one in files.json")
-    trainer: dict[str, Any] = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-    return trainer
+    return _object(path / "trainer.json")
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Its hash may be right and the content still anything, if someone else wrote both."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {first_line(error)}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return found
 
 
 def _check_version(file: Path) -> None:
     """Runs before the hashes are checked, since another version may hash differently. Skips unreadable files."""
     try:
         version = json.loads(file.read_text(encoding="utf-8"))["schema_version"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
     if version != SCHEMA_VERSION:
         raise CheckpointError(f"{file}: unsupported schema version {version} (this version of Tropism reads version "
