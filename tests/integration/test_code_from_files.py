@@ -186,6 +186,19 @@ def test_every_spelling_of_true_counts(word: str, tmp_path: Path) -> None:
     assert "trust_remote_code" not in read_yaml(file, decided=True)[1]
 
 
+def test_a_merged_key_counts_and_null_is_no_word_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "base.yaml"
+    file.write_text("method: kto\nlora: &other {trust_remote_code: true}\n<<: *other\n")
+    with pytest.raises(UsageError, match=r"base\.yaml:\d+: "):
+        read_yaml(file)
+    file.write_text("method: kto\n<<: {trust_remote_code: true}\n")
+    with pytest.raises(UsageError, match=r"base\.yaml:1: trust_remote_code: a file cannot allow"):
+        read_yaml(file)
+    file.write_text("method: kto\ntrust_remote_code: null\n")
+    with pytest.raises(UsageError, match=r"base\.yaml:2: trust_remote_code"):
+        read_yaml(file, decided=True)
+
+
 def test_verify_and_export_read_a_run_without_its_code(hostile: Path, mark: Path, tmp_path: Path,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     """Their checks of files notice the change; an export of a checkpoint has no trace of the code."""
