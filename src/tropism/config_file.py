@@ -51,7 +51,7 @@ def read_yaml(path: str | Path, default: str | None = None,
     _check(values, known, lambda key: f"{path}:{lines.get(str(key), 1)}: ")
     if TypeAdapter(bool).validate_python(values.pop(_TRUST, False)) and not decided:
         raise UsageError(f"{path}:{lines.get(_TRUST, 1)}: {_TRUST}: a file cannot allow the code of a model to run. If "
-                         "you trust the models of this run, pass --trust-remote-code, otherwise --no-trust-remote-code.")
+                         "you trust the models of this run, pass --trust-remote-code, else --no-trust-remote-code.")
     return method, values
 
 
