@@ -1,5 +1,6 @@
 # make demo   set up and train a small model on feedback that comes with the package (under 10 minutes on 2 cores)
-# make test   set up and run all checks and tests (slow tests: make test-slow)
+# make test   set up and run all checks and tests (slow tests: make test-slow; kills, full disks and
+#             hostile files: make test-chaos)
 # make lint   checks alone
 # make docs   build the documentation site into build/docs; warnings are errors
 #
@@ -11,7 +12,7 @@ CONSTRAINTS ?= constraints/tested.txt
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint docs clean
+.PHONY: demo test test-slow test-chaos lint docs clean
 .DEFAULT_GOAL := demo
 
 .venv/.made:
@@ -53,6 +54,9 @@ test: lint
 
 test-slow: .venv/.test
 	.venv/bin/python -m pytest -m slow
+
+test-chaos: .venv/.test
+	.venv/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' tests/integration/chaos
 
 docs: .venv/.docs
 	.venv/bin/python tools/docs_site.py

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from tropism.printable import one_line
+
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type if it has no text; a heading is joined with the line below it."""
@@ -43,9 +45,20 @@ def count_of(count: int, noun: str, plural: str = "") -> str:
 
 
 class TropismError(Exception):
-    """Base class of all errors for users. `exit_code` is the exit code of the command line."""
+    """Base class of all errors for users. `exit_code` is the exit code of the command line.
+
+    Args:
+        lines: of the message, usually one. Text from elsewhere in a line neither ends it nor acts on a terminal.
+    """
 
     exit_code = 1
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*map(one_line, lines))
+
+    def __str__(self) -> str:
+        """The lines of the message."""
+        return "\n".join(self.args)
 
 
 class UsageError(TropismError):

@@ -1,11 +1,14 @@
 """The base of all option groups: typed, frozen, documented by the string under each field."""
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import get_annotations
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
@@ -16,12 +19,18 @@ Everyday = Annotated[T, _EVERYDAY]
 
 _DEFAULT = " Default: "
 _INLINE = 12
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+          "TIB": 2**40}
 _VALUES = {"model": "MODEL", "reference": "MODEL", "teacher": "MODEL", "data": "DATA", "eval_data": "DATA",
-           "output": "PATH", "store": "DIR", "log_dir": "DIR", "loss": "NAMES", "loss_weights": "NUMBERS",
-           "track": "NAMES", "lora.targets": "NAMES", "lora.modules_to_save": "NAMES", "lora.adapter": "DIR",
-           "keep_best": "METRIC", "stop_metric": "METRIC", "max_time": "TIME", "resume": "PATH",
+           "output": "PATH", "store": "DIR", "store_limit": "SIZE", "log_dir": "DIR", "loss": "NAMES",
+           "loss_weights": "NUMBERS", "track": "NAMES", "lora.targets": "NAMES", "lora.modules_to_save": "NAMES",
+           "lora.adapter": "DIR", "keep_best": "METRIC", "stop_metric": "METRIC", "max_time": "TIME", "resume": "PATH",
            "chat_template": "FILE", "columns": "NAME=COLUMN", "chat_template_kwargs": "NAME=VALUE"}
 """What help shows as the value of an option that takes text."""
+
+_NAMES = frozenset(name.rpartition(".")[2] for name, kind in _VALUES.items()
+                   if kind in ("MODEL", "DATA", "PATH", "DIR", "FILE"))
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,18 @@ class Option:
         return self.info.is_required() or _EVERYDAY in self.info.metadata
 
 
+def size_bytes(size: str | int) -> int:
+    """A size in bytes: `5GB`, `500MB`, `2GiB`, or a number.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]I?B)?", str(size).strip().upper())
+    if found is None:
+        raise ValueError(f"{size}: not a valid size. Use a form such as 5GB, 500MB or 2GiB.")
+    return int(float(found[1]) * _UNITS[found[2] or ""])
+
+
 def _types(annotation: Any) -> list[Any]:
     """Types and literal values in an annotation, without None."""
     if annotation is type(None):
@@ -95,6 +116,34 @@ def shown(value: Any) -> str:
     return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
 
 
+def check_file_name(value: str, *, for_models: bool = False) -> str:
+    """Check that a text can name a file, a directory or something on the Hub, or, with commas, several.
+
+    Args:
+        for_models: libraries write a model there, which open UTF-8 names only.
+
+    Raises:
+        ValueError: if no system could open it.
+    """
+    if not value.strip():
+        raise ValueError("the name is empty")
+    try:
+        encoded = value.encode() if for_models else os.fsencode(value)
+    except UnicodeEncodeError:
+        raise ValueError(f"{value!r} has a character that file names cannot have here") from None
+    if b"\0" in encoded:
+        raise ValueError("the name has a NUL character")
+    longest = max(map(len, encoded.replace(b",", b"/").split(b"/")))
+    if longest > _LONGEST_NAME or (len(encoded) > _LONGEST_PATH and b"," not in encoded):
+        raise ValueError(f"the name is too long ({longest:,} bytes in one part, {len(encoded):,} in total)")
+    try:
+        for name in value.split(","):
+            Path(name.strip()).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{value.partition('/')[0]}: no home directory of this name") from None
+    return value
+
+
 class Options(BaseModel):
     """A group of options. Groups live beside their owner and are composed in `config`.
 
@@ -106,6 +155,13 @@ class Options(BaseModel):
                               protected_namespaces=(), allow_inf_nan=False)
     heading: ClassVar[str] = "Options"
     """Where help lists the fields that this class introduces."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _can_be_a_name(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name not in _NAMES or not isinstance(value, str):
+            return value
+        return check_file_name(value, for_models=info.field_name == "output")
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

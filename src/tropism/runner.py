@@ -1,22 +1,18 @@
 """One call that runs a method from options to a model directory. The command line is this call."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tropism import store
 from tropism.config import MethodOptions
-from tropism.data.read_rows import check_embedding
 from tropism.distributed import World, connect
-from tropism.errors import ReferenceMismatchError, UsageError
-from tropism.methods.build import build_method
-from tropism.model import load
-from tropism.model import moe_router as router
-from tropism.model.config import check_rope, max_positions
+from tropism.distributed.agreement import Fact, check_same
+from tropism.errors import UsageError
+from tropism.model.config import max_positions
 from tropism.model.source import ModelSource
 from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
@@ -32,32 +28,25 @@ from tropism.train.engine import Engine
 from tropism.train.evaluation.evaluator import Evaluator
 from tropism.train.evaluation.samples import Sampler
 from tropism.train.failure import record_failure
-from tropism.train.frozen.score_store import ROWS
 from tropism.train.loop import Plan, TrainingLoop
 from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Observers
-from tropism.train.optimizer import check_given
 from tropism.train.preemption import Preemption
 from tropism.train.result import RunResult, export_result, finish, result_of
 from tropism.train.run_state import RunState
-from tropism.train.setup import models
+from tropism.train.setup.agreement import facts_of_options
 from tropism.train.setup.announce import announce_data, announce_plan
 from tropism.train.setup.build import BuiltEngine, RunInputs, build_engine
-from tropism.train.setup.checks import check_first_step
+from tropism.train.setup.checks import check_reference
 from tropism.train.setup.data import (
-    PreparedData,
-    labels_of,
-    make_schedule,
-    prepare_data,
-    prepare_rows,
     steps_fingerprint,
 )
+from tropism.train.setup.inputs import Named, check_start, read_inputs
 from tropism.train.setup.parallel import parallelize
-from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.setup.resolve import resolve
-from tropism.train.step_packs import StepPlanner, check_partners
+from tropism.train.step_packs import StepPlanner
 
 
 def run(options: MethodOptions, voice: Voice | None = None, began: float | None = None) -> RunResult:
@@ -90,80 +79,34 @@ class Run:
 
     def __init__(self, options: MethodOptions, world: World, voice: Voice | None = None,
                  objects: PythonObjects | None = None) -> None:
-        objects = objects or PythonObjects()
+        self.options = options
+        self.objects = objects = objects or PythonObjects()
+        self.values = options.values
         given = any(getattr(objects, name) is not None for name in ("model", "reference", "teacher"))
+        named = check_start(options, world, objects)
         self.world = parallelize(
             world, options.parallel,
             "does not support models that are passed as modules. Pass the model by name." if given else "")
-        self.options = options
-        self.objects = objects
         self.voice = voice or Voice(loud=world.is_main)
-        self.values = options.values
-        self.named = ModelSource.of(options.model) if objects.model is None else objects.model
+        self.named = named["model"]
         self.preemption = Preemption(self.world)
         self.trained = self.done_before = False
         self._built: BuiltEngine | None = None
-        self.inputs = self._check_inputs()
+        self.inputs = self._check_inputs(named)
 
-    def _check_inputs(self) -> RunInputs:
-        """Tokenizer, data, method and schedule: everything that can be checked before a model is loaded."""
-        options, objects, remote, named = self.options, self.objects, self.options.trust_remote_code, self.named
-        check_trackers(options.track.split(",") if options.track else [])
-        policy = PolicyBuilder.of(named, options.lora, objects.optimizer, self.world)
-        reference, teacher = self._other("reference"), self._other("teacher")
-        if isinstance(named, ModelSource):
-            config = load.load_config(named, trust_remote_code=remote)
-        else:
-            config = named.config
-            check_given(objects.optimizer, named)
-        policy.check(config, remote, options.parallel.tensor)
-        router.check_option(options.router_aux_weight, config)
-        tokenizer = objects.tokenizer or load.load_tokenizer(
-            named if isinstance(named, ModelSource) else ModelSource.of(config.name_or_path), trust_remote_code=remote)
-        models.tokenizer_of(reference, "reference", tokenizer, remote)
-        models.check_teacher(teacher, config, tokenizer, self.values.get("top_k"), remote)
-        configs = [config, *(models.config_of(other, remote) for other in (reference, teacher) if other is not None)]
-        data = self._read_data(tokenizer, configs)
-        method = build_method(options.view, self.values, labels_of(data.train))
-        if method.ld_alpha is not None:
-            data = replace(data, train=[row.with_shared_lengths() for row in data.train],
-                           evaluation=[row.with_shared_lengths() for row in data.evaluation])
-        prints = self.world.gather(data.fingerprints())
-        if any(other != prints[0] for other in prints):
-            raise UsageError("the processes read different data. Pass all of the data to every process, without a "
-                             "DistributedSampler. Tropism divides each step over the processes.")
-        check_metric(options.keep_best, method, bool(data.evaluation))
-        make_rule(options.stop_metric, options.stop_patience, options.stop_delta, method, bool(data.evaluation))
-        schedule = check_partners(objects.steps, data.train, method) if objects.steps else (
-            make_schedule(options, options, data.train, method.needs_reference_point))
-        self.notes = models.turned_off(config, options.router_aux_weight)
-        return RunInputs(options, self.world, self.voice, objects, models.numerics_of(options, self.world),
-                         options.store_root, tokenizer, data, method, schedule, policy, reference, teacher,
-                         self.values.get("reference") == "live")
+    def _check_inputs(self, named: Named) -> RunInputs:
+        """Everything that can be checked before a model is loaded."""
+        options = self.options
+        self.world.together(lambda: check_trackers(options.track.split(",") if options.track else []))
+        inputs = read_inputs(options, self.world, self.voice, self.objects, named)
+        check_metric(options.keep_best, inputs.method, bool(inputs.data.evaluation))
+        make_rule(options.stop_metric, options.stop_patience, options.stop_delta, inputs.method,
+                  bool(inputs.data.evaluation))
+        return inputs
 
-    def _other(self, name: str) -> models.ModelOrModule | None:
-        """The reference or teacher, as a module or by its name; None if the run has none."""
-        given, value = getattr(self.objects, name), self.values.get(name)
-        if given is not None or value is None or (name, value) == ("reference", "live"):
-            return models.given(given, name)
-        return ModelSource.of(value)
-
-    def _read_data(self, tokenizer: Any, configs: Sequence[Any]) -> PreparedData:
-        options, objects = self.options, self.objects
-        if objects.rows is not None:
-            data = prepare_rows(options, tokenizer, configs, options.view, objects.rows, objects.eval_rows)
-        else:
-            def read() -> PreparedData:
-                with self.voice.bar("read") as report, self.world.main_first():
-                    return prepare_data(options, tokenizer, configs, options.view, objects.train, objects.evaluation,
-                                        cache=options.store_root / ROWS, report=report, most=options.most_rows)
-
-            data = self.world.together(read)
-        for config in configs:
-            check_rope(config, data.max_length)
-            for rows in (data.train, data.evaluation):
-                check_embedding(rows, config.get_text_config().vocab_size, tokenizer.convert_ids_to_tokens)
-        return data
+    def _check_call(self, name: str) -> None:
+        """Check that all processes make the same call, with the same options: `fit` may be given another `resume`."""
+        check_same(self.world, lambda: {"call": Fact.of(f"{name}()"), **facts_of_options(self.options)})
 
     def fit(self, began: float | None = None) -> RunResult:
         """Train or resume, and write the run directory. A `Run` trains once, because training changes the model.
@@ -178,8 +121,10 @@ class Run:
             raise UsageError("this trainer has already trained. Create a new one. To resume the run, pass the new one "
                              "the same model, by name or as a newly loaded module, and call fit(resume='auto').")
         began = time.monotonic() if began is None else began
+        self._check_call("fit")
         directory = RunDirectory(Path(self.options.output).expanduser())
         with Ownership(directory.path, self.voice.warn) as ownership:
+            ownership.callback(store.release)
             if self.options.resume != "never":  # no other process may change it while it is read
                 self.world.on_main(lambda: ownership.take() if directory.holds_run else None)
             return self._fit(directory, ownership, began)
@@ -191,8 +136,8 @@ class Run:
             lambda: find(directory, options.resume, options.fall_back)))
         announce_data(inputs.data, inputs.method, self.voice)
         announce_plan(options, inputs.data, inputs.schedule, len(inputs.held_out), inputs.numerics.precision,
-                      self.world, self.objects, self.voice)
-        for note in self.notes:
+                      self.world, self.objects, inputs.store, self.voice)
+        for note in inputs.notes:
             self.voice.say(note)
         if origin is not None and resume.is_over(origin, directory, inputs.schedule.total_steps, self._resolved(),
                                                  self._fingerprints(), self.voice):
@@ -340,15 +285,16 @@ class Run:
         if self._built is None:
             built = build_engine(self.inputs, self.preemption)
             engine, own = built.engine, built.engine.reference is not None and self.inputs.reference is None
-            if own and fresh:
-                agree, sentence = check_first_step(engine, built.planner)
-                if not agree and not self.values["allow_reference_mismatch"]:
-                    raise ReferenceMismatchError(f"{sentence} To train anyway, pass --allow-reference-mismatch")
-                (self.voice.say if agree else self.voice.warn)(sentence)
+            if fresh and engine.reference is not None:
+                name = "a module from Python" if self.objects.reference is not None else self.values["reference"]
+                check_reference(engine, built.planner, None if own else name,
+                                self.values["allow_reference_mismatch"], self.voice)
             built.facts["policy"] = (engine.reference.fingerprint if own and engine.reference
                                      else self.inputs.policy.fingerprint(engine.model))
             built.facts.update({name: one.fingerprint for name in ("reference", "teacher")
                                 if (one := getattr(engine, name))})
+            check_same(self.world, lambda: {f"weights of the {name}": Fact.of(built.facts[name]) for name in (
+                "policy", "reference", "teacher") if name in built.facts})
             self._built = built
         return self._built.engine
 
@@ -385,6 +331,7 @@ class Run:
         Raises:
             UsageError: if no rows are held out.
         """
+        self._check_call("evaluate")
         if not self.inputs.data.evaluation:
             raise UsageError("no rows to evaluate. Pass eval_dataset or eval_fraction.")
         if self.done_before and self._built is None:

@@ -70,8 +70,8 @@ class Trainer:
         tokenizer: of the model. Default: the one that comes with its name.
         optimizer, scheduler: over weights of the module. They keep their own learning rate. Default: AdamW and the
             schedule of the options.
-        train_dataset, eval_dataset: a file, a `datasets.Dataset`, rows as dicts, or trees: `PromptTree`s of two
-            completions (chosen, rejected) for DPO, of any number for SFT and KD; for KTO pairs of a tree and its
+        train_dataset, eval_dataset: a file, a `datasets.Dataset`, a table, rows as dicts, or trees: `PromptTree`s of
+            two completions (chosen, rejected) for DPO, of any number for SFT and KD; for KTO pairs of a tree and its
             labels.
         train_dataloader, eval_dataloader: batches in the padded layouts of OpenRLHF, ColossalChat or NeMo-Aligner.
             Each batch is one optimizer step, in the order of the dataloader.

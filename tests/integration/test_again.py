@@ -157,7 +157,7 @@ def test_a_signal_while_prompts_are_answered_stops_before_step_1(train: Callable
 
 def test_max_time_counts_reading(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With data that takes an hour of a limit of half an hour."""
-    import tropism.runner as api
+    from tropism.train.setup import inputs as api
 
     real, clock, hours = api.prepare_data, time.monotonic, 0
 

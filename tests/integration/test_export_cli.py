@@ -191,8 +191,8 @@ def test_the_card_says_what_the_run_said(made: dict[bool, Made], tmp_path: Path)
     assert front_matter(card) == {"library_name": "transformers", "pipeline_tag": "text-generation",
                                   "tags": ["tropism", "kto"]}
     assert card.split("---\n")[2].strip().startswith("# named\n")
-    assert f"`{options['model']}` by KTO" in card
-    assert f"Training data: `{audit['source']}`" in card
+    assert f"`{Path(options['model']).name}` by KTO" in card
+    assert f"Training data: `{Path(audit['source']).name}`" in card
     for key, value in {"rows read": audit["rows"]["read"], "rows kept": audit["rows"]["kept"],
                        "rows dropped": "1 " + next(iter(audit["rows"]["dropped"])),
                        "labeled desirable": audit["labels"]["desirable"], "rows held out": audit["split"]["eval"],

@@ -106,13 +106,27 @@ def test_keys_are_prompt_and_completion_ids() -> None:
     assert len(keys) == 5
 
 
-@pytest.mark.parametrize("value", [float("nan"), 0.0, float("-inf"), 3.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3.0, 0.11])
 def test_an_impossible_entry_stops_the_run(tmp_path: Path, value: float) -> None:
-    """R4: a zero, NaN or positive log-prob in an intact file is an error, with the remedy."""
+    """R4: a NaN, an infinite or a positive log-prob in an intact file is an error, with the remedy."""
     store = ScoreStore(tmp_path, "f", {})
     store.add({b"k" * 16: value})
     with pytest.raises(ReferenceMismatchError, match="tropism store clean"):
         store.load()
+
+
+@pytest.mark.parametrize(("value", "fine"), [(0.0, True), (-0.0, True), (5e-5, True), (0.05, False)])
+def test_a_stored_score_is_at_most_0_but_for_rounding(model: LanguageModel, tmp_path: Path, value: float, fine: bool,
+                                                      ) -> None:
+    """R4, N1: 3e-5 nats per token are rounding; this completion has two."""
+    key = TREES[0].score_keys[1]
+    ScoreStore(tmp_path, references.fingerprint(model), {}).add({key: value})
+    if fine:
+        assert references.build(model, TREES, 100, tmp_path, WORLD).scores[key] == value
+        return
+    with pytest.raises(ReferenceMismatchError, match=r"^prompt with ids \[3, 9, 8, 7\]: the reference gives this "
+                                                     r"completion the log-prob 0\.05.* tropism store clean --store"):
+        references.build(model, TREES, 100, tmp_path, WORLD)
 
 
 def test_a_damaged_file_is_computed_again(model: LanguageModel, tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def test_a_disk_too_small_for_the_result_is_noticed_before_training(train: Calla
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(OutputError, match="GiB free"):
+    with pytest.raises(OutputError, match=r"disk space for the model: [\d,]+ bytes are needed, 1,000 are free"):
         train("dpo", max_steps=1)
 
 

@@ -117,11 +117,12 @@ def test_other_versions_and_devices_are_told(finished: Path) -> None:
     manifest = json.loads(path.read_text())
     manifest["libraries"] |= {"torch": "2.0.0", "no-such-library": "1.0"}
     manifest["device"] = "cuda:0"
+    manifest["code"] = "0" * 32
     path.write_text(json.dumps(manifest))
     verdict = verify(finished)
     assert "torch was 2.0.0" in how(verdict, "libraries")
     assert "no-such-library was 1.0, now not installed" in how(verdict, "libraries")
-    assert states(verdict)["device"] == "differs"
+    assert (states(verdict)["device"], states(verdict)["code"]) == ("differs", "differs")
     assert verdict.intact
 
 

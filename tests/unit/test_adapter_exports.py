@@ -111,10 +111,10 @@ def test_the_card_says_what_an_adapter_began_from(base: Callable[[bool], Path], 
         filled_run(run, named, lora=lora, max_steps=4)
         for merge in (True, False):
             card = card_of(run, tmp_path / f"out-{number}-{merge}", merge=merge)
-            assert f"| `adapter` | {tmp_path / 'first'} |" in card
+            assert "| `adapter` | first |" in card
             assert "| `rank` | 4 |" in card
             assert "| `alpha` | 8 |" in card
-            assert f"Trained from `{base(False)}`" in card
+            assert f"Trained from `{Path(base(False)).name}`" in card
             assert "| epochs |" not in card
 
 

@@ -207,6 +207,18 @@ def test_csv(tmp_path: Path) -> None:
 # --- what becomes of what --------------------------------------------------------------------------------------------
 
 
+def test_formulas_in_csv(tmp_path: Path) -> None:
+    """Training data stays as it is; that a spreadsheet would run a cell is counted and said. Numbers are none."""
+    texts = ["=cmd|' /C calc'!A1", "+1+A1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-5", "+1.5e3", "-.5", "a=1",
+             " =1", "'=1"]
+    rows = [{"prompt": text, "completion": "c", "label": True, "=n": -1} for text in texts]
+    for kind, count in ((".csv", 7), (".jsonl", 0)):  # six cells and a column's name
+        account = converted(rows, tmp_path / f"a{kind}", "unpaired", keep_columns=True)
+        assert [raw.record["prompt"] for raw in read(tmp_path / f"a{kind}")] == texts
+        assert account.formulas == account.to_json()["formulas"] == count
+        assert (f"  formulas ({count}): cells that begin with =" in said(account)) == bool(count)
+
+
 def test_ids_are_those_of_the_source(tmp_path: Path) -> None:
     """Never a place: a row without an id has none in the file."""
     found = made(tmp_path, [{"id": 7, **SCORED}, SCORED], "unpaired")

@@ -284,7 +284,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_disk_that_fills_up(run: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """S1: half a model would keep the disk full."""
-    monkeypatch.setattr("tropism.commands.export.run.check_space", lambda path, size: None)  # the space is gone
+    monkeypatch.setattr("tropism.commands.export.run.check_space", lambda *args: None)  # the space is gone
     (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 64 * 1024))
     with pytest.raises(OutputError, match=r"the model could not be written.*bytes are needed"):
         export(run, small_disk / "out")

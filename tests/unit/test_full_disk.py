@@ -16,7 +16,7 @@ import torch
 from tropism.commands.files import write_json, write_text
 from tropism.commands.scoring import write
 from tropism.errors import OutputError
-from tropism.files import append_line, write_whole
+from tropism.files import append_line, bytes_on_disk, write_whole
 from tropism.model import save
 from tropism.observe.lock import owned
 from tropism.observe.rundir import RunDirectory
@@ -178,7 +178,7 @@ def test_a_replaced_file_keeps_its_old_content(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OutputError, match=r"3 bytes are needed, [\d,]+ are free"):
+    with pytest.raises(OutputError, match=rf"\({bytes_on_disk([3], path):,} bytes are needed, [\d,]+ are free"):
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

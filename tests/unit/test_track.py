@@ -311,3 +311,9 @@ def test_wandb_for_real(tmp_path: Path) -> None:
 
 def test_trackio_for_real(tmp_path: Path) -> None:
     assert (run_for_real("trackio", tmp_path) / "trackio" / "tropism.db").is_file()
+
+
+def test_the_name_of_a_run_is_text(fakes: dict[str, type], tmp_path: Path) -> None:
+    """Trackers print it, also that of a directory of somebody else."""
+    Trackers(["wandb"], "a\x1b[31m\nb", tmp_path, {}, print)
+    assert fakes["wandb"].made.arguments[-1]["name"] == r"a\x1b[31m\nb"  # type: ignore[attr-defined]

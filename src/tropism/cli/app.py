@@ -5,10 +5,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from tropism.cli.help import requested
+from tropism.cli.library_output import clean_library_output
 from tropism.errors import StoppedEarly, TropismError
+from tropism.observe.console import Voice
 from tropism.observe.torchrun_notes import follows_stop, note_stop, say_once
 
 
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error that several processes share is printed once.
     """
     began = time.monotonic()
+    clean_library_output()
     tokens = list(sys.argv[1:] if argv is None else argv)
     try:
         if follows_stop():
@@ -34,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             note_stop()
         _complain(str(error))
         return error.exit_code
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        _complain(f"{os.fsdecode(error.filename)}: cannot be used: {error.strerror}")
+        return 2 if isinstance(error, PermissionError) else 1
     except KeyboardInterrupt:
         _complain("interrupted. Files written so far are readable.")
         return 1
@@ -48,8 +54,7 @@ def _show(text: str) -> int:
 
 
 def _complain(text: str) -> None:
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    say_once(f"tropism: {text}", lambda said: errors.print(said, markup=False))
+    say_once(f"tropism: {text}", lambda said: Voice(errors=True).say(*said.split("\n")))
 
 
 __all__ = ["main"]

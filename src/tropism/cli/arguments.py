@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tropism.config import METHODS, takes_bool
 from tropism.config_file import read_yaml
 from tropism.errors import UsageError, count_of
+from tropism.observe.console import Voice
+from tropism.options import check_file_name
 
 
 def spelled_out(tokens: list[str]) -> list[str]:
@@ -29,7 +29,7 @@ def with_config(tokens: list[str]) -> list[str]:
     if tokens[:1] == ["train"]:
         if len(tokens) < 2 or tokens[1].startswith("-"):
             raise UsageError("CONFIG is required. Example: tropism train RUN/config.yaml")
-        method, values = read_yaml(tokens[1], decided=_decides_code(tokens[2:]))
+        method, values = read_yaml(_file("CONFIG", tokens[1]), decided=_decides_code(tokens[2:]))
         if method is None:
             raise UsageError(f"{tokens[1]}: `method:` is missing. Add one of {', '.join(METHODS)}")
         return [method, *_spelled_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
@@ -41,7 +41,7 @@ def with_config(tokens: list[str]) -> list[str]:
             if not joined and position + 1 == len(tokens):
                 raise UsageError("--config needs a file. Example: --config base.yaml")
             path = path if joined else tokens[position + 1]
-            method, values = read_yaml(path, tokens[0], _decides_code(tokens))
+            method, values = read_yaml(_file("--config", path), tokens[0], _decides_code(tokens))
             if method not in (None, tokens[0]):
                 raise UsageError(f"{path}: written for method {method}, not {tokens[0]}. Use `tropism {method}`.")
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
@@ -49,11 +49,23 @@ def with_config(tokens: list[str]) -> list[str]:
     return tokens
 
 
+def _file(name: str, value: str) -> str:
+    """The value of an argument that names a file.
+
+    Raises:
+        UsageError: if nothing can have that name.
+    """
+    try:
+        return check_file_name(value)
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from None
+
+
 def _resumed(tokens: list[str]) -> list[str]:
     """Replace `resume RUN ...` by the command that started the run, with the given overrides."""
     if not tokens or tokens[0].startswith("-"):
         raise UsageError("RUN is required. Example: tropism resume RUN")
-    named = Path(tokens[0]).expanduser()
+    named = Path(_file("RUN", tokens[0])).expanduser()
     run = named.parent.parent if named.parent.name == "checkpoints" else named
     if not run.is_dir():
         raise UsageError(f"{named}: cannot resume: directory not found")
@@ -112,7 +124,7 @@ def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[s
 def _note(text: str) -> None:
     """Print a note, from the main process only."""
     if os.environ.get("RANK", "0") == "0":
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"note: {text}", markup=False)
+        Voice(errors=True).warn(text)
 
 
 def _value_of(option: str, given: Sequence[str]) -> str | None:

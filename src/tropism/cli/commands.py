@@ -20,6 +20,7 @@ from tropism.config import (
     SFTOptions,
 )
 from tropism.errors import TropismError, UsageError, count_of, did_you_mean
+from tropism.options import check_file_name
 
 app = App(name="tropism", result_action="return_value", help_flags=(), version_flags=(),
           suppress_keyboard_interrupt=False)
@@ -30,6 +31,10 @@ _began: ContextVar[float | None] = ContextVar("began", default=None)
 """Monotonic time at which the command line was called: `--max-time` counts from it."""
 
 _Flat = Parameter(name="*")
+_Name = Annotated[str, Parameter(converter=lambda _, tokens: check_file_name(tokens[0].value))]
+_File = Annotated[Path, Parameter(converter=lambda _, tokens: Path(check_file_name(tokens[0].value)))]
+_Output = Annotated[Path, Parameter(
+    converter=lambda _, tokens: Path(check_file_name(tokens[0].value, for_models=True)))]
 _DType = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -90,33 +95,31 @@ def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
 
 
 @app.command
-def evaluate(model: str, *, options: Annotated[ScoringOptions, _Flat], json: Path | None = None) -> int:
+def evaluate(model: _Name, *, options: Annotated[ScoringOptions, _Flat], json: _File | None = None) -> int:
     """Print figures of a model, and write them to a file."""
-    from tropism.commands.files import write_json
+    from tropism.commands.files import check_reports, voice_beside, write_json
     from tropism.commands.scoring import figures, score
-    from tropism.files import check_writable
-    from tropism.observe.console import Voice
 
-    if json is not None:
-        check_writable(json.parent, json)
+    check_reports(json, inputs=f"{options.data},{model}")
     scores = score(model, options)
     if not scores.is_main:
         return 0
     found = figures(scores, options.beta)
-    Voice().figures(count_of(len(scores.rows), "row"), found)
+    voice_beside(json).figures(count_of(len(scores.rows), "row"), found)
     if json is not None:
         write_json(json, {"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found})
     return 0
 
 
 @app.command
-def inspect(data: str, /, *, options: Annotated[InspectOptions, _Flat], html: Path | None = None,
-            json: Path | None = None) -> int:
+def inspect(data: _Name, /, *, options: Annotated[InspectOptions, _Flat], html: _File | None = None,
+            json: _File | None = None) -> int:
     """Print findings and rows, and write them to files."""
     from tropism.commands import inspect as inspecting  # imports torch: not for --help
-    from tropism.observe.console import Voice
+    from tropism.commands.files import check_reports, voice_beside
 
-    voice = Voice()
+    check_reports(html, json, inputs=data)
+    voice = voice_beside(html, json)
     found = inspecting.inspect(data, options, voice)
     inspecting.show(found, voice)
     if html is not None:
@@ -129,12 +132,13 @@ def inspect(data: str, /, *, options: Annotated[InspectOptions, _Flat], html: Pa
 
 
 @app.command
-def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Path | None = None) -> int:
+def convert(data: _Name, /, *, options: Annotated[ConvertOptions, _Flat], json: _File | None = None) -> int:
     """Write rows in another shape, and print the account."""
     from tropism.commands import convert as converting
-    from tropism.observe.console import Voice
+    from tropism.commands.files import check_reports, voice_beside
 
-    voice = Voice()
+    check_reports(json, inputs=data, beside=Path(options.output))
+    voice = voice_beside(Path(options.output), json)
     report = converting.convert(data, options, voice)
     converting.show(report, Path(options.output), voice)
     if json is not None:
@@ -143,9 +147,11 @@ def convert(data: str, /, *, options: Annotated[ConvertOptions, _Flat], json: Pa
 
 
 @app.command
-def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat], keep_columns: bool = False) -> int:
+def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _Flat],
+          keep_columns: bool = False) -> int:
     """Write one record per row."""
     from tropism.commands import scoring
+    from tropism.commands.files import voice_beside
 
     scoring.check_target(output)
     found = scoring.score(model, options)
@@ -153,7 +159,7 @@ def score(model: str, *, output: Path, options: Annotated[ScoringOptions, _Flat]
         return 0
     columns = scoring.original_columns(options.data) if keep_columns else None
     scoring.write(scoring.records(found, options.beta, columns), output)
-    print(f"{output}: {count_of(len(found.rows), 'row')}")
+    voice_beside(output).say(f"{output}: {count_of(len(found.rows), 'row')}")
     return 0
 
 
@@ -170,7 +176,7 @@ def resume(run: Path) -> int:
 
 
 @app.command
-def demo(*, output: Path | None = None) -> int:
+def demo(*, output: _Output | None = None) -> int:
     """Run the demonstration."""
     from tropism.commands.demo.run import main as run_demo
     from tropism.observe.rundir import free_name
@@ -180,21 +186,23 @@ def demo(*, output: Path | None = None) -> int:
 
 
 @app.command
-def verify(run: Path, /, *, json: Path | None = None, trust_remote_code: bool = False) -> int:
+def verify(run: _File, /, *, json: _File | None = None, trust_remote_code: bool = False) -> int:
     """Print what was checked; exit code 1 if something differs."""
     from tropism.commands import verify as verifying  # imports torch: not for --help
-    from tropism.observe.console import Voice
+    from tropism.commands.files import check_reports, voice_beside
 
+    check_reports(json, inputs=str(run))
     verdict = verifying.verify(run, trust_remote_code)
-    verifying.show(verdict, Voice())
+    verifying.show(verdict, voice_beside(json))
     if json is not None:
         verifying.write(verdict, json)
     return 0 if verdict.intact and verdict.repeatable else 1
 
 
 @app.command
-def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None = None, checkpoint: str | None = None,
-           max_shard_size: str | None = None, base: str | None = None, trust_remote_code: bool = False) -> int:
+def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | None = None,
+           checkpoint: _Name | None = None, max_shard_size: _Name | None = None, base: _Name | None = None,
+           trust_remote_code: bool = False) -> int:
     """Write a model directory."""
     from tropism.commands import export as exporting  # imports torch: not for --help
 
@@ -209,7 +217,7 @@ def export(run: Path, /, *, to: Path, merge: bool = False, dtype: _DType | None 
 
 
 @store.command(name="list")
-def store_list(*, store: Path | None = None) -> int:
+def store_list(*, store: _File | None = None) -> int:
     """Print the entries of the cache."""
     from tropism.commands import store as storing  # imports torch: not for --help
     from tropism.observe.console import Voice
@@ -219,7 +227,7 @@ def store_list(*, store: Path | None = None) -> int:
 
 
 @store.command(name="clean")
-def store_clean(fingerprint: str | None = None, *, store: Path | None = None) -> int:
+def store_clean(fingerprint: _Name | None = None, *, store: _File | None = None) -> int:
     """Delete entries of the cache."""
     from tropism.commands import store as storing
     from tropism.observe.console import Voice

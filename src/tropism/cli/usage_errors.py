@@ -32,6 +32,9 @@ def explain_error(error: CycloptsError, tokens: list[str]) -> str:
         return _group(f"--{place}", name) or f"--{place.replace('_', '-')}: {config.explain(problems[0])}"
     if isinstance(error, cyclopts.UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or [''])[0]}. See `tropism {name} --help`."
+    if isinstance(error, cyclopts.CoercionError) and error.msg and error.argument is not None:  # of `commands`
+        option = error.token.keyword if error.token is not None else None
+        return f"{option or error.argument.name.lstrip('-').upper()}: {error.msg}"
     return " ".join(str(error).split())
 
 

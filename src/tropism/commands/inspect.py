@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from tropism.commands import files
 from tropism.config import METHODS, InspectOptions
 from tropism.data.audit.audit import Audit
@@ -22,14 +20,14 @@ from tropism.data.rows import EncodedRow
 from tropism.data.sources.resolve import DataSource
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
-from tropism.data.tokenization.tokenizer import Piece, visible
+from tropism.data.tokenization.tokenizer import Piece
 from tropism.errors import DataError, ModelError, TropismError, count_of
 from tropism.model import load
 from tropism.model.config import check_rope
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.observe.page import render_page
-from tropism.train.frozen.score_store import ROWS
+from tropism.store import ROWS, tidy
 from tropism.train.setup.data import limits
 
 _STYLES = {"warning": "bold red", "notice": "yellow", "info": "cyan"}
@@ -143,6 +141,7 @@ def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = Non
                        cache=options.store_root / ROWS, report=report)
         audit = read(data)
         eval_audit = None if options.eval_data is None else read(options.eval_data)
+    tidy(options.store_root, options.store_bytes)
     check_effect(options, renderer)
     findings = audit.findings(renderer.text.decode)
     findings.append(layout_savings(audit.rows, options.batch_size))
@@ -203,7 +202,7 @@ def show(inspection: Inspection, voice: Voice) -> None:
             if (more := sum(audit.reasons.values()) - _LISTED) > 0:
                 voice.say(f"  and {more:,} more; --json lists the first 1,000 dropped rows")
     for finding in inspection.findings:
-        voice.console.print(Text.assemble((f"{finding.severity:>7}", _STYLES[finding.severity]), ": ", finding.text))
+        voice.styled((f"{finding.severity:>7}", _STYLES[finding.severity]), (f": {finding.text}", ""))
     for name, bins in inspection.lengths.items():
         voice.say(f"{name}:")
         most = max(count for *_, count in bins)
@@ -217,32 +216,32 @@ def _show_row(shown: ShownRow, voice: Voice, *, color: bool) -> None:
     row = shown.row
     label = {True: ", desirable", False: ", undesirable", None: ""}[row.desirable]
     notes = f" ({', '.join(sorted(row.notes))})" if row.notes else ""
-    named = row.place if row.id == row.place else f"{row.place}, id {visible(row.id)}"
-    voice.say("")
-    voice.say(f"{named}{label}{notes}: prompt {count_of(len(row.prompt_ids), 'token')}")
-    voice.console.print(_colored(shown.prompt, _SHOWN[0], color))
+    named = row.place if row.id == row.place else f"{row.place}, id {row.id}"
+    voice.say("", f"{named}{label}{notes}: prompt {count_of(len(row.prompt_ids), 'token')}")
+    voice.styled(*_colored(shown.prompt, _SHOWN[0], color))
     names = ("chosen", "rejected") if len(shown.completions) == 2 else ("completion",)
     for name, pieces, texts in zip(names, shown.completions, shown.supervised, strict=True):
         learned = sum(piece.supervised for piece in pieces)
         voice.say(f"{name}: {count_of(len(pieces), 'token')}, {learned} supervised")
-        voice.console.print(_colored(pieces, _SHOWN[1], color))
-        voice.say(f"supervised text: {' ... '.join(visible(json.dumps(text, ensure_ascii=False)) for text in texts)}")
+        voice.styled(*_colored(pieces, _SHOWN[1], color))
+        voice.say(f"supervised text: {' ... '.join(json.dumps(text, ensure_ascii=False) for text in texts)}")
 
 
-def _colored(pieces: Sequence[Piece], most: int, color: bool) -> Text:
-    """Tokens in order, supervised ones in green or, without color, in brackets; long rows are cut in the middle."""
-    text = Text("  ")
+def _colored(pieces: Sequence[Piece], most: int, color: bool) -> list[tuple[str, str]]:
+    """Tokens in order with their styles: supervised ones in green or, without color, in brackets. Long rows are cut in
+    the middle."""
+    parts = [("  ", "")]
     left_out = len(pieces) - most
     for number, piece in enumerate(pieces):
         if left_out > 0 and most // 2 <= number < most // 2 + left_out:
             if number == most // 2:
-                text.append(f" ... {left_out} tokens ... ", "dim")
+                parts.append((f" ... {left_out} tokens ... ", "dim"))
         elif color:  # neighbors differ, so that token borders are visible
             shade = ("black on green", "black on bright_green") if piece.supervised else ("dim", "default")
-            text.append(piece.visible, shade[number % 2])
+            parts.append((piece.visible, shade[number % 2]))
         else:
-            text.append(f"[{piece.visible}]" if piece.supervised else f"{piece.visible}|")
-    return text
+            parts.append((f"[{piece.visible}]" if piece.supervised else f"{piece.visible}|", ""))
+    return parts
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """`tropism store list` and `tropism store clean`: scores of frozen models and rendered rows kept between runs."""
 
+from datetime import datetime
 from pathlib import Path
 
 from tropism.errors import count_of
 from tropism.observe.console import Voice
+from tropism.store import size_text
 from tropism.train.frozen import score_store
 from tropism.train.options import default_root
 
@@ -19,11 +21,11 @@ def show(root: Path | None, voice: Voice) -> None:
     voice.say(f"{root}: scores of {count_of(len(models), 'frozen model')}")
     for model in models:
         numerics = [model.meta.get("precision"), model.meta.get("layout"), model.meta.get("holds")]
-        voice.say(f"  {model.path.name}  {count_of(model.scores, 'score')}, {_size(model.size_bytes)}  "
-                  f"{model.meta.get('model', '?')} ({', '.join(filter(None, numerics)) or '?'})")
-    blocks, size_bytes = score_store.rendered_rows(root)
+        voice.say(f"  {model.path.name}  {count_of(model.scores, 'score')}, {size_text(model.size_bytes)}, last used "
+                  f"{_day(model.used)}  {model.meta.get('model', '?')} ({', '.join(filter(None, numerics)) or '?'})")
+    blocks, size_bytes, used = score_store.rendered_rows(root)
     if blocks:
-        voice.say(f"  rendered rows: {count_of(blocks, 'block')}, {_size(size_bytes)}")
+        voice.say(f"  rendered rows: {count_of(blocks, 'block')}, {size_text(size_bytes)}, last used {_day(used)}")
 
 
 def clean(root: Path | None, fingerprint: str | None, voice: Voice) -> None:
@@ -40,5 +42,9 @@ def clean(root: Path | None, fingerprint: str | None, voice: Voice) -> None:
     voice.say(f"{root}: removed the scores of {count_of(score_store.clean(root, fingerprint), 'frozen model')}")
 
 
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**10:,.0f} KiB" if size_bytes < 2**20 else f"{size_bytes / 2**20:,.1f} MiB"
+def _day(seconds: float) -> str:
+    """The local date of a time stamp, which another program may have set to anything."""
+    try:
+        return datetime.fromtimestamp(seconds).date().isoformat()
+    except (ValueError, OverflowError, OSError):
+        return "?"

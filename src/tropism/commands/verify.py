@@ -23,7 +23,7 @@ from tropism.model.options import LoraOptions
 from tropism.model.source import ModelSource
 from tropism.observe.checksums import differences, file_hash
 from tropism.observe.console import Voice
-from tropism.observe.manifest import text_fingerprints
+from tropism.observe.manifest import code_hash, text_fingerprints
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.frozen.teacher import shared_vocabulary, stored_name
 from tropism.train.setup.data import prepare_data
@@ -283,6 +283,8 @@ def _of_machine(manifest: Mapping[str, Any]) -> Iterator[Check]:
         if now != then:
             changed.append(f"{name} was {then}, now {now}")
     yield Check("libraries", "differs", ", ".join(changed)) if changed else Check("libraries", "same")
+    if "code" in manifest:
+        yield _compared("code", code_hash(), manifest["code"], "Tropism's source files changed")
     yield _compared("python", platform.python_version(), manifest.get("python"))
     device = str(manifest.get("device", "")).partition(":")[0]
     here = "cuda" if torch.cuda.is_available() else "cpu"

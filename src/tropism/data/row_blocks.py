@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tropism import store
 from tropism.data.row_facts import RowFacts, facts_of, prompt_hash
 from tropism.data.rows import Dropped, EncodedRow, Reason
-from tropism.data.tree import Completion
-from tropism.files import write_whole
+from tropism.data.tree import Completion, TokenIds
 
 BLOCK_ROWS = 1024
 """Rows of a full block. Only full blocks are written to files."""
@@ -26,7 +26,7 @@ _CHECKSUM_BYTES = 16
 _SCHEMA = pa.schema([
     ("ids", pa.large_list(pa.int32())), ("learned", pa.large_list(pa.uint8())),
     ("prompt_tokens", pa.int32()), ("first_tokens", pa.int32()), ("sides", pa.uint8()),
-    ("prompt_hash", pa.uint64()), ("keys", pa.binary(32)), ("split_key", pa.binary(16)),
+    ("tree", pa.uint64()), ("prompt_key", pa.binary(16)), ("keys", pa.binary(32)), ("split_key", pa.binary(16)),
     ("notes", pa.string()), ("reason", pa.string()), ("detail", pa.string())])
 
 
@@ -43,7 +43,7 @@ class Block:
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         facts = json.loads(batch.schema.metadata[b"tropism"])
-        self.stop_ids: set[int] = set(facts["stop_ids"])
+        self.stop_ids: set[int] = set(map(int, facts["stop_ids"]))
         self.saw_messages: bool = facts["saw_messages"]
         self.batch = batch
         ids = batch.column("ids")
@@ -75,6 +75,7 @@ class Block:
             pa.array([len(row.completions[0].ids) if row else 0 for row in kept], pa.int32()),
             pa.array([len(row.completions) if row else 0 for row in kept], pa.uint8()),
             pa.array([prompt_hash(row.prompt_ids) if row else 0 for row in kept], pa.uint64()),
+            pa.array([row.prompt_key if row else bytes(16) for row in kept], pa.binary(16)),
             pa.array([b"".join(side.key for side in row.completions).ljust(32, b"\0") if row else bytes(32)
                       for row in kept], pa.binary(32)),
             pa.array([row.split_key if row else bytes(16) for row in kept], pa.binary(16)),
@@ -110,12 +111,14 @@ class Block:
         notes = self.batch.column("notes")[number].as_py()
         return EncodedRow(id, place, self.ids[start : borders[0]], tuple(completions), desirable,
                           self.batch.column("split_key")[number].as_py(),
-                          frozenset(notes.split(",")) if notes else frozenset())
+                          frozenset(notes.split(",")) if notes else frozenset(),
+                          prompt_key=self.batch.column("prompt_key")[number].as_py())
 
-    def content(self, number: int) -> tuple[bytes, list[bytes]]:
-        """Bytes of a row's prompt ids, and the keys of its completions."""
+    def content(self, number: int) -> tuple[TokenIds, bytes, list[bytes]]:
+        """A row's prompt ids, the key of its prompt, and the keys of its completions."""
         start, keys = int(self.starts[number]), self.batch.column("keys")[number].as_py()
-        return (self.ids[start : start + int(self.prompt_tokens[number])].tobytes(),
+        return (self.ids[start : start + int(self.prompt_tokens[number])],
+                self.batch.column("prompt_key")[number].as_py(),
                 [keys[16 * side : 16 * side + 16] for side in range(int(self.sides[number]))])
 
     def facts(self) -> dict[str, Any]:
@@ -128,9 +131,10 @@ class Block:
         learned = np.stack([sums[middle] - sums[borders], sums[self.starts[1:]] - sums[middle]], axis=1)
         keys = _fixed(self.batch.column("keys"), 32).view(np.uint64).reshape(-1, 4)
         completion = np.stack([keys[:, 0], np.where(two, keys[:, 2], 0)], axis=1)
-        return {"prompt": self.batch.column("prompt_hash").to_numpy(), "prompt_tokens": self.prompt_tokens,
-                "completion": completion, "tokens": tokens, "learned": learned,
-                "split": _fixed(self.batch.column("split_key"), 16).view(np.uint64).reshape(-1, 2)[:, 0]}
+        prompt, split = (_fixed(self.batch.column(name), 16).view(np.uint64).reshape(-1, 2)[:, 0]
+                         for name in ("prompt_key", "split_key"))
+        return {"prompt": prompt, "tree": self.batch.column("tree").to_numpy(), "prompt_tokens": self.prompt_tokens,
+                "completion": completion, "tokens": tokens, "learned": learned, "split": split}
 
     def write(self, path: Path) -> None:
         """Write the block to a file, atomically.
@@ -142,26 +146,49 @@ class Block:
         with pa.ipc.new_stream(sink, self.batch.schema) as writer:
             writer.write_batch(self.batch)
         content = sink.getvalue().to_pybytes()
-        write_whole(path, content + _checksum(content), parents=True)
+        store.write(path, content + _checksum(content, path))
 
     @classmethod
     def open(cls, path: Path) -> "Block | None":
-        """The block of a file, mapped; None if it is missing or corrupted."""
+        """The block of a file, mapped; None if it is missing, corrupted, or was written as another file."""
         try:
+            if not store.is_file(path):
+                return None
             content = pa.memory_map(str(path)).read_buffer()
             body = content.slice(0, max(content.size - _CHECKSUM_BYTES, 0))
-            if content.slice(body.size).to_pybytes() != _checksum(body):
+            if content.slice(body.size).to_pybytes() != _checksum(body, path):
                 return None
-            return cls(next(iter(pa.ipc.open_stream(body))))
-        except (OSError, pa.ArrowException):
+            batch = next(iter(pa.ipc.open_stream(body)))
+            batch.validate(full=True)
+            return block if batch.schema.equals(_SCHEMA) and (block := cls(batch))._is_consistent() else None
+        except Exception:  # whoever can write to the store can write anything under a right checksum
             return None
+
+    def _is_consistent(self) -> bool:
+        """Whether the columns fit each other."""
+        complete = all(self.batch.column(field.name).null_count == 0 for field in _SCHEMA
+                       if field.name not in ("reason", "detail"))
+        tokens = self.prompt_tokens.astype(np.int64) + self.first_tokens
+        return (complete and self.batch.column("learned").offsets.equals(self.batch.column("ids").offsets)
+                and min(part.min(initial=0) for part in (self.prompt_tokens, self.first_tokens, self.ids)) == 0
+                and bool((tokens <= np.diff(self.starts)).all())
+                and self.sides.max(initial=0) <= 2 and self.learned.view(np.uint8).max(initial=0) <= 1)
+
+    def same_rows(self, numbers: Sequence[int], other: "Block") -> bool:
+        """Whether the rows at `numbers` are those of another block. The texts of dropped rows are not compared."""
+        names = [field.name for field in _SCHEMA if field.name != "detail"]
+        return (self.batch.select(names).take(pa.array(numbers, pa.int64())).equals(other.batch.select(names))
+                and self.stop_ids >= other.stop_ids and self.saw_messages >= other.saw_messages)
 
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 
 
-def _checksum(content: Any) -> bytes:
-    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
+def _checksum(content: Any, path: Path) -> bytes:
+    """Hash of a file's content, its name, which is that of the rows, and its directory's name, that of the renderer."""
+    digest = hashlib.blake2b(f"{path.parent.name}/{path.name}/".encode(), digest_size=_CHECKSUM_BYTES)
+    digest.update(content)
+    return digest.digest()
 
 
 def _plain(text: str) -> str:
@@ -302,8 +329,8 @@ class RowTable(Sequence[EncodedRow]):
         keys = [sidecar.block.batch.column("split_key").to_pylist() for sidecar in self._sidecars]
         return [keys[block][offset] for block, offset in zip(self._blocks, self._offsets, strict=True)]
 
-    def contents(self) -> Iterator[tuple[bytes, list[bytes], bool | None]]:
-        """The content of each row: bytes of its prompt ids, keys of its completions, label."""
+    def contents(self) -> Iterator[tuple[TokenIds, bytes, list[bytes], bool | None]]:
+        """The content of each row: its prompt ids, the key of its prompt, keys of its completions, label."""
         for number, offset in zip(self._blocks.tolist(), self._offsets.tolist(), strict=True):
             sidecar = self._sidecars[number]
             yield *sidecar.block.content(offset), _label(int(sidecar.labels[offset]))

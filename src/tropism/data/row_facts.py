@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tropism.data.rows import EncodedRow
-from tropism.data.tree import TokenIds
+from tropism.data.tree import TokenIds, prompt_key
 
 Integers = npt.NDArray[np.int64]
 
 _DIGEST_BYTES = 16
-_TYPES = {"prompt": np.uint64, "prompt_tokens": np.int64, "completion": np.uint64, "tokens": np.int64,
-          "learned": np.int64, "desirable": np.int8, "split": np.uint64}
+_TYPES = {"prompt": np.uint64, "tree": np.uint64, "prompt_tokens": np.int64, "completion": np.uint64,
+          "tokens": np.int64, "learned": np.int64, "desirable": np.int8, "split": np.uint64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,14 +24,15 @@ class RowFacts:
     """Rows as columns, without token ids. Only the first two completions of a row count.
 
     Args:
-        prompt: `[n]` hash of the prompt ids.
-        prompt_tokens: `[n]` tokens of the prompt.
+        prompt: `[n]` `key_number` of the prompt before truncation.
+        prompt_tokens: `[n]` tokens of the prompt after truncation.
         completion: `[n, 2]` `key_number` of each completion; 0 for a missing second one.
         tokens: `[n, 2]` tokens of each completion; 0 for a missing second one.
         learned: `[n, 2]` supervised tokens of each completion.
         desirable: `[n]` 1 or 0; -1 without a label.
         split: `[n]` `key_number` of the split key.
         notes: for each note that occurs, the numbers of its rows, ascending.
+        tree: `[n]` `prompt_hash` of the prompt ids after truncation. Default: no prompt was truncated.
 
     Raises:
         ValueError: if the columns differ in length.
@@ -45,8 +46,11 @@ class RowFacts:
     desirable: npt.NDArray[np.int8]
     split: npt.NDArray[np.uint64]
     notes: Mapping[str, Integers]
+    tree: npt.NDArray[np.uint64] | None = None
 
     def __post_init__(self) -> None:
+        if self.tree is None:
+            object.__setattr__(self, "tree", self.prompt)
         for name, dtype in _TYPES.items():  # narrower columns would overflow in products
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=dtype))
             wanted = (len(self.prompt), 2) if name in ("completion", "tokens", "learned") else (len(self.prompt),)
@@ -58,12 +62,18 @@ class RowFacts:
 
     @cached_property
     def prompt_numbers(self) -> Integers:
-        """`[n]` consecutive numbers from 0; equal prompts have equal numbers."""
+        """`[n]` consecutive numbers from 0; rows of one prompt, as it is before truncation, have equal numbers."""
         return groups(self.prompt)
 
     @cached_property
+    def tree_numbers(self) -> Integers:
+        """`[n]` the same for rows that share a tree within a step: their prompts are equal after truncation."""
+        assert self.tree is not None
+        return groups(self.tree)
+
+    @cached_property
     def row_numbers(self) -> Integers:
-        """`[n]` the same for rows that are equal in every token; labels do not count."""
+        """`[n]` the same for rows with equal prompts and equal completions; labels do not count."""
         return groups(self.prompt_numbers, *self.completion.T)
 
     @property
@@ -89,7 +99,7 @@ class RowFacts:
     @property
     def repeated_tokens(self) -> int:
         """Flat tokens that belong to repeated prompts."""
-        once = self.prompt_tokens[first_of(self.prompt_numbers)]
+        once = self.prompt_tokens[first_of(self.tree_numbers)]
         return int((self.prompt_tokens * self.sides).sum() - once.sum())
 
 
@@ -111,7 +121,8 @@ def facts_of(rows: Sequence[EncodedRow]) -> RowFacts:
         return found
 
     return RowFacts(
-        prompt=np.array([prompt_hash(row.prompt_ids) for row in rows], dtype=np.uint64),
+        prompt=np.array([key_number(row.prompt_key) for row in rows], dtype=np.uint64),
+        tree=np.array([prompt_hash(row.prompt_ids) for row in rows], dtype=np.uint64),
         prompt_tokens=np.array([len(row.prompt_ids) for row in rows], dtype=np.int64),
         completion=both(lambda completion: key_number(completion.key), np.uint64),
         tokens=both(lambda completion: len(completion.ids), np.int64),
@@ -123,7 +134,7 @@ def facts_of(rows: Sequence[EncodedRow]) -> RowFacts:
 
 def prompt_hash(ids: TokenIds) -> int:
     """The number of a prompt."""
-    return key_number(hashlib.blake2b(ids.tobytes(), digest_size=_DIGEST_BYTES).digest())
+    return key_number(prompt_key(ids))
 
 
 def key_number(key: bytes) -> int:
@@ -133,7 +144,7 @@ def key_number(key: bytes) -> int:
 
 def _split_number(row: EncodedRow) -> int:
     # The key of rows that were given as token ids is their prompt. It is no digest: many prompts begin alike.
-    if len(row.split_key) == _DIGEST_BYTES and row.split_key != row.prompt_key:
+    if len(row.split_key) == _DIGEST_BYTES and row.split_key != row.tree_key:
         return key_number(row.split_key)
     return key_number(hashlib.blake2b(row.split_key, digest_size=_DIGEST_BYTES).digest())
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-from tropism.data.tree import Completion, TokenIds
+from tropism.data.tree import Completion, TokenIds, prompt_key
 
 Message = dict[str, Any]
 """A chat message as templates take it: `role`, `content`, and all other keys of the user's data."""
@@ -75,6 +75,8 @@ class EncodedRow:
         notes: changes to the row (`prompt_cut`, `completion_cut`, `text_changed`, ...).
         partner: mismatched completion that was given with the row. KTO's reference point uses it instead of another
             row's completion.
+        prompt_key: `tree.prompt_key` of the prompt before truncation. It decides whether two rows have the same prompt.
+            Default: that of `prompt_ids`, for rows that were never truncated.
     """
 
     id: str
@@ -85,10 +87,15 @@ class EncodedRow:
     split_key: bytes
     notes: frozenset[str] = field(default_factory=frozenset)
     partner: Completion | None = None
+    prompt_key: bytes = b""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_key:
+            object.__setattr__(self, "prompt_key", prompt_key(self.prompt_ids))
 
     @property
-    def prompt_key(self) -> bytes:
-        """Rows with equal prompt ids have equal keys and share a tree within a step."""
+    def tree_key(self) -> bytes:
+        """Rows with equal prompt ids after truncation share a tree within a step. They may have different prompts."""
         return self.prompt_ids.tobytes()
 
     @property

@@ -1,9 +1,11 @@
 """Rows from prompt trees that a user has built."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from tropism.data.formats import View
+from tropism.data.formats import View, fields
 from tropism.data.rows import EncodedRow
+from tropism.data.sources.python_values import plain
 from tropism.data.tree import PromptTree
 from tropism.errors import DataError, count_of
 
@@ -35,15 +37,23 @@ def rows_of_trees(trees: Iterable[Labeled], view: View) -> list[EncodedRow]:
                                 f"{len(tree.completions)}")
             rows.append(_row(place, tree, tree.completions, None))
             continue
+        labels = plain(labels)
+        if labels is not None and not isinstance(labels, list | tuple):
+            raise DataError(f"{place}: labels must be a list with one label per completion, not "
+                            f"{type(labels).__name__}")
         if labels is not None and len(labels) != len(tree.completions):
             raise DataError(f"{place}: {count_of(len(labels), 'label')} for "
                             f"{count_of(len(tree.completions), 'completion')}")
         for position, completion in enumerate(tree.completions):
-            if labels is not None and labels[position] not in (0, 1):
-                raise DataError(f"{place}: label {labels[position]!r} is not True or False")
-            label = None if labels is None else bool(labels[position])
+            label = None if labels is None else _label(labels[position], place)
             rows.append(_row(f"{place} completion {position + 1}", tree, (completion,), label))
     return rows
+
+
+def _label(value: Any, place: str) -> bool:
+    if not isinstance(value, int | float) or value not in (0, 1):
+        raise DataError(f"{place}: label {fields.short_repr(value)} is not True or False")
+    return bool(value)
 
 
 def _row(place: str, tree: PromptTree, completions: tuple, desirable: bool | None) -> EncodedRow:  # type: ignore[type-arg]

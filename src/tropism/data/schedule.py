@@ -61,7 +61,7 @@ class Schedule:
     of them. No step crosses an epoch, and the last step of an epoch may be shorter.
 
     Args:
-        prompts: for each row, the number of its prompt; equal prompts have equal numbers.
+        prompts: for each row, the number of its prompt; prompts that are equal before truncation have equal numbers.
         batch_size: rows of a step, over all ranks.
         seed: of the permutations.
         epochs: passes over the data; ignored with `max_steps`.

@@ -132,6 +132,11 @@ class PromptTree:
         return [score_key(self.prompt_ids, completion) for completion in self.completions]
 
 
+def prompt_key(ids: TokenIds) -> bytes:
+    """The key of a prompt: a hash of its ids. Pass the ids before truncation, or different prompts may get one key."""
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+
+
 def score_key(prompt_ids: TokenIds, completion: Completion) -> bytes:
     """The key of a stored log-prob: a hash of prompt ids and completion."""
     digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16)

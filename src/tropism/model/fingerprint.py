@@ -18,14 +18,19 @@ VERSION = 1
 
 def fingerprint(model: LanguageModel) -> str:
     """Hash of everything that decides log-probs of given ids: weights, scales of adapters, config and numerics."""
-    config = {name: value for name, value in model.module.config.to_dict().items()
-              if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
-                              "architectures") and not name.startswith("_")}
     numerics = [VERSION, model.precision, model.layout, model.device.type]
-    digest = hashlib.blake2b(json.dumps([config, numerics], sort_keys=True, default=str).encode(), digest_size=16)
+    decided = json.dumps([deciding_settings(model.module.config), numerics], sort_keys=True, default=str)
+    digest = hashlib.blake2b(decided.encode(), digest_size=16)
     for line in (*weight_hashes(model.module), *active_scales(model.module)):
         digest.update(line.encode())
     return digest.hexdigest()
+
+
+def deciding_settings(config: Any) -> dict[str, Any]:
+    """The settings of a model's config that log-probs depend on."""
+    return {name: value for name, value in config.to_dict().items()
+            if name not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
+                            "architectures") and not name.startswith("_")}
 
 
 def weight_hashes(module: Any) -> list[str]:

@@ -75,6 +75,8 @@ class LanguageModel:
         device: device of its weights.
         sum_once: for a sharded policy: sum gradients over processes only after the last pack of a step.
         stays: for a sharded frozen model: keep weights outside of its layers gathered between passes.
+        rounding: largest difference between our log-prob of a completion and the model's own, measured at start, in
+            nats per square root of its tokens.
     """
 
     module: Any
@@ -83,6 +85,7 @@ class LanguageModel:
     device: torch.device
     sum_once: bool = False
     stays: bool = False
+    rounding: float = 0.0
 
     def __post_init__(self) -> None:
         self._attend()

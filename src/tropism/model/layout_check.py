@@ -1,7 +1,7 @@
 """Choose the layout before training, after checking its log-probs against the model's own forward pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -104,5 +104,5 @@ def choose_layout(module: object, precision: Precision, device: torch.device, tr
                 raise
             reason = f"{type(refusal).__name__}: {first_line(refusal)}" if unforeseen else str(refusal)
         else:
-            return model, LayoutCheck(layout, per_token, per_root_token, reason)
+            return replace(model, rounding=per_root_token), LayoutCheck(layout, per_token, per_root_token, reason)
     raise ModelError(f"this model is unsupported: {reason}")

@@ -1,5 +1,6 @@
 """Options of adapters."""
 
+import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,8 +20,8 @@ def is_adapter(name: Any) -> bool:
     """True for a directory that holds an adapter but no model weights; a model config alone does not count."""
     if not isinstance(name, str | Path):
         return False
-    path = Path(name).expanduser()
-    return (path / "adapter_config.json").is_file() and not (
+    path = Path(os.path.expanduser(name))
+    return os.path.isfile(path / "adapter_config.json") and not (  # Path.is_file raises for names that are too long
         (path / "config.json").is_file() and any(True for pattern in _MODELS for _ in path.glob(pattern)))
 
 

@@ -11,11 +11,16 @@ from safetensors import SafetensorError
 
 from tropism.distributed.shard import part_of
 from tropism.errors import OutputError
+from tropism.files import bytes_on_disk
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters.parameters import adapter_name, saved_parameters
 
 SHARD_SIZE = "50GB"
 """Largest file of weights: the default of transformers."""
+
+_BYTES_PER_TOKEN = 150  # of tokenizer.json with its merges: 75 to 135 in models of today
+_BYTES_PER_TENSOR = 128  # of a safetensors header, beside the name
+_CONFIG_BYTES = 16 * 1024  # of the configs and the chat template, each
 
 
 def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
@@ -38,28 +43,17 @@ def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
         shutil.rmtree(path, ignore_errors=True)  # left by a run that was killed while finishing, and then resumed
         partial.replace(path)
     except (OSError, SafetensorError) as error:
-        needed = sum(weight.numel() for weight in saved_parameters(model)) * dtype.itemsize
-        failure = OutputError.because(path, error, needed, "the model could not be written")
-        shutil.rmtree(partial, ignore_errors=True)  # a partial model is useless, and may be what fills the disk
-        raise failure from error
+        needed = model_bytes(model, path, dtype)
+        shutil.rmtree(partial, ignore_errors=True)  # useless, and perhaps what fills the disk: not free otherwise
+        raise OutputError.because(path, error, needed, "the model could not be written") from error
 
 
-def check_space(model: Any, path: Path, dtype: torch.dtype, copies: int = 1, beside: int = 0) -> None:
-    """Check before training that the model, and the checkpoints before it, fit on the disk.
-
-    Args:
-        copies: number of models that are written.
-        beside: bytes of all other files.
-
-    Raises:
-        OutputError: with the space that is needed and the space that is free.
-    """
-    needed = sum(weight.numel() for weight in saved_parameters(model)) * dtype.itemsize * copies + beside
-    free = shutil.disk_usage(path).free
-    if free < needed * 1.05:
-        what = ("the model" if copies == 1 else f"{copies} models") + (" and the checkpoints" if beside else "")
-        raise OutputError(f"{path}: not enough disk space for {what}: {needed / 2**30:.2f} GiB needed, "
-                          f"{free / 2**30:.2f} GiB free")
+def model_bytes(model: Any, path: Path, dtype: torch.dtype) -> int:
+    """Space that `export` takes: weights, and an estimate of tokenizer and configs."""
+    weights = sum(weight.numel() for weight in saved_parameters(model)) * dtype.itemsize
+    tokens = int(getattr(model.config.get_text_config(), "vocab_size", None) or 0)
+    names = sum(len(name) + _BYTES_PER_TENSOR for name in model.state_dict())
+    return bytes_on_disk([weights + names, tokens * _BYTES_PER_TOKEN, *[_CONFIG_BYTES] * 5], path)
 
 
 def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],

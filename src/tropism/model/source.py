@@ -113,6 +113,18 @@ class ModelSource:
             raise ModelError(f"{self.name}: the model could not be loaded: {first_line(error)}") from error
 
 
+def public_name(name: str) -> str:
+    """A name for others: a hub id as it is; of a file or directory its last part, without the directories and the user
+    that a path tells of."""
+    try:
+        path = Path(name).expanduser()
+        is_path = (path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name
+                   or path.exists())
+        return path.resolve().name if is_path else name
+    except (OSError, RuntimeError, ValueError):  # no file here can have this name, as the record of another machine may
+        return name.rpartition("/")[2]
+
+
 @cache
 def _warn_missing(name: str) -> None:
     """Warn that a name, which may be a mistyped path, is about to be looked up on the hub."""

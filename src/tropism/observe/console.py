@@ -1,5 +1,9 @@
-"""Console output: messages, progress bars, and tables of results."""
+"""Console output: messages, progress bars, and tables of results. Everything that Tropism prints passes here.
 
+A text is never read as markup, and nothing in it acts on the terminal: see `tropism.printable`.
+"""
+
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,26 +18,45 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
+
+from tropism.printable import one_line
 
 _FIRST_COUNT = 50_000  # first line of a progress without a known end
 
 
 class Voice:
-    """Prints on the main process only. Without a terminal, progress is printed as lines instead of a bar."""
+    """Prints on the main process only. Without a terminal, progress is printed as lines instead of a bar.
 
-    def __init__(self, *, loud: bool = True, console: Console | None = None) -> None:
-        self.console = console or Console(quiet=not loud, highlight=False, soft_wrap=True)
+    Args:
+        loud: print at all.
+        errors: print to standard error.
+        console: to print to.
+    """
+
+    def __init__(self, *, loud: bool = True, errors: bool = False, console: Console | None = None) -> None:
+        self.console = console or _console(errors, quiet=not loud)
         self._progress: Progress | None = None
         self._speaking = False  # plain lines: a nested stage prints nothing
 
-    def say(self, text: str) -> None:
-        """Print a message."""
-        self.console.print(text, markup=False)
+    def say(self, *lines: str) -> None:
+        """Print a message of one line, or of several."""
+        for line in lines:
+            self.styled((line, ""))
 
     def warn(self, text: str) -> None:
         """Print a note that the user should read."""
-        self.console.print(f"[yellow]note:[/yellow] {_escape(text)}")
+        self.styled(("note:", "yellow"), (f" {text}", ""))
+
+    def styled(self, *parts: tuple[str, str]) -> None:
+        """Print one line of texts, each with its style."""
+        self.console.print(Text.assemble(*((self._shown(text), style) for text, style in parts)))
+
+    def _shown(self, text: str) -> str:
+        """A text that does nothing to the terminal, with escapes for characters that its encoding lacks."""
+        encoding = getattr(self.console.file, "encoding", None) or "utf-8"
+        return one_line(text).encode(encoding, "backslashreplace").decode(encoding)
 
     @contextmanager
     def bar(self, title: str) -> Iterator[Callable[..., None]]:
@@ -46,29 +69,32 @@ class Voice:
                 self._speaking = inner
             return
         if self._progress is not None:  # a nested stage: one more line of the same display
-            task = self._progress.add_task(title, total=None, text="")
+            task = self._progress.add_task(self._shown(title), total=None, text="")
             try:
                 yield self._update(self._progress, task)
             finally:
                 self._progress.remove_task(task)
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        cut = Column(no_wrap=True, overflow="crop")  # not every encoding has an ellipsis
+        columns = (TextColumn("{task.description}", markup=False, table_column=cut), BarColumn(),
+                   MofNCompleteColumn(table_column=cut),
+                   TextColumn("{task.fields[text]}", markup=False, table_column=cut),
+                   TimeElapsedColumn(table_column=cut), TextColumn("left", table_column=cut),
+                   TimeRemainingColumn(table_column=cut))
         with Progress(*columns, console=self.console, transient=True) as progress:
             self._progress = progress
             try:
-                yield self._update(progress, progress.add_task(title, total=None, text=""))
+                yield self._update(progress, progress.add_task(self._shown(title), total=None, text=""))
             finally:
                 self._progress = None
 
-    @staticmethod
-    def _update(progress: Progress, task: TaskID) -> Callable[..., None]:
+    def _update(self, progress: Progress, task: TaskID) -> Callable[..., None]:
         shown: dict[str, Any] = {}
 
         def update(done: int, total: int | None, **fields: Any) -> None:
             shown.update(fields)  # an update without fields keeps the earlier ones
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
-            progress.update(task, completed=done, total=total, text=text)
+            progress.update(task, completed=done, total=total, text=self._shown(text))
 
         return update
 
@@ -94,25 +120,32 @@ class Voice:
 
     def figures(self, title: str, record: Mapping[str, float]) -> None:
         """Print a table of one record, with intervals after their values."""
-        table = Table(title=title, title_justify="left")
-        table.add_column("metric")
-        table.add_column("value", justify="right")
-        for key in record:
-            if not key.endswith(("_low", "_high")):
-                table.add_row(key, _cell(record, key))
-        self.console.print(table)
+        self._table(title, ("metric", "value"), [(key, _cell(record, key)) for key in record
+                                                 if not key.endswith(("_low", "_high"))])
 
     def before_after(self, title: str, before: Mapping[str, float], after: Mapping[str, float],
                      leave_out: Collection[str] = ()) -> None:
         """Print a table of metrics before and after training."""
-        table = Table(title=title, title_justify="left")
-        for name, justify in (("metric", "left"), ("before", "right"), ("after", "right")):
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
-        for key in after:
-            if key.endswith(("_low", "_high")) or key in leave_out:
-                continue
-            table.add_row(key, _cell(before, key), _cell(after, key))
+        self._table(title, ("metric", "before", "after"), [
+            (key, _cell(before, key), _cell(after, key)) for key in after
+            if not (key.endswith(("_low", "_high")) or key in leave_out)])
+
+    def _table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        """A table whose first column is on the left, and all others on the right."""
+        table = Table(title=Text(self._shown(title), "table.title"), title_justify="left")
+        for name in columns:
+            table.add_column(name, justify="right" if name != columns[0] else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(self._shown(cell)) for cell in row))
         self.console.print(table)
+
+
+def _console(errors: bool, quiet: bool) -> Console:
+    """A console on a standard stream. rich asks a named stream only for its encoding, and else assumes UTF-8."""
+    stream = sys.stderr if errors else sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return Console(file=None if encoding.lower().startswith("utf") else stream, stderr=errors, quiet=quiet,
+                   highlight=False, soft_wrap=True)
 
 
 def _cell(record: Mapping[str, float], key: str) -> str:
@@ -122,8 +155,4 @@ def _cell(record: Mapping[str, float], key: str) -> str:
     text = text if float(text) else f"{0:.4f}"  # no minus sign before zero
     if f"{key}_low" in record:
         text += f" [{record[f'{key}_low']:.3f}, {record[f'{key}_high']:.3f}]"
-    return _escape(text)
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
+    return text

@@ -5,17 +5,31 @@ import importlib.metadata
 import json
 import platform
 from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tropism.observe.rundir import RunDirectory
 
 SCHEMA_VERSION = 1
-_LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
+PACKAGE = Path(__file__).parents[1]
+"""Directory of Tropism's own code."""
+
+_LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft")
 
 
 def libraries() -> dict[str, str]:
     """Versions of the libraries that results depend on."""
     return {name: importlib.metadata.version(name) for name in _LIBRARIES}
+
+
+@cache
+def code_hash() -> str:
+    """Hash of Tropism's own source files, which may be edited without a new version."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 class Manifest:
@@ -32,7 +46,7 @@ class Manifest:
                  step: int = 0) -> None:
         self.directory = directory
         begun = {"schema_version": SCHEMA_VERSION, "started": _now(), "python": platform.python_version(),
-                 "libraries": libraries(), **facts}
+                 "libraries": libraries(), "code": code_hash(), **facts}
         self.facts: dict[str, Any] = begun
         if earlier:
             gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason", "stopped_by", "model_files")

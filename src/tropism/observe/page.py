@@ -5,16 +5,19 @@ from typing import Any
 
 import jinja2
 
+from tropism.printable import one_line
+
 
 def render_page(template: str, **values: Any) -> str:
-    """Render a template of `observe/pages`. All values are escaped.
+    """Render a template of `observe/pages`. All values are shown as text, each on one line.
 
     Args:
         template: file name.
         values: variables of the template.
     """
     environment = jinja2.Environment(loader=jinja2.FunctionLoader(_read), autoescape=True, trim_blocks=True,
-                                     lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+                                     lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+                                     finalize=lambda value: one_line(str(value)))
     return environment.get_template(template).render(**values)
 
 

@@ -130,7 +130,7 @@ class RunDirectory:
         append_line(self.path / name, json.dumps(value, ensure_ascii=False))
 
     def _replace(self, name: str, text: str) -> None:
-        write_whole(self.path / name, text.encode())
+        write_whole(self.path / name, text.encode(errors="backslashreplace"))  # a path need not be UTF-8
 
 
 def _is_temporary(name: str) -> bool:

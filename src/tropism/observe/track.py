@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tropism.errors import UsageError, did_you_mean, first_line
+from tropism.printable import escaped
 
 TRACKERS: tuple[str, ...] = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive",
                              "swanlab")
@@ -66,7 +67,7 @@ class Trackers:
                  warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._running: dict[str, Any] = {}
-        options = dict(_flat(config))
+        options, run_name = dict(_flat(config)), escaped(run_name)  # most trackers print it
         for name in _clean(names):
             with self._guarded(name, "could not start"):
                 tracker = _make(name, run_name, directory)

@@ -5,6 +5,7 @@ import math
 import torch
 
 from tropism.data.schedule import Steps
+from tropism.files import check_space
 from tropism.model import save
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints.saver import Saver
@@ -26,7 +27,9 @@ def check_disk_space(engine: Engine, options: RunOptions, directory: RunDirector
         together = min(saves, options.keep + 1 + bool(options.keep_best)) if options.keep else saves
         more = max(0, together - len(saver.finished()))
         saved_bytes, copies = more * saver.estimate_bytes(), copies + more * options.checkpoint_model
-    save.check_space(engine.model.module, directory.path, getattr(torch, options.export_dtype), copies, saved_bytes)
+    what = ("the model" if copies == 1 else f"{copies} models") + (" and the checkpoints" if saved_bytes else "")
+    one = save.model_bytes(engine.model.module, directory.path, getattr(torch, options.export_dtype))
+    check_space(directory.path, copies * one + saved_bytes, f"not enough disk space for {what}")
 
 
 def fewest_saves(options: RunOptions, schedule: Steps) -> int:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from tropism.errors import UsageError
 from tropism.model.options import LoraOptions
-from tropism.options import Everyday, Options
+from tropism.options import Everyday, Options, size_bytes
 from tropism.train.interval import Interval, seconds_of
 
 Schedule = Literal["linear", "cosine", "constant", "polynomial", "cosine_with_min_lr", "inverse_sqrt"]
@@ -22,6 +22,23 @@ class StoreOptions(Options):
     store: str | None = None
     """Cache directory for reference scores, teacher tokens and rendered rows. Default: $TROPISM_STORE, else
     ~/.cache/tropism/store."""
+    store_limit: str = "20GB"
+    """Maximum size of the cache directory, such as 500MB or 20GB; 0 or `none` for no limit. At the start of a run, the
+    files that were used least recently are deleted. Files that a run is using are kept."""
+
+    @field_validator("store_limit", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        """Accept a number of bytes, and null in YAML."""
+        text = "none" if value is None else str(value).strip()
+        if text.lower() != "none":
+            size_bytes(text)
+        return text
+
+    @property
+    def store_bytes(self) -> int | None:
+        """`store_limit` in bytes; None for no limit."""
+        return None if self.store_limit.lower() == "none" else size_bytes(self.store_limit) or None
 
     @property
     def store_root(self) -> Path:

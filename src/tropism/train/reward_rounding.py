@@ -1,5 +1,6 @@
-"""How large a reward can be through rounding alone."""
+"""How large a reward, or a log-prob above 0, can be through rounding alone."""
 
+import torch
 from torch import Tensor
 
 from tropism.losses.scored import Scored
@@ -7,6 +8,19 @@ from tropism.model.language_model import Precision
 from tropism.shapes import PerCompletion
 
 _LEAST_BF16 = 1e-3  # nats per root of tokens: no start-up comparison is taken to prove less
+
+
+MOST_STORED = 0.1
+"""No rounding raises a log-prob to this value, in nats: at 3e-5 nats per token it would take 3000 tokens."""
+
+
+def most_logp(tokens: int, precision: Precision) -> float:
+    """The largest log-prob of a completion that rounding explains. Exactly 0 is valid: a model may be certain.
+
+    A token's log-prob is a difference of two logits, in float32 or more. Of logits up to 256 it is off by no more than
+    256 units of the last place.
+    """
+    return 256 * tokens * torch.finfo(torch.float64 if precision == "fp64" else torch.float32).eps
 
 
 def reward_noise(scored: Scored, beta: float, precision: Precision, per_root_token: float = 0.0) -> PerCompletion:

@@ -130,10 +130,10 @@ class StepPlanner:
         return found, len(oversized)
 
     def _heavy_rows(self) -> npt.NDArray[np.bool_]:
-        """`[n]` rows of prompts whose completions may not fit into a pack if one step has all of them."""
+        """`[n]` rows of trees whose completions may not fit into a pack if one step has all of them."""
         facts = facts_of(self.rows)
-        tokens = np.bincount(facts.prompt_numbers, facts.prompt_tokens * facts.sides + facts.tokens.sum(axis=1))
-        heavy: npt.NDArray[np.bool_] = (tokens > self.microbatch_tokens)[facts.prompt_numbers]
+        tokens = np.bincount(facts.tree_numbers, facts.prompt_tokens * facts.sides + facts.tokens.sum(axis=1))
+        heavy: npt.NDArray[np.bool_] = (tokens > self.microbatch_tokens)[facts.tree_numbers]
         return heavy
 
     def packs_of(self, step: int) -> StepPacks:

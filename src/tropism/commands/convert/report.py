@@ -40,6 +40,7 @@ class ConversionReport:
         renamed: new names of kept columns that had to be renamed.
         lost: what else the file does not hold, with counts.
         changed: what the file holds in another form, with counts.
+        formulas: cells of a CSV file that a spreadsheet would run.
     """
 
     source: str
@@ -54,6 +55,7 @@ class ConversionReport:
     renamed: dict[str, str] = field(default_factory=dict)
     lost: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
+    formulas: int = 0
 
     def drop(self, row: Dropped) -> None:
         """Count a dropped row."""
@@ -120,6 +122,10 @@ class ConversionReport:
                     + (hint if any("." not in name for name in columns) else ""))
         found += [f"  not in the file ({count:,}): {text}" for text, count in self.lost.items()]
         found += [f"  changed ({count:,}): {text}" for text, count in self.changed.items()]
+        if self.formulas:
+            found.append(f"  formulas ({self.formulas:,}): cells that begin with =, +, -, @, tab or carriage return. "
+                         "The file has the exact text, which a spreadsheet would run. To open it in one, import all "
+                         "columns as text.")
         return found
 
     def _column(self, name: str, count: int) -> str:
@@ -131,6 +137,6 @@ class ConversionReport:
         return {"source": self.source, "to": self.to, "formats": self.formats,
                 "rows": {"read": self.read, "written": self.written, "dropped": dict(self.dropped)},
                 "columns": {"left_behind": dict(self.columns), "carried": dict(self.carried), "renamed": self.renamed},
-                "lost": dict(self.lost), "changed": dict(self.changed),
+                "lost": dict(self.lost), "changed": dict(self.changed), "formulas": self.formulas,
                 "dropped_rows": [{"place": drop.place, "reason": str(drop.reason), "detail": drop.detail}
                                  for drop in self.first]}

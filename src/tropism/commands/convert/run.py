@@ -8,7 +8,7 @@ from typing import Any
 from tropism.commands.convert.records import carried, other_columns, record_of
 from tropism.commands.convert.report import ConversionReport
 from tropism.commands.convert.source import PEEKED, ConvertedRecord, ConvertPart, open_parts, turns_of
-from tropism.commands.convert.target import check_target, writing
+from tropism.commands.convert.target import check_target, formulas, kind_of, writing
 from tropism.commands.files import write_json
 from tropism.config import ConvertOptions
 from tropism.data.formats import pair_by_prompt
@@ -41,6 +41,7 @@ def convert(data: sources.DataSource, options: ConvertOptions, voice: Voice | No
     parts = open_parts(data, options)
     report = ConversionReport(str(data) if isinstance(data, str | Path) else "rows given in Python", options.to,
                       list(dict.fromkeys(map(str, parts))))
+    csv = kind_of(path) == ".csv"
     long = any(len(part.head) == PEEKED for part in parts)
     with (voice.bar("convert") if voice and long else nullcontext(None)) as progress, writing(path) as write:
         for part, raw, row in _rows(parts, options, report, progress):
@@ -50,13 +51,15 @@ def convert(data: sources.DataSource, options: ConvertOptions, voice: Voice | No
                 report.drop(row)
                 continue
             for one in turns_of(row) if options.turns == "all" else [row]:
-                write(_whole_record(part, raw, one, options, report), one.place)
+                write(record := _whole_record(part, raw, one, options, report), one.place)
                 report.written += 1
+                report.formulas += formulas(record.values()) if csv else 0
         if not report.written:
             first = report.first[0]
             raise DataError(f"{report.source}: no row left to write: {report.read:,} read, dropped "
                             f"{', '.join(f'{count} {reason}' for reason, count in report.dropped.items())} "
                             f"(first: {first.place}: {first.detail})")
+    report.formulas += formulas(report.renamed.get(name, name) for name in report.carried) if csv else 0
     return report
 
 

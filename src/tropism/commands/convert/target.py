@@ -3,7 +3,8 @@
 import csv
 import gzip
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, BinaryIO
 from tropism.commands.files import check_new
 from tropism.data.sources.files import DataFile
 from tropism.errors import DataError, UsageError, first_line
-from tropism.files import replacing
+from tropism.files import is_stream, output
 
 KINDS = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
 
@@ -20,10 +21,11 @@ Write = Callable[[dict[str, Any], str], None]
 """Takes a record, and its place for errors."""
 
 _BATCH = 1024  # rows of a Parquet row group
+_FORMULA = re.compile(r"[=+\-@\t\r](?!\d*\.?\d+(e[+-]?\d+)?\Z)", re.IGNORECASE)  # a number is none
 
 
 def kind_of(path: Path) -> str:
-    """The kind of a file, by its name.
+    """The kind of a file, by its name; JSON Lines for a device or pipe whose name tells none.
 
     Raises:
         UsageError: if it is not one of `KINDS`.
@@ -31,6 +33,8 @@ def kind_of(path: Path) -> str:
     for kind in KINDS:
         if path.name.lower().endswith(kind) and len(path.name) > len(kind):
             return kind
+    if is_stream(path):
+        return ".jsonl"
     raise UsageError(f"{path}: unsupported file type. Use {', '.join(KINDS[:-1])} or {KINDS[-1]}.")
 
 
@@ -60,7 +64,7 @@ def writing(path: Path) -> Iterator[Write]:
     """
     kind = kind_of(path)
     columnar = kind in (".parquet", ".csv")
-    with replacing(path) as temporary, ExitStack() as leftovers:
+    with output(path) as temporary, ExitStack() as leftovers:
         spool, table = (temporary.with_name(temporary.name + ending) for ending in (".rows", kind))
         for left in (spool, table):
             leftovers.callback(left.unlink, missing_ok=True)
@@ -149,6 +153,12 @@ def _check_text(record: dict[str, Any], place: str, path: Path) -> None:
         if not isinstance(record.get(name, ""), str):
             raise DataError(f"{place}: '{name}' is messages, but CSV holds plain text only. Use .jsonl or .parquet "
                             f"instead of {path.name}")
+
+
+def formulas(cells: Iterable[Any]) -> int:
+    """Number of texts that a spreadsheet would run as formulas. CSV has no way to mark them as text, and a change would
+    train on other text."""
+    return sum(isinstance(cell, str) and _FORMULA.match(cell) is not None for cell in cells)
 
 
 def _csv(spool: Path, target: Path, path: Path) -> None:

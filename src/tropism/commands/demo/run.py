@@ -48,12 +48,12 @@ def main(output: Path, voice: Voice | None = None) -> RunResult:
         rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
         prompts = len({json.dumps(row["prompt"]) for row in rows})
         good = sum(row["label"] for row in rows)
-        voice.say("Tropism demo: teach a small model a house style by KTO.\n"
-                  "  model:    SmolLM2-135M-Instruct\n"
+        voice.say("Tropism demo: teach a small model a house style by KTO.",
+                  "  model:    SmolLM2-135M-Instruct",
                   f"  feedback: {len(rows)} completions that the model wrote for {prompts} prompts, {good} labeled "
-                  "desirable\n"
-                  f"  style:    {RULE} A short script labeled the feedback, not a person.\n"
-                  f"  held out: {HELD_OUT:.0%} of the prompts, for a comparison before and after training\n")
+                  "desirable",
+                  f"  style:    {RULE} A short script labeled the feedback, not a person.",
+                  f"  held out: {HELD_OUT:.0%} of the prompts, for a comparison before and after training", "")
         result = run(options(model, data, output, prompts), voice)
     report(result, voice)
     return result
@@ -73,14 +73,15 @@ def report(result: RunResult, voice: Voice) -> None:
                                          for side in ("before", "after")}
     for sample in result.samples[:3]:
         prompt = sample["prompt"].rsplit("user\n", 1)[-1].split("<|", 1)[0].strip()
-        voice.say(f"\nPrompt: {prompt}\n  before: {sample['before']}\n  after:  {sample['after']}")
+        voice.say("", f"Prompt: {prompt}", *f"  before: {sample['before']}".split("\n"),
+                  *f"  after:  {sample['after']}".split("\n"))
     before, after = result.before, result.after
-    voice.say(f"\nOn {count_of(len(result.samples), 'held-out prompt')}, before -> after training:")
+    voice.say("", f"On {count_of(len(result.samples), 'held-out prompt')}, before -> after training:")
     voice.say(f"  completions in house style: {pass_rate(completions['before']):>6.0%} -> "
               f"{pass_rate(completions['after']):.0%}  (greedy decoding)")
     voice.say(f"  reward AUC:                 {before['rewards/auc']:>6.3f} -> {after['rewards/auc']:.3f}  "
               f"(95% interval {after['rewards/auc_low']:.3f} to {after['rewards/auc_high']:.3f})")
     voice.say(f"  reward margin:              {before['rewards/margins']:>6.3f} -> {after['rewards/margins']:.3f}")
     voice.say("The model learned a style, not facts: at this size it does not become more accurate.")
-    voice.say(f"\nNext: `tropism verify {result.directory}` checks the run, and "
+    voice.say("", f"Next: `tropism verify {result.directory}` checks the run, and "
               f"`tropism export {result.directory} --to DIR` exports the model.")

@@ -1,9 +1,10 @@
 """The model card: facts from the run's own files. It claims nothing that was not measured."""
 
 import math
+import os
+import re
 from collections.abc import Mapping
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -12,8 +13,10 @@ import yaml
 from tropism.commands.export.read_run import Chosen, ExportedRun
 from tropism.config import METHODS
 from tropism.data.options import DataOptions
+from tropism.model.source import public_name
 from tropism.observe.metrics import BOOKKEEPING
-from tropism.train.options import RunOptions
+from tropism.printable import escaped, one_line
+from tropism.train.options import RunOptions, StoreOptions
 
 METHOD_NAMES = {
     "kto": "KTO (Kahneman-Tversky optimization, on single labeled completions)",
@@ -35,33 +38,39 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
         adapter_config: peft's config of a trained adapter.
     """
     adapter = bool(facts["adapter"]) and not facts["merged"]
-    options = {key: value for key, value in run.options.items() if value is not None}
+    options = {key: _shown(key, value) for key, value in run.options.items() if value is not None}
     method = str(run.manifest.get("method") or options.get("method"))
     known = METHODS.get(method)
-    shared = {*RunOptions.model_fields, *DataOptions.model_fields, "method", "store", "allow_reference_mismatch"}
+    shared = {*RunOptions.model_fields, *DataOptions.model_fields, *StoreOptions.model_fields, "method",
+              "allow_reference_mismatch"}
     own = [key for key in (known.model_fields if known else ()) if key in options and key not in shared]
     if not options.get("teacher"):  # without one none of these has an effect
         own = [key for key in own if key not in ("kd_weight", "divergence", "divergence_mix", "temperature",
                                                  "temperature_scaling", "top_k")]
     measured, columns, figures = _measured(run, chosen)
     environment = jinja2.Environment(  # our own template writes Markdown, not HTML
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
-        autoescape=False)  # noqa: S701
-    environment.filters |= {"cell": _cell, "figure": _figure}
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=_text,
+        undefined=jinja2.StrictUndefined, autoescape=False)  # noqa: S701
+    environment.filters |= {"code": _code, "literal": _literal, "figure": _figure}
     source = resources.files("tropism.commands.export") / "card.md.jinja"
     template = environment.from_string(source.read_text("utf-8"))
-    loss = f", loss `{options['loss']}`" if "loss" in options else ""
     return template.render(
-        front_matter=yaml.safe_dump(_front_matter(facts, method, adapter), sort_keys=False), name=name,
-        directory=name, base=facts["base"], method=METHOD_NAMES.get(method, method) + loss,
+        front_matter=_Markdown(yaml.safe_dump(_front_matter(facts, method, adapter), sort_keys=False)), name=name,
+        directory=name, base=facts["base"], method=METHOD_NAMES.get(method, method), loss=options.get("loss"),
         what=_what(adapter, bool(facts["merged"]), options), versions=run.manifest.get("libraries", {"tropism": ""}),
         checkpoint=chosen.trainer is not None, step=chosen.step, best=chosen.best, planned=_planned(run),
         adapter=adapter, dtype=facts["dtype"], rounding=facts["rounding"],
-        stops=_listed([f"`{token}` ({number})" for number, token in facts["stop_tokens"].items()]) or "no token",
+        stops=list(facts["stop_tokens"].items()),
         training=_training(run, chosen, options), options=[(key, options[key]) for key in own],
         lora=_lora(run, adapter_config),
         data=_data(run), measured=measured, columns=columns, figures=figures,
         fingerprints=list(facts["fingerprints"].items()))
+
+
+def _shown(key: str, value: Any) -> Any:
+    """The value of an option, without the directories of a file or model that it names."""
+    named = key in ("adapter", "chat_template", "teacher", "reference")
+    return public_name(value) if named and isinstance(value, str) and "\n" not in value else value
 
 
 def _lora(run: ExportedRun, config: Any | None) -> list[tuple[str, Any]]:
@@ -71,8 +80,8 @@ def _lora(run: ExportedRun, config: Any | None) -> list[tuple[str, Any]]:
     rows = {**run.lora, "rank": config.r, "alpha": config.lora_alpha, "dora": config.use_dora,
             "rslora": config.use_rslora}
     if not run.lora:  # then its model is, or contains, the adapter that it started from
-        rows |= {"adapter": run.base, "quantize": (run.options.get("lora") or {}).get("quantize")}
-    return [(key, value) for key, value in rows.items() if value not in (None, False)]
+        rows |= {"adapter": public_name(run.base), "quantize": (run.options.get("lora") or {}).get("quantize")}
+    return [(key, _shown(key, value)) for key, value in rows.items() if value not in (None, False)]
 
 
 def _what(adapter: bool, merged: bool, options: Mapping[str, Any]) -> str:
@@ -88,7 +97,7 @@ def _what(adapter: bool, merged: bool, options: Mapping[str, Any]) -> str:
 
 def _front_matter(facts: Mapping[str, Any], method: str, adapter: bool) -> dict[str, Any]:
     base = str(facts["base"])
-    hub = not Path(base).exists() and not Path(base).is_absolute() and base.count("/") == 1 and " " not in base
+    hub = not os.path.exists(base) and re.fullmatch(r"[\w.-]+/[\w.-]+", base, re.ASCII)
     return ({"base_model": base} if hub else {}) | {
         "library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation",
         "tags": ["tropism", method, *(["lora"] if facts["adapter"] else [])]}
@@ -141,7 +150,8 @@ def _data(run: ExportedRun) -> list[dict[str, Any]]:
             facts += [("rows trained on", split.get("train", "?")), ("rows held out", split.get("eval", "?"))]
             if split.get("prompts_on_both_sides"):
                 facts.append(("held-out prompts that were also trained on", split["prompts_on_both_sides"]))
-        found.append({"title": title, "source": audit.get("source", "?"), "facts": facts})
+        source = ", ".join(public_name(part.strip()) for part in str(audit.get("source", "?")).split(","))
+        found.append({"title": title, "source": source, "facts": facts})
     return found
 
 
@@ -180,11 +190,37 @@ def _figure(value: Any) -> str:
     return text if float(text) else f"{0:.4f}"  # no minus before a zero
 
 
-def _listed(words: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
+# --- text in Markdown -------------------------------------------------------------------------------------------------
 
 
-def _cell(value: Any) -> str:
-    """A value for a table cell: one line, with escaped bars."""
-    text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
-    return " ".join(text.split()).replace("|", "\\|")
+class _Markdown(str):
+    """Text that is Markdown already. All other values of the template are plain text."""
+
+    __slots__ = ()
+
+
+_MARKUP = re.compile(r"[\\`*|~$@]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])|:(?=//|[\w+-]+:)|(?<=www)\.")
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+
+
+def _text(value: Any) -> str:
+    """A value as one line of plain text, in which Markdown, HTML and links have no effect."""
+    if isinstance(value, _Markdown):
+        return value
+    plain = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    marked = _MARKUP.sub(r"\\\g<0>", one_line(plain))
+    return _Markdown(re.sub("[&<>]", lambda found: _ENTITIES[found[0]], marked))
+
+
+def _code(value: Any) -> str:
+    """A value as code."""
+    plain = one_line(str(value))
+    if plain and plain == plain.strip() and not set(plain) & set("`|<>&"):
+        return _Markdown(f"`{plain}`")
+    return _Markdown(f"<code>{_text(plain)}</code>")  # a span of backticks cannot hold it everywhere
+
+
+def _literal(value: str) -> str:
+    """A text as Python writes it, without a character that HTML knows."""
+    plain = escaped(value.replace("\\", r"\\").replace('"', r"\""))
+    return _Markdown('"' + plain.replace("<", r"\x3c").replace("&", r"\x26") + '"')

@@ -1,7 +1,6 @@
 """The exported directory: written whole or not at all, and read back before it gets its name."""
 
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tropism.errors import OutputError, OutputExistsError, UsageError, first_line
+from tropism.files import bytes_on_disk
 from tropism.observe.rundir import free_name
+from tropism.options import size_bytes
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
-          "TIB": 2**40}
 _OTHER_FILES = 2**20  # bytes: a low estimate for tokenizer, configs and card
 
 
@@ -27,10 +26,12 @@ def shard_bytes(size: str | int) -> int:
     Raises:
         UsageError: for anything else.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", str(size).strip().upper())
-    count = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    try:
+        count = size_bytes(size)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size {error}") from None
     if count < 1:
-        raise UsageError(f"--max-shard-size {size}: not a valid size. Use a form such as 5GB, 500MB or 2GiB.")
+        raise UsageError(f"--max-shard-size {size}: not a valid size. It must be at least 1 byte.")
     return count
 
 
@@ -51,16 +52,9 @@ def check_target(path: Path, run: Path) -> None:
                                 f"--to {free_name(path)}")
 
 
-def check_space(path: Path, weight_bytes: int) -> None:
-    """Check before weights are read that the result fits on the disk.
-
-    Raises:
-        OutputError: with the bytes that are needed and free.
-    """
-    needed = int(weight_bytes * 1.02) + _OTHER_FILES
-    free = shutil.disk_usage(next(place for place in path.absolute().parents if place.exists())).free
-    if free < needed:
-        raise OutputError(f"{path}: cannot be written: {needed:,} bytes are needed, {free:,} are free")
+def space_of(path: Path, weight_bytes: int) -> int:
+    """Bytes on the disk that an export takes: weights, and a low estimate for tokenizer, configs and card."""
+    return bytes_on_disk([int(weight_bytes * 1.02), _OTHER_FILES], path)
 
 
 @contextmanager
@@ -80,9 +74,8 @@ def whole(path: Path, needed_bytes: int) -> Iterator[Path]:
         partial.replace(path)
         _sync(path.parent)
     except (OSError, SafetensorError) as error:
-        failure = OutputError.because(path, error, needed_bytes, "the model could not be written")
-        shutil.rmtree(partial, ignore_errors=True)
-        raise failure from error
+        shutil.rmtree(partial, ignore_errors=True)  # before the free bytes are counted
+        raise OutputError.because(path, error, needed_bytes, "the model could not be written") from error
     except BaseException:  # Ctrl-C too
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -11,7 +11,7 @@ import torch
 
 from tropism.commands.export import adapter as adapters
 from tropism.commands.export import card
-from tropism.commands.export.output_directory import check_space, check_target, read_back, shard_bytes, whole
+from tropism.commands.export.output_directory import check_target, read_back, shard_bytes, space_of, whole
 from tropism.commands.export.read_run import Chosen, ExportedRun, choose, read_run
 from tropism.commands.export.tokenizer_and_generation import generation_of, tokenizer_of
 from tropism.commands.export.weights import (
@@ -24,8 +24,9 @@ from tropism.commands.export.weights import (
     rounded,
 )
 from tropism.errors import ModelError, UsageError, count_of
+from tropism.files import check_space
 from tropism.model import load, save
-from tropism.model.source import ModelSource
+from tropism.model.source import ModelSource, public_name
 from tropism.observe.checksums import checksums
 from tropism.observe.console import Voice
 from tropism.observe.manifest import libraries
@@ -126,8 +127,8 @@ class _Work:
 
         def room(count: int) -> None:
             nonlocal needed
-            needed = count * dtype.itemsize
-            check_space(self.path, needed)
+            needed = space_of(self.path, count * dtype.itemsize)
+            check_space(self.path, needed, "cannot be written")
 
         adapter = adapters.read(run, chosen) if self.merge else None  # raises if its base was not found
         tokenizer = tokenizer_of(run, chosen, adapter.base if adapter is not None else None)
@@ -160,8 +161,8 @@ class _Work:
         adapter = adapters.read(run, chosen)
         self.adapter_config = adapter.config
         dtype = self.wanted or (self._usual() if chosen.trainer is not None else _common(adapter.weights))
-        needed = sum(weight.numel() for weight in adapter.weights.values()) * dtype.itemsize
-        check_space(self.path, needed)
+        needed = space_of(self.path, sum(weight.numel() for weight in adapter.weights.values()) * dtype.itemsize)
+        check_space(self.path, needed, "cannot be written")
         tokenizer = tokenizer_of(run, chosen, adapter.base)
         generation, notes = generation_of(run, chosen, adapter.base, tokenizer, _config(run, adapter.base))
         self._tell(notes)
@@ -201,8 +202,8 @@ class _Work:
         ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
         facts: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION, "exported": datetime.now(UTC).isoformat(timespec="seconds"),
-            "libraries": libraries(), "run": str(run.path.resolve()), "step": chosen.step,
-            "checkpoint": chosen.path.name if chosen.trainer is not None else None, "base": base,
+            "libraries": libraries(), "run": run.path.resolve().name, "step": chosen.step,
+            "checkpoint": chosen.path.name if chosen.trainer is not None else None, "base": public_name(base),
             "adapter": chosen.is_adapter, "merged": self.merge, "dtype": str(dtype).removeprefix("torch."),
             "rounding": str(rounding) if rounding.exact < rounding.weights else None,
             "stop_tokens": {number: tokenizer.convert_ids_to_tokens(number) for number in ids},
@@ -210,7 +211,8 @@ class _Work:
         text = card.render(run, chosen, facts, self.path.resolve().name, self.adapter_config)
         (partial / "README.md").write_text(text, encoding="utf-8")
         facts["files"] = checksums(partial)
-        (partial / "export.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (partial / "export.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8",
+                                              errors="backslashreplace")
 
     def _done(self, dtype: torch.dtype, rounding: Rounding, files: dict[str, dict[str, Any]], *,
               is_adapter: bool) -> Exported:

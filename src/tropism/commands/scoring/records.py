@@ -8,7 +8,7 @@ from tropism.commands.files import check_new
 from tropism.commands.scoring.scores import Scores
 from tropism.data.sources import resolve as sources
 from tropism.errors import OutputError, UsageError
-from tropism.files import replacing
+from tropism.files import is_stream, output
 
 
 def check_target(path: Path) -> None:
@@ -18,7 +18,7 @@ def check_target(path: Path) -> None:
         UsageError: for an unsupported kind of file, or one that exists.
         OutputError: if it cannot be written.
     """
-    if path.suffix not in (".jsonl", ".parquet"):
+    if path.suffix not in (".jsonl", ".parquet") and not is_stream(path):
         raise UsageError(f"{path}: scores are written as .jsonl or .parquet")
     check_new(path)
 
@@ -63,7 +63,7 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
     """
     check_target(path)
     try:
-        with replacing(path) as temporary:
+        with output(path) as temporary:
             if path.suffix == ".parquet":
                 import pyarrow
                 from pyarrow import parquet

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from tropism.commands.scoring.options_in_use import say_options
 from tropism.config import ScoringOptions
+from tropism.data.audit.audit import Audit
 from tropism.data.batching.collate import Batch
 from tropism.data.batching.pack import build_trees
 from tropism.data.formats import View
@@ -18,6 +20,7 @@ from tropism.data.rows import EncodedRow
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tree import PromptTree, score_key
 from tropism.distributed import World, connect
+from tropism.distributed.agreement import check_same
 from tropism.losses.divergence import reverse_kl
 from tropism.losses.scored import CompletionScore, Scored
 from tropism.model import load
@@ -28,10 +31,11 @@ from tropism.model.language_model import LanguageModel, Precision, summed
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.shapes import PerCompletion
-from tropism.train.frozen.score_store import ROWS
+from tropism.store import ROWS, tidy
 from tropism.train.frozen.teacher import LiveTeacher, shared_vocabulary
 from tropism.train.reward_rounding import reward_noise
 from tropism.train.score_packs import score_trees
+from tropism.train.setup.agreement import facts_at_start, facts_of_rows
 from tropism.train.setup.checks import probe_trees
 from tropism.train.setup.data import limits
 from tropism.train.setup.models import Numerics, config_of, numerics_of, tokenizer_of
@@ -95,10 +99,11 @@ class _Scoring:
 
     def __init__(self, model: str, options: ScoringOptions, world: World, voice: Voice) -> None:
         self.options, self.voice = options, voice
+        self.source, self.other = world.together(
+            lambda: (_source(model, voice), _source(options.reference, voice) if options.reference else None))
+        check_same(world, lambda: facts_at_start("evaluate", options, {"model": self.source, "reference": self.other}))
         self.world = world = parallelize(world, options.parallel, learns=False)
         self.numerics: Numerics = numerics_of(options, world)
-        self.source = _source(model, voice)
-        self.other = _source(options.reference, voice) if options.reference else None
         remote = options.trust_remote_code
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
         tokenizer_of(self.other, "reference", self.tokenizer, remote)
@@ -106,18 +111,25 @@ class _Scoring:
         self.view = view_of_source(options.data, options)
         configs = [config, *([config_of(self.other, remote)] if self.other else [])]
         renderer = make_renderer(self.tokenizer, limits(options, *configs), options)
-        with voice.bar("read") as report, world.main_first():
-            audit = read_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
-                              options=options, cache=options.store_root / ROWS, report=report)
+
+        def read() -> Audit:
+            with voice.bar("read") as report, world.main_first():
+                return read_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
+                                 options=options, cache=options.store_root / ROWS, report=report)
+
+        audit = world.together(read)
+        world.on_main(partial(tidy, options.store_root, options.store_bytes))
         check_effect(options, renderer)
         for one in configs:
             check_rope(one, renderer.limits.max_length)
             check_embedding(audit.rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
         self.rows: Sequence[EncodedRow] = audit.rows
+        check_same(world, lambda: facts_of_rows("--data", options.data, audit.rows))
         voice.say(f"data: {audit.source}: {audit.summary()}")
         voice.say(f"  {audit.format}")
         for notice in audit.notices():
             voice.warn(notice)
+        say_options(model, options, renderer, self.numerics.precision, voice)
 
     def run(self) -> Scores:
         """Load the models and score the rows."""

@@ -102,7 +102,7 @@ def by_severity(found: Sequence[Finding]) -> list[Finding]:
 
 
 def leakage(train: Sequence[EncodedRow], evaluation: Sequence[EncodedRow]) -> list[Finding]:
-    """Evaluation rows whose prompt, or whose first turns, are trained on."""
+    """Evaluation rows whose prompt before truncation, or whose first turns, are trained on."""
     if not len(train) or not len(evaluation):
         return []
     seen, held = facts_of(train), facts_of(evaluation)
@@ -208,8 +208,8 @@ def _duplicates(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding
     if count := int(again.sum()):
         places = _places(rows, np.flatnonzero(again))
         yield Finding("duplicates", "notice" if count > 0.01 * len(rows) else "info",
-                      f"the data contains {count_of(count, 'duplicate row')}, equal to an earlier row in every token "
-                      f"(first {places[0]}). Each copy is used. Remove the copies if that is not intended.",
+                      f"the data contains {count_of(count, 'duplicate row')}, with prompt, completions and label of an "
+                      f"earlier row (first {places[0]}). Each copy is used. Remove the copies if that is not intended.",
                       places, {"rows": count})
 
 

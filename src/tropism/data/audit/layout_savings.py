@@ -17,12 +17,14 @@ _SAMPLE = 20_000  # rows of the sample
 def layout_savings(rows: Sequence[EncodedRow], batch_size: int, *, seed: int = 0, shuffle: bool = True) -> Finding:
     """Tokens of one epoch: flat, in the tree layout, and in the tree layout with `--group-prompts`."""
     facts = facts_of(rows)
-    flat, prompts = facts.flat_tokens, facts.prompt_numbers
-    grouped, guessed = _computed(rows, facts, prompts)  # these trees do not depend on the steps
+    flat, prompts, whole = facts.flat_tokens, facts.prompt_numbers, facts.tree_numbers
+    if cut := not np.array_equal(prompts, whole):  # else these trees do not depend on the steps
+        whole = groups(_steps(prompts, batch_size, seed, shuffle, group_prompts=True), whole)
+    grouped, guessed = _computed(rows, facts, whole)
     trees, about = grouped, guessed
-    if prompts.max() + 1 < len(rows):
-        planted = groups(_steps(prompts, batch_size, seed, shuffle), prompts)
-        if planted.max() > prompts.max():
+    if facts.tree_numbers.max() + 1 < len(rows):
+        planted = groups(_steps(prompts, batch_size, seed, shuffle), facts.tree_numbers)
+        if cut or planted.max() > whole.max():
             trees, about = _computed(rows, facts, planted)
     text = (f"with {batch_size} rows per optimizer step, the tree layout computes {_tokens(trees, about)} of "
             f"{flat:,} tokens per epoch and saves {percent(1 - trees / flat)}. With --group-prompts it computes "
@@ -38,9 +40,9 @@ def _tokens(count: int, about: bool) -> str:
     return f"about {count:,}" if about else f"{count:,}"
 
 
-def _steps(prompts: Integers, batch_size: int, seed: int, shuffle: bool) -> Integers:
+def _steps(prompts: Integers, batch_size: int, seed: int, shuffle: bool, group_prompts: bool = False) -> Integers:
     """`[n]` the step of the first epoch that trains each row."""
-    plan = Schedule(tuple(prompts.tolist()), batch_size, seed, shuffle=shuffle)
+    plan = Schedule(tuple(prompts.tolist()), batch_size, seed, shuffle=shuffle, group_prompts=group_prompts)
     found = np.zeros(len(prompts), dtype=np.int64)
     for step in range(1, plan.total_steps + 1):
         found[plan.step(step)] = step

@@ -40,7 +40,7 @@ def build_trees(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[Plac
     """Trees of the rows at `indices`: one for equal prompt ids, in which equal completions occur once."""
     groups: dict[bytes, list[int]] = {}
     for index in indices:
-        groups.setdefault(rows[index].prompt_key, []).append(index)
+        groups.setdefault(rows[index].tree_key, []).append(index)
     trees = []
     for group in groups.values():
         distinct: dict[bytes, Completion] = {}
@@ -59,8 +59,8 @@ def build_trees(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[Plac
 def mismatched_trees(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int) -> list[Mismatched]:
     """The mismatched trees of a step, in the order of `build_trees`.
 
-    The partner of a row is its own one if every row has one, else another row's completion. It is truncated to fit
-    into `max_length` with the prompt.
+    The partner of a row is its own one if every row has one, else the completion of a row with another prompt, as the
+    prompts are before truncation. It is truncated to fit into `max_length` with the prompt.
     """
     given = all(rows[index].partner is not None for index in indices)
     partner_of = [] if given else partners([rows[index].prompt_key for index in indices])
@@ -72,7 +72,7 @@ def mismatched_trees(rows: Sequence[EncodedRow], indices: Sequence[int], max_len
         completion = partner.cut(max_length - len(row.prompt_ids))
         if completion is None:  # no supervised token fits: a conversation's first supervised message is too late
             completion = Completion.supervised(partner.ids[: max_length - len(row.prompt_ids)])
-        _, distinct, counts = groups.setdefault(row.prompt_key, (row, {}, {}))
+        _, distinct, counts = groups.setdefault(row.tree_key, (row, {}, {}))
         distinct.setdefault(completion.key, completion)
         counts[completion.key] = counts.get(completion.key, 0) + 1
     return [Mismatched(PromptTree(row.prompt_ids, tuple(distinct.values())), tuple(counts.values()))
@@ -154,6 +154,9 @@ def _split(tree: PromptTree, microbatch_tokens: int, layout: str) -> list[Prompt
 
 def partners(prompts: Sequence[Hashable]) -> list[int]:
     """For each unit of a step, the index of its partner: the next unit, cyclically, with another prompt.
+
+    Args:
+        prompts: of each unit, before truncation.
 
     Raises:
         ValueError: if all units have the same prompt.

@@ -20,12 +20,14 @@ import numpy.typing as npt
 import torch
 
 from tropism.data.formats import View
+from tropism.data.sources.python_values import plain
 from tropism.data.tree import Mask
 from tropism.errors import DataError
 
 Ids = npt.NDArray[np.int64]
 
 _MISMATCHED = "mismatched row"
+_NUMBERS = (bool, int, float, np.generic)
 _UNSUPERVISED = -100  # the label of unsupervised tokens in all of these trainers
 
 
@@ -97,6 +99,9 @@ class BatchParts:
         if array.size != rows or array.shape[:1] != (rows,):
             raise DataError(f"{self.place}: {name} has shape {list(array.shape)}, but must have one value for each "
                             f"of {rows} rows")
+        for row, value in enumerate(plain(array.reshape(-1)) if array.dtype.kind == "O" else (), start=1):
+            if not isinstance(value, _NUMBERS):
+                raise DataError(f"{self.place} row {row}: {name} {value!r} is not a number")
         if array.dtype.kind not in "biuf":
             raise DataError(f"{self.place}: {name} must hold numbers, not {array.dtype}")
         return [float(value) for value in array.reshape(-1)]
@@ -134,7 +139,7 @@ def _array(value: Any, name: str, place: str) -> npt.NDArray[Any]:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return np.asarray((value.float() if value.is_floating_point() else value).numpy())
-    if isinstance(value, (list, tuple)) and not all(isinstance(item, (bool, int, float)) for item in value):
+    if isinstance(value, (list, tuple)) and not all(isinstance(item, _NUMBERS) for item in value):
         items = [_array(item, name, place) for item in value]
         if len({item.shape for item in items}) > 1:
             raise DataError(f"{place}: the rows of {name} have different lengths. Pad the batch.")
@@ -306,8 +311,8 @@ def recognize_layout(batch: Any, place: str) -> tuple[BatchLayout, BatchParts]:
         if dims == (2, 2, 1):
             raise DataError(f"{place}: this is a batch of OpenRLHF's first KTO dataset class, which does not say where "
                             "a prompt ends. Use a later class, whose batches have prompt_ids_lens.")
-    known = "".join(f"\n  {name}: {parts}" for name, parts in LAYOUTS.items())
-    raise DataError(f"{place}: unknown batch layout: {_describe(batch)}. Use one of these, or a text dataset:{known}")
+    known = (f"  {name}: {parts}" for name, parts in LAYOUTS.items())
+    raise DataError(f"{place}: unknown batch layout: {_describe(batch)}. Use one of these, or a text dataset:", *known)
 
 
 def _dims(value: Any) -> int:
@@ -317,7 +322,7 @@ def _dims(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         inner = _dims(value[0]) if value else 0
         return min(1 + inner, 2) if inner >= 0 else -1
-    return 0 if isinstance(value, (bool, int, float)) else -1
+    return 0 if isinstance(value, _NUMBERS) else -1
 
 
 def _describe(batch: Any) -> str:

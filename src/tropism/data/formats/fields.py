@@ -4,6 +4,8 @@ import json
 import math
 from typing import Any
 
+import numpy as np
+
 from tropism.data.rows import Message
 from tropism.errors import DataError
 
@@ -128,7 +130,7 @@ def text(value: Any, name: str, place: str) -> str:
 
 def short_repr(value: Any) -> str:
     """A value for an error message, cut after 100 characters."""
-    spelled = repr(value)
+    spelled = repr(float(value) if isinstance(value, np.floating) else value)
     return spelled if len(spelled) <= 100 else f"{spelled[:100]}..."
 
 
@@ -188,19 +190,42 @@ def _from_json(value: str) -> Any:
 
 
 def label(value: Any, name: str, place: str) -> bool:
-    """A label: true/false, 0/1, or either as text, as in CSV.
+    """A label: true/false, 0/1, or either as text, as in CSV; 1.0/0.0 only of numpy and the like, see `python_values`.
 
     Raises:
         DataError: for anything else. A rating is never read as a label.
     """
     if isinstance(value, bool):
         return value
-    if isinstance(value, int) and value in (0, 1):
+    if isinstance(value, int | np.floating) and value in (0, 1):
         return bool(value)
     if isinstance(value, str) and value.strip().lower() in _SPELLED:
         return _SPELLED[value.strip().lower()]
     raise DataError(f"{place}: {name} {short_repr(value)} is not a boolean. Use true/false or 0/1, or map ratings with "
                     f"--columns rating={name} --label-threshold NUMBER.")
+
+
+def is_label(value: Any) -> bool:
+    """True if `label` accepts the value."""
+    try:
+        label(value, "", "")
+    except DataError:
+        return False
+    return True
+
+
+def identifier(value: Any, place: str) -> str:
+    """The id of a record as text; its place if it has none.
+
+    Raises:
+        DataError: for a value that numpy, pandas or JSON write for a missing one.
+    """
+    if value is None:
+        return place
+    if str(value) in ("nan", "NaN", "NaT", "<NA>") and not isinstance(value, str):
+        raise DataError(f"{place}: id {short_repr(value)} is a missing value. Set an id in every row, or remove the "
+                        "column 'id'.")
+    return str(value)
 
 
 def preference(value: Any, name: str, place: str) -> bool:

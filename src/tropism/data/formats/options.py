@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from tropism.options import Options
 
@@ -19,7 +19,7 @@ class FormatOptions(Options):
     """Record format, if the columns do not identify it. Default: detected from the columns."""
     columns: str | None = None
     """Columns to rename, as comma-separated NAME=COLUMN pairs. For example prompt=question,completion=answer."""
-    label_threshold: float | None = None
+    label_threshold: float | None = Field(None, allow_inf_nan=False)
     """Lowest rating that counts as desirable. For data with ratings or scores instead of labels."""
     pair_by_prompt: bool = False
     """Build pairs from labeled completions of the same prompt. The first desirable one is paired with the first

@@ -49,9 +49,11 @@ def _undesirable_label(known: Format, record: Record) -> str:
     """The label that marks a completion as undesirable, as in `label is false`; empty without one."""
     for shape in known.shapes:
         if shape.label in record and shape.label:
-            value = str(record[shape.label]).strip().lower()
-            if value in ("false", "0", "rejected"):
-                return f"{shape.label} is {'false' if value == '0' else value}"
+            value = record[shape.label]
+            if str(value).strip().lower() == "rejected":
+                return f"{shape.label} is rejected"
+            if fields.is_label(value) and not fields.label(value, "", ""):
+                return f"{shape.label} is false"
     return ""
 
 

@@ -31,7 +31,7 @@ def rows_of_record(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
 
 def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     record, view = raw.record, reading.shape.view
-    first = str(record["id"]) if record.get("id") is not None else raw.place
+    first = fields.identifier(record.get("id"), raw.place)
     tools = fields.tool_schemas(record.get("tools"), raw.place)
     known = reading.format
     if known.make_drafts is None:

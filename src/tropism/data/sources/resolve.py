@@ -11,12 +11,13 @@ from typing import Any
 
 from tropism.data.rows import RawRow
 from tropism.data.sources.files import KINDS, PACKINGS, DataFile, mapping
+from tropism.data.sources.python_values import plain_records
 from tropism.errors import DataError
 
 DataSource = str | Path | Iterable[dict[str, Any]]
 """A path, a text as in `resolve_source`, or rows as dicts."""
 
-_WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)")
+_WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)", re.DOTALL)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
@@ -49,7 +50,7 @@ class SourcePart:
         yield from (row for row in self._once() if _hash_of(row.place) < share) if share else ()
 
     def _once(self) -> Iterator[RawRow]:
-        for number, record in enumerate(self.records, start=1):
+        for number, record in enumerate(plain_records(self.records), start=1):
             yield RawRow(f"row {number}", mapping(record, f"row {number}"))
         for file in self.files:
             yield from file.rows()
@@ -84,9 +85,14 @@ def resolve_source(source: DataSource) -> list[SourcePart]:
     base_names = Counter(Path(name).name for name in dict(named))
     parts = []
     for name, weight in named:
-        label = name if base_names[Path(name).name] > 1 else Path(name).name
+        label = _text(name if base_names[Path(name).name] > 1 else Path(name).name)
         parts.append(_part(name, label, weight, prefix=f"{label}/" if len(named) > 1 else ""))
     return parts
+
+
+def _text(name: str) -> str:
+    """The name of a file as text: it need not be UTF-8."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def absolute(source: str) -> str:
@@ -138,7 +144,7 @@ def _in_directory(path: Path, prefix: str) -> tuple[DataFile, ...]:
     found = []
     for entry in sorted(path.rglob("*")):
         inside = entry.relative_to(path)
-        file = DataFile(entry, prefix + inside.as_posix())
+        file = DataFile(entry, prefix + _text(inside.as_posix()))
         if (file.kind and entry.is_file() and entry.name not in _NOT_ROWS
                 and not any(piece.startswith(".") for piece in inside.parts)):
             found.append(file)

@@ -5,6 +5,8 @@ import json
 import marshal
 import os
 import pickle
+import secrets
+import shlex
 import stat
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
 from importlib.metadata import version
@@ -21,13 +23,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
+from tropism import store
 from tropism.data.row_blocks import BLOCK_ROWS, Block
 from tropism.data.rows import Dropped, EncodedRow, Row
 from tropism.data.tokenization.render import Renderer
-from tropism.errors import OutputError, TropismError
+from tropism.errors import DataError, OutputError, TropismError
 
 _BLOCKS_BEFORE_WORKERS = 4  # rendered in this process first, since starting workers takes as long as some blocks
 _MOST_WORKERS = 8
+_SAMPLE = 16  # rows of the first stored block that are rendered again; one of each other block
 _RENDERING_CODE = ("row_facts", "row_blocks", "rows", "tree", *(f"tokenization/{name}" for name in (
     "encode", "render", "tokenizer", "truncate")))
 
@@ -66,6 +70,15 @@ class BlockCache:
         except ValueError:
             return None
         return self.directory / f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.arrow"
+
+    @staticmethod
+    def open(path: Path) -> Block | None:
+        """The block of a file, which this process uses from now on; None if it is missing or corrupted."""
+        if not store.is_file(path):
+            return None
+        store.use(path.parent)
+        store.touch(path)
+        return Block.open(path)
 
     @staticmethod
     def save(block: Block, path: Path) -> None:
@@ -114,6 +127,7 @@ class Encoder:
     renderer: Renderer
     cache: Path | None = None
     workers: int = 0
+    _sampled: bool = field(default=False, init=False)
 
     def blocks(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], Block]]:
         """Yield rows with their block, in order. The number of unfinished blocks is limited.
@@ -129,7 +143,7 @@ class Encoder:
             stream = iter(rows)
             while chunk := list(islice(stream, BLOCK_ROWS)):
                 path = self._cache.path(chunk) if len(chunk) == BLOCK_ROWS and self._cache else None
-                block: Block | Future[Block] | None = Block.open(path) if path else None
+                block: Block | Future[Block] | None = self._stored(chunk, path) if path else None
                 if block is None:
                     misses += 1
                     if (pool is None and self.workers > 1 and misses > _BLOCKS_BEFORE_WORKERS
@@ -142,6 +156,27 @@ class Encoder:
             while waiting:
                 yield self._finished(*waiting.popleft())
 
+    def _stored(self, rows: list[Row], path: Path) -> Block | None:
+        """The block of a file, after some of its rows were rendered again: whoever can write to the store can write
+        other rows.
+
+        Raises:
+            DataError: for a row that is stored with other ids than it has.
+        """
+        block = BlockCache.open(path)
+        if block is None or len(block) != len(rows):
+            return None
+        random = secrets.SystemRandom()  # nobody can know which
+        numbers = random.sample(range(len(rows)), min(len(rows), 1 if self._sampled else _SAMPLE))
+        self._sampled = True
+        for number in numbers:
+            if not block.same_rows([number], render_block(self.renderer, [rows[number]])):
+                root = path.parents[2]
+                raise DataError(f"{path}: {rows[number].place}: the stored tokens of this row are not its own. Another "
+                                "user may have changed the store. Remove the stored rows with: "
+                                f"tropism store clean --store {shlex.quote(str(root))}")
+        return block
+
     def _finished(self, rows: list[Row], block: "Block | Future[Block]") -> tuple[list[Row], Block]:
         found = block if isinstance(block, Block) else block.result()
         self.renderer.stop_ids |= found.stop_ids
@@ -152,7 +187,7 @@ class Encoder:
         block = render_block(self.renderer, rows)
         if path is not None:
             BlockCache.save(block, path)
-            return Block.open(path) or block  # a mapped block takes no memory of this process
+            return BlockCache.open(path) or block  # a mapped block takes no memory of this process
         return block
 
     @cached_property
@@ -220,7 +255,7 @@ class _WorkerPool:
         reply = pickle.loads(message)  # noqa: S301  from our own child, see above
         if isinstance(reply, Exception):
             raise reply
-        return Block(reply) if reply is not None else Block.open(path) or self._request(rows, None)  # type: ignore[arg-type]
+        return Block(reply) if reply is not None else BlockCache.open(path) or self._request(rows, None)  # type: ignore[arg-type]
 
 
 @contextmanager

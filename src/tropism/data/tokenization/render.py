@@ -11,7 +11,7 @@ from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
 from tropism.data.tokenization.template_limits import TemplateTimeout, limited
 from tropism.data.tokenization.tokenizer import TextTokenizer, is_invisible
 from tropism.data.tokenization.truncate import Limits, PromptCutter, fit
-from tropism.data.tree import Completion, token_ids
+from tropism.data.tree import Completion, prompt_key, token_ids
 from tropism.errors import DataError, ModelError
 
 TEMPLATE_S = 30.0
@@ -98,13 +98,15 @@ class Renderer:
         final = [completion for completion in kept if completion is not None]
         if len(final) == 2 and final[0].key == final[1].key:
             return Dropped(row.place, Reason.IDENTICAL_PAIR, "chosen and rejected are equal after truncation")
+        key = b""
         if len(prompt_ids) < len(cutter.ids):
             notes.add("prompt_cut")
+            key = prompt_key(token_ids(cutter.ids))
         if any(short is not full for short, full in zip(final, completions, strict=True)):
             notes.add("completion_cut")
         return EncodedRow(row.id, row.place, token_ids(prompt_ids), tuple(final), row.desirable,
                           hashlib.blake2b(split.encode("utf-8", "surrogatepass"), digest_size=16).digest(),
-                          frozenset(notes))
+                          frozenset(notes), prompt_key=key)
 
     def _plain_prompt(self, text: str) -> tuple[PromptCutter, str]:
         ids = self.text.encode_prompt(text)
@@ -218,7 +220,7 @@ class _Conversation:
         self.cutter = PromptCutter(ids, self._head(head, ids), lambda: self._shorter(head))
         users = [message.get("content") or "" for message in prompt if message["role"] == "user"]
         # The first user message only: prompts of later turns contain the completions of earlier ones.
-        self.split_text = str(users[0]) if users else self.prompt_text
+        self.split_text = str(users[0]) if users else self._unmasked(self.prompt_text)
 
     def _check_tools(self) -> None:
         """T4: a template that expects tool schemas of another form silently renders nothing."""
@@ -261,6 +263,10 @@ class _Conversation:
         if isinstance(value, list | tuple):
             return [self._masked(entry) for entry in value]
         return value
+
+    def _unmasked(self, text: str) -> str:
+        """Rendered text with its control tokens again. Which characters replace them depends on the completions."""
+        return "".join(self.spelled.get(character, character) for character in text)
 
     def _encode(self, text: str) -> list[int]:
         return self.renderer.encode_text(text, self.spelled)

@@ -12,17 +12,12 @@ from types import MappingProxyType
 from typing import Any
 
 from tropism.errors import ModelError
+from tropism.printable import escaped
 
 _WINDOW = 16  # tokens of context for checking that ids decode to their text
 # Invisible characters that are neither white space nor format characters by category: fillers, an empty Braille
 # pattern, a joiner, variation selectors.
 _INVISIBLE = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0" + "".join(map(chr, range(0xFE00, 0xFE10))))
-
-
-def visible(text: str) -> str:
-    """A text with line ends and unprintable characters escaped."""
-    return text if text.isprintable() else "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def is_invisible(text: str) -> bool:
@@ -46,8 +41,8 @@ class Piece:
 
     @property
     def visible(self) -> str:
-        """The text, escaped by `visible`."""
-        return visible(self.text)
+        """The text with line ends and unprintable characters escaped."""
+        return escaped(self.text)
 
 
 class TextTokenizer:

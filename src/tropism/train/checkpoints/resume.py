@@ -24,7 +24,8 @@ MAY_CHANGE = frozenset((
     "checkpoint_model", "on_nonfinite", "stop_metric", "stop_patience", "stop_delta",
     "track", "log_dir", "export_dtype",
     # how it is computed: speed and memory, and results beyond their rounding never
-    "microbatch_tokens", "workers", "prefetch", "store", *(f"parallel.{name}" for name in ParallelOptions.model_fields),
+    "microbatch_tokens", "workers", "prefetch", "store", "store_limit",
+    *(f"parallel.{name}" for name in ParallelOptions.model_fields),
     # how this sitting starts
     "output", "resume", "fall_back", "strict", "allow_reference_mismatch", "trust_remote_code"))
 """Options that may differ when a run goes on; `docs/checkpoints.md` lists them. All others decide results."""

@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,11 +15,13 @@ from tropism.data.batching.collate import Batch
 from tropism.data.batching.pack import scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
-from tropism.errors import ModelError, ReferenceMismatchError, StoppedEarly
+from tropism.errors import ModelError, OutputError, ReferenceMismatchError, StoppedEarly
 from tropism.model.adapters.switch import adapter_off
 from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
+from tropism.store import is_read_only, use
 from tropism.train.frozen.score_store import ScoreStore
+from tropism.train.reward_rounding import most_logp
 from tropism.train.score_packs import ReportProgress, score_packs, silent, unscored
 
 _WRITE_EVERY_S = 10.0  # at most this much of the pass is lost by a kill
@@ -42,18 +44,31 @@ def freeze(model: LanguageModel) -> LanguageModel:
     return LanguageModel(module, model.layout, model.precision, model.device)
 
 
+PlaceOf = Callable[[PromptTree], str]
+"""Names the row that a completion belongs to, for errors."""
+
+
+def _by_ids(tree: PromptTree) -> str:
+    return f"prompt with ids {tree.prompt_ids[:8].tolist()}{'...' if len(tree.prompt_ids) > 8 else ''}"
+
+
 class StoredReference:
     """Scores from the store. No second model is in memory.
 
     Args:
         scores: log-prob by the key of (prompt, completion).
         store: where they are kept.
+        stored: keys of those that were there before.
+        unsaved: why the others are not kept; empty if they are.
     """
 
-    def __init__(self, scores: dict[bytes, float], store: ScoreStore) -> None:
+    def __init__(self, scores: dict[bytes, float], store: ScoreStore, stored: Collection[bytes] = (),
+                 unsaved: str = "") -> None:
         self.scores = scores
+        self.store = store
         self.fingerprint = store.path.name
-        self.damaged = store.damaged
+        self.stored = stored
+        self.unsaved = unsaved
 
     def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
         """As `Reference` says.
@@ -96,7 +111,7 @@ class OffReference:
 
 
 def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: int, root: Path, world: World,
-          report: ReportProgress = silent) -> StoredReference:
+          report: ReportProgress = silent, place: PlaceOf = _by_ids) -> StoredReference:
     """Score what the store does not have yet, with all ranks together, and return all scores of `trees`.
 
     Packs are a function of the whole set of trees; a pack of which one score is missing is computed whole, but
@@ -107,17 +122,21 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
         trees: every (prompt, completion) that the run will ask for.
         microbatch_tokens: tokens of a pack.
         root: the store's directory.
+        place: names the row of a completion in errors.
 
     Raises:
-        ReferenceMismatchError: if a score is not finite, naming what it belongs to.
+        ReferenceMismatchError: if a score is not a log-prob, naming its row.
     """
     packs = scoring_packs(trees, microbatch_tokens, model.layout)
     store = ScoreStore(root, fingerprint(model), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout})
-    known = world.broadcast(world.on_main(store.load) or {})
+    known = world.broadcast(world.on_main(partial(_stored, store, packs)) or {})
+    _check(known, packs, model, place, f"Remove the stored scores with: tropism store clean --store {root}")
+    stored = frozenset(known)
     missing = unscored(packs, known)
     fresh: dict[bytes, float] = {}
     written = time.monotonic()
+    unsaved = ""
 
     def keep() -> None:
         nonlocal written
@@ -126,21 +145,36 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
             written = time.monotonic()
 
     def write() -> None:
-        store.add(fresh)
+        nonlocal unsaved
+        try:
+            store.add(fresh)
+        except OutputError as error:
+            if not is_read_only(error):
+                raise
+            unsaved = str(error)
         known.update(fresh)
         fresh.clear()
 
     try:
         for own in score_packs(model, missing, partial(_score_pack, model), world, report):
             for scores in world.gather(own):
+                _check(scores, packs, model, place, "Check the weights of the reference.")
                 fresh.update((key, value) for key, value in scores.items() if key not in known)
             world.on_main(keep)
     except StoppedEarly:  # from the report: the next time begins where this one stopped
         world.on_main(write)
         raise
     world.on_main(write)
+    world.on_main(store.discard_damaged)
     known = world.broadcast(known) if missing else known
-    return StoredReference({key: known[key] for pack in packs for tree in pack for key in tree.score_keys}, store)
+    return StoredReference({key: known[key] for pack in packs for tree in pack for key in tree.score_keys}, store,
+                           stored, unsaved)
+
+
+def _stored(store: ScoreStore, packs: Iterable[Sequence[PromptTree]]) -> dict[bytes, float]:
+    """What the store has of the scores that are needed, from now on in use by this process."""
+    use(store.path)
+    return store.load({key for pack in packs for tree in pack for key in tree.score_keys})
 
 
 def check_vocabulary(other: Any, policy: Any, name: str = "reference") -> None:
@@ -159,8 +193,22 @@ def check_vocabulary(other: Any, policy: Any, name: str = "reference") -> None:
 
 def _score_pack(model: LanguageModel, pack: Sequence[PromptTree], batch: Batch) -> list[float]:
     values: list[float] = model.logps(batch).tolist()
-    for value, ids in zip(values, (tree.prompt_ids for tree in pack for _ in tree.completions), strict=True):
-        if not math.isfinite(value) or value >= 0:
-            raise ReferenceMismatchError(f"the reference gives a completion the log-prob {value} (its prompt begins "
-                                         f"with ids {ids[:8].tolist()}). Nothing was trained.")
     return values
+
+
+def _check(scores: Mapping[bytes, float], packs: Sequence[Sequence[PromptTree]], model: LanguageModel,
+           place: PlaceOf, advice: str) -> None:
+    """Check that scores are log-probs: finite, and above 0 by no more than rounding.
+
+    Raises:
+        ReferenceMismatchError: naming the row of the first one that is not.
+    """
+    odd = {key: value for key, value in scores.items() if not math.isfinite(value) or value > 0}
+    for tree in (tree for pack in packs for tree in pack) if odd else ():
+        for key, completion in zip(tree.score_keys, tree.completions, strict=True):
+            value = odd.get(key, 0.0)
+            if not math.isfinite(value) or value > most_logp(completion.length, model.precision):
+                where = place(PromptTree(tree.prompt_ids, (completion,)))
+                raise ReferenceMismatchError(
+                    f"{where}: the reference gives this completion the log-prob {value:.6g}, but a log-prob is at most "
+                    f"0. Nothing was trained. {advice}")

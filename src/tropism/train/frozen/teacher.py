@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,13 +17,16 @@ from tropism.data.batching.pack import scoring_packs
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import ReferenceMismatchError, StoppedEarly
+from tropism.files import check_writable
 from tropism.losses.divergence import DEFAULT_MIX, DIVERGENCES
 from tropism.methods.build import DEFAULT_KD_WEIGHT
 from tropism.model.fingerprint import fingerprint
 from tropism.model.head.divergence import Comparison, FullTargets, Targets, TopK, top_k
 from tropism.model.head.logprob import Head, head_of
 from tropism.model.language_model import LanguageModel
+from tropism.store import use
 from tropism.train.frozen.topk_store import TopkEntry, TopKStore, bytes_per_token
+from tropism.train.frozen.write_store import advice
 from tropism.train.options import TeacherOptions
 from tropism.train.score_packs import ReportProgress, score_packs, silent, unscored
 
@@ -128,11 +131,16 @@ class StoredTeacher:
     Args:
         store: opened, with every completion of the run.
         comparison: how the student is compared with it.
+        stored: keys of the completions that were there before.
+        completions: number of completions of the run.
     """
 
-    def __init__(self, store: TopKStore, comparison: Comparison) -> None:
+    def __init__(self, store: TopKStore, comparison: Comparison, stored: Collection[bytes] = (),
+                 completions: int = 0) -> None:
         self.store = store
         self.comparison = comparison
+        self.stored = stored
+        self.completions = completions
 
     @property
     def fingerprint(self) -> str:
@@ -141,7 +149,8 @@ class StoredTeacher:
 
     def targets(self, trees: Sequence[PromptTree], batch: Batch) -> TopK:
         """As `Teacher` says."""
-        found = [self.store.read(key) for tree in trees for key in tree.score_keys]
+        found = [self._entry(key, completion.length) for tree in trees
+                 for key, completion in zip(tree.score_keys, tree.completions, strict=True)]
         device = batch.lengths.device
 
         def joined(part: int, dtype: torch.dtype | None) -> Tensor:
@@ -151,10 +160,14 @@ class StoredTeacher:
             return torch.from_numpy(whole).to(device, dtype)
 
         ids, logps, tail = joined(0, torch.int64), joined(1, None), joined(2, None)
-        if len(tail) != len(batch.target_ids):
-            raise ReferenceMismatchError("the teacher's store and the batch have different numbers of tokens. This is "
-                                         "a bug. Please report it.")
         return TopK(ids, logps, tail)
+
+    def _entry(self, key: bytes, tokens: int) -> TopkEntry:
+        ids, logps, tail = self.store.read(key)
+        if len(tail) != tokens:
+            raise ReferenceMismatchError(f"{self.store.file_of(key)}: {len(tail)} tokens of a completion that has "
+                                         f"{tokens}. {advice(self.store.path.parent)}")
+        return ids, logps, tail
 
 
 def stored_name(of_model: str, options: TeacherOptions, vocabulary: int) -> str:
@@ -188,19 +201,26 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
     of_model = fingerprint(model)
     store = TopKStore(root, stored_name(of_model, options, vocabulary), {
         "model": model.module.config.name_or_path, "precision": model.precision, "layout": model.layout,
-        "holds": f"top {k} at temperature {comparison.temperature:g}", "teacher": of_model})
+        "holds": f"top {k} at temperature {comparison.temperature:g}", "teacher": of_model}, k, vocabulary)
+    world.on_main(partial(use, store.path))
     world.together(store.open)
     packs = scoring_packs(trees, microbatch_tokens, model.layout)
+    needed = {key for pack in packs for tree in pack for key in tree.score_keys}
+    stored = frozenset(key for key in needed if key in store)
     missing = world.broadcast(unscored(packs, store))  # ranks may see different disks
     tokens = sum(completion.length for pack in missing for tree in pack for completion in tree.completions)
     per_token = bytes_per_token(k, vocabulary, torch.promote_types(model.compute, torch.float32).itemsize)
     if missing:
         say(f"teacher: top {k} of {tokens} tokens, {per_token} bytes each: {tokens * per_token / 2**20:.1f} MiB in "
             f"{store.path}")
+        world.on_main(partial(check_writable, store.path, what="the teacher's store cannot be written",
+                              advice="Choose another place with --store"))
         world.together(lambda: store.check_space(tokens * per_token))
     _fill(model, missing, store, comparison, k, world, report)
     world.together(store.open)
-    return StoredTeacher(store, comparison)
+    world.on_main(partial(store.mark, needed))
+    world.on_main(store.discard_damaged)
+    return StoredTeacher(store, comparison, stored, len(needed))
 
 
 def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKStore, comparison: Comparison, k: int,
@@ -236,10 +256,15 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
 
 def _top_k_of(model: LanguageModel, pack: Sequence[PromptTree], batch: Batch, comparison: Comparison,
               k: int) -> list[TopkEntry]:
+    found = likeliest(model, batch, comparison, k)
+    if not all(np.isfinite(part).all() for entry in found for part in entry[1:]):
+        raise ReferenceMismatchError("the teacher gives a token a log-prob that is not finite. Nothing was trained.")
+    return found
+
+
+def likeliest(model: LanguageModel, batch: Batch, comparison: Comparison, k: int) -> list[TopkEntry]:
+    """The k most likely tokens of a model for the supervised tokens of each completion of a batch."""
     hidden = model.hidden(batch, model.tree_pass(batch))  # and with it the head, of a sharded teacher
     best = top_k(hidden, head_of(model.module, model.compute), k, comparison.temperature, comparison.vocabulary)
-    if not (bool(torch.isfinite(best.logps).all()) and bool(torch.isfinite(best.tail).all())):
-        raise ReferenceMismatchError("the teacher gives a token a log-prob that is not finite. Nothing was trained.")
-    lengths = batch.lengths.tolist()
-    parts = [tensor.cpu().split(lengths) for tensor in (best.ids, best.logps, best.tail)]
+    parts = [tensor.cpu().split(batch.lengths.tolist()) for tensor in (best.ids, best.logps, best.tail)]
     return [(ids.numpy(), logps.numpy(), tail.numpy()) for ids, logps, tail in zip(*parts, strict=True)]

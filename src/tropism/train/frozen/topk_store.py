@@ -4,13 +4,14 @@
                                                   /<hash>.safetensors
 
 A file holds, for some (prompt, completion) keys, `keys [n, 16]`, `offsets [n + 1]`, and per supervised token
-`ids [N, k]`, `logps [N, k]` and `tail [N]`. Its name is the hash of its content, which is checked when it is opened.
+`ids [N, k]`, `logps [N, k]` and `tail [N]`. Its name is a hash of its content and of the directory's name, which is
+checked when it is opened.
 A step reads its rows from the disk, so memory does not grow with the store.
 """
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from tropism import store
 from tropism.errors import OutputError, ReferenceMismatchError
-from tropism.train.frozen.write_store import publish
+from tropism.train.frozen.write_store import advice, publish
 
 TopkEntry = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
 """ids `[n, k]`, logps `[n, k]`, tail `[n]` of one completion's supervised tokens."""
@@ -44,11 +46,15 @@ class TopKStore:
         root: the store's directory.
         fingerprint: of the teacher, its numerics, k and the temperature.
         meta: description of the teacher for people; written once.
+        k, vocabulary: number of tokens in an entry, and of ids that student and teacher share; None if nothing is
+            trained on what is read.
     """
 
-    def __init__(self, root: Path, fingerprint: str, meta: dict[str, Any]) -> None:
+    def __init__(self, root: Path, fingerprint: str, meta: dict[str, Any], k: int | None = None,
+                 vocabulary: int | None = None) -> None:
         self.path = root / fingerprint
         self.meta = meta
+        self.k, self.vocabulary = k, vocabulary
         self.damaged: list[Path] = []
         self._files: dict[Path, Any] = {}
         self._where: dict[bytes, tuple[Path, int, int]] = {}
@@ -61,21 +67,28 @@ class TopKStore:
             ReferenceMismatchError: if an intact file holds invalid probabilities.
         """
         for file in sorted(self.path.glob("*.safetensors")):
-            if file not in self._files and not self._open(file) and file not in self.damaged:
+            if file not in self._files and not self._open(file) and file not in self.damaged and store.exists(file):
                 self.damaged.append(file)
 
     def _open(self, file: Path) -> bool:
+        if not store.is_file(file):
+            return False
         try:
             opened = safe_open(file, framework="numpy")
             arrays = {name: opened.get_tensor(name) for name in _NAMES}
         except Exception:  # a corrupted file fails in many ways
             return False
-        if _checksum(arrays) != file.stem:
+        if not _fit(arrays) or _checksum(self.path.name, arrays) != file.stem:
             return False
         total = np.exp(arrays["logps"].astype(np.float64)).sum(-1) + np.exp(arrays["tail"].astype(np.float64))
         if not np.allclose(total, 1.0, atol=1e-3):
-            raise ReferenceMismatchError(f"{file}: probabilities do not sum to 1. Remove the stored scores with: "
-                                         f"tropism store clean --store {self.path.parent}")
+            raise ReferenceMismatchError(f"{file}: probabilities do not sum to 1. {advice(self.path.parent)}")
+        ids = arrays["ids"]
+        if self.vocabulary is not None and ids.size and not 0 <= ids.min() <= ids.max() < self.vocabulary:
+            raise ReferenceMismatchError(f"{file}: token ids outside of the vocabulary. {advice(self.path.parent)}")
+        if self.k not in (None, ids.shape[1]):
+            raise ReferenceMismatchError(f"{file}: {ids.shape[1]} tokens instead of {self.k}. "
+                                         f"{advice(self.path.parent)}")
         self._files[file] = opened
         offsets = arrays["offsets"]
         for number, key in enumerate(arrays["keys"]):
@@ -87,6 +100,21 @@ class TopKStore:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._where
+
+    def discard_damaged(self) -> None:
+        """Remove the corrupted files that `add` has not replaced."""
+        for file in self.damaged:
+            if file not in self._files:
+                store.discard(file)
+
+    def file_of(self, key: bytes) -> Path:
+        """The file that an entry comes from."""
+        return self._where[key][0]
+
+    def mark(self, keys: Iterable[bytes]) -> None:
+        """Record that the files with these entries are used now."""
+        for file in {self.file_of(key) for key in keys if key in self}:
+            store.touch(file)
 
     def read(self, key: bytes) -> TopkEntry:
         """The teacher's most likely tokens for the supervised tokens of one completion.
@@ -116,7 +144,7 @@ class TopKStore:
             "offsets": np.cumsum([0, *(len(entry[2]) for entry in entries.values())], dtype=np.int64),
             "ids": ids.astype(_id_dtype(vocabulary)), "logps": logps, "tail": tail}
         content = save({key: np.ascontiguousarray(value) for key, value in arrays.items()})
-        publish(self.path, self.meta, f"{_checksum(arrays)}.safetensors", content, "teacher's")
+        publish(self.path, self.meta, f"{_checksum(self.path.name, arrays)}.safetensors", content, "teacher's")
 
     def check_space(self, needed_bytes: int) -> None:
         """Check before the teacher's pass that its result fits on the disk.
@@ -131,8 +159,18 @@ class TopKStore:
                               f"but only {free / 2**30:.2f} GiB are free. Use a lower --top-k, or another --store.")
 
 
-def _checksum(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _fit(arrays: Mapping[str, npt.NDArray[Any]]) -> bool:
+    """Whether the arrays of a file have the types and shapes of what `add` writes."""
+    keys, offsets, ids, logps, tail = (arrays[name] for name in _NAMES)
+    typed = keys.dtype == np.uint8 and offsets.dtype == np.int64 and ids.dtype.kind in "iu" and (
+        logps.dtype.kind == tail.dtype.kind == "f")
+    shaped = (keys.ndim == ids.ndim == 2 and keys.shape[1] == 16 and offsets.shape == (len(keys) + 1,)
+              and ids.shape == logps.shape and tail.shape == ids.shape[:1])
+    return typed and shaped and bool((np.diff(offsets) >= 0).all()) and offsets[0] == 0 and offsets[-1] == len(ids)
+
+
+def _checksum(fingerprint: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
+    digest = hashlib.blake2b(fingerprint.encode(), digest_size=16)
     for name in _NAMES:
         digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape} ".encode())
         digest.update(np.ascontiguousarray(arrays[name]).data)

@@ -1,8 +1,10 @@
 """The log lines before step 1: data, method, plan and processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from tropism import store
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.distributed.shard import shard_sizes
@@ -11,7 +13,7 @@ from tropism.errors import count_of
 from tropism.methods import Method
 from tropism.methods.build import describe_method
 from tropism.observe.console import Voice
-from tropism.train.options import RunOptions
+from tropism.train.options import RunOptions, StoreOptions
 from tropism.train.setup.data import PreparedData, labels_of
 from tropism.train.setup.python_objects import PythonObjects
 
@@ -64,8 +66,11 @@ def describe_processes(world: World) -> str:
 
 
 def announce_plan(options: RunOptions, data: PreparedData, schedule: Steps, evaluated: int, precision: str,
-                  world: World, objects: PythonObjects, voice: Voice) -> None:
-    """Log the plan: rows, optimizer steps, learning rate, length limit, precision and processes."""
+                  world: World, objects: PythonObjects, root: Path, voice: Voice) -> None:
+    """Log the plan: rows, optimizer steps, learning rate, length limit, precision and processes. Log first whether
+    other users can change the store."""
+    if note := store.exposure(root):
+        voice.warn(note)
     held_out = f", {count_of(len(data.evaluation), 'held-out row')}" if data.evaluation else ""
     if evaluated < len(data.evaluation):
         held_out += f" ({evaluated:,} evaluated, always the same)"
@@ -88,3 +93,15 @@ def sharding_lines(models: dict[str, Any], world: World) -> list[str]:
         lines.append(f"sharding: {name}: {divided} of {count_of(tensors, 'weight tensor')} sharded; each process holds "
                      f"at most {most:,} of {total:,} weights ({most / total:.0%}), {largest / 2**20:.2f} MiB")
     return lines
+
+
+def tidy_store(options: StoreOptions, say: Callable[[str], None]) -> None:
+    """Remove incomplete files from the store, and what was used least recently if it exceeds its limit."""
+    tidied = store.tidy(options.store_root, options.store_bytes)
+    limit = f"--store-limit {options.store_limit}"
+    if tidied.files:
+        say(f"store: removed the {count_of(tidied.files, 'least recently used file')} "
+            f"({store.size_text(tidied.size_bytes)}), because {options.store_root} exceeded {limit}")
+    if options.store_bytes is not None and tidied.left_bytes > options.store_bytes:
+        say(f"store: {options.store_root} holds {store.size_text(tidied.left_bytes)}, which exceeds {limit}, because "
+            "all of it is in use")

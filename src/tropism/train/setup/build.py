@@ -2,19 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tropism import store
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
+from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
-from tropism.errors import ModelError, count_of
+from tropism.errors import OutputError, count_of
 from tropism.files import check_writable
 from tropism.methods import Method
-from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
 from tropism.model.layout_check import choose_layout
 from tropism.observe.console import Voice
@@ -26,8 +28,9 @@ from tropism.train.options import RunOptions
 from tropism.train.preemption import Preemption
 from tropism.train.router_loss import build_router_loss
 from tropism.train.setup import models
-from tropism.train.setup.announce import sharding_lines
-from tropism.train.setup.checks import probe_trees
+from tropism.train.setup.agreement import check_weights
+from tropism.train.setup.announce import sharding_lines, tidy_store
+from tropism.train.setup.checks import place_of, probe_trees
 from tropism.train.setup.data import PreparedData
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
@@ -52,6 +55,7 @@ class RunInputs:
         policy: builds the model that is trained.
         reference, teacher: other models; None if there is none.
         live: the reference stays in memory.
+        notes: a sentence for each setting of the model that training ignores.
     """
 
     options: RunOptions
@@ -68,6 +72,7 @@ class RunInputs:
     reference: models.ModelOrModule | None
     teacher: models.ModelOrModule | None
     live: bool
+    notes: Sequence[str] = ()
 
     @cached_property
     def held_out(self) -> Sequence[EncodedRow]:
@@ -96,15 +101,15 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     """Load and check everything that trains. All processes call this together.
 
     Raises:
-        ModelError: if a model is unsupported, or the processes hold different weights.
+        ModelError: if a model is unsupported.
+        UsageError: if the processes hold different weights.
         StoppedEarly: if `preemption` requests it.
     """
     options, world, method, numerics = inputs.options, inputs.world, inputs.method, inputs.numerics
     if world.device.type == "cpu":
         keep_freed_memory(world.mesh is None)
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
-        world.on_main(lambda: check_writable(
-            inputs.store, what="the reference store cannot be written", advice="Choose another place with --store"))
+        world.on_main(partial(_check_store, inputs.store))
     module, facts = inputs.policy.build(numerics, options.seed, inputs.voice,
                                         method.needs_reference and inputs.reference is None)
     preemption.check()
@@ -114,8 +119,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     inputs.voice.say(f"layout: {probe.layout}; log-probs differ from the model's own forward pass by at most "
                      f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
     inputs.policy.round_weights(module, model.precision, sharded=False)
-    if world.size > 1 and world.mesh is None and len(set(world.gather(fingerprint(model)))) > 1:
-        raise ModelError("the processes hold different weights. Load the same model with the same seed in each.")
+    check_weights(world, "model", module)
     planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, numerics.microbatch_tokens,
                           inputs.data.max_length, world, reuse_prompts=not inputs.live,
                           balanced=options.router_aux_weight > 0)
@@ -132,10 +136,32 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     return BuiltEngine(engine, planner, facts, idle)
 
 
+def _check_store(root: Path) -> None:
+    """Check that the store can be created and written. One that this user can only read serves what it holds.
+
+    Raises:
+        OutputError: if not.
+    """
+    what, advice = "the reference store cannot be written", "Choose another place with --store"
+    try:
+        store.make(root)
+    except OSError as error:
+        raise OutputError(f"{OutputError.because(root, error, what=what)}. {advice}.") from error
+    try:
+        check_writable(root, what=what, advice=advice)
+    except OutputError as error:
+        if not store.is_read_only(error):
+            raise
+
+
 def _frozen_models(inputs: RunInputs, model: LanguageModel, planner: StepPlanner, probes: Sequence[Any],
                    preemption: Preemption) -> tuple[Any, Any]:
     """The teacher and the reference, each None if the method does not use one."""
     numerics, world, held_out = inputs.numerics, inputs.world, inputs.held_out
+
+    def place(tree: PromptTree) -> str:
+        return place_of(chain(inputs.data.train, held_out), tree)
+
     trees, oversized = planner.survey(preemption.interruptible(lambda done, total: None))
     if oversized:
         inputs.voice.warn(f"--microbatch-tokens {numerics.microbatch_tokens} is too small for "
@@ -147,10 +173,12 @@ def _frozen_models(inputs: RunInputs, model: LanguageModel, planner: StepPlanner
         teacher = models.build_teacher(
             model, inputs.teacher, inputs.options, inputs.tokenizer,  # type: ignore[arg-type]
             own_trees(inputs.data.train, inputs.schedule) + evaluated, probes, numerics, inputs.store, world,
-            inputs.voice, preemption)
+            inputs.voice, preemption, place)
     if inputs.method.needs_reference and inputs.live:
         reference = inputs.policy.live(model, probes, numerics, inputs.options.seed)
     elif inputs.method.needs_reference:
         reference = models.build_reference(model, inputs.reference, trees + evaluated, probes, numerics, inputs.store,
-                                           world, inputs.voice, preemption, inputs.policy.as_reference)
+                                           world, inputs.voice, preemption, place, inputs.policy.as_reference,
+                                           getattr(inputs.options, "allow_reference_mismatch", False))
+    world.on_main(partial(tidy_store, inputs.options, inputs.voice.say))  # type: ignore[arg-type]
     return teacher, reference

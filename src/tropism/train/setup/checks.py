@@ -1,6 +1,6 @@
 """Checks of policy and reference before step 1."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -9,8 +9,31 @@ from tropism.data.batching.pack import build_trees
 from tropism.data.row_facts import facts_of
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import PromptTree
+from tropism.errors import ReferenceMismatchError, count_of
+from tropism.observe.console import Voice
 from tropism.train.engine import Engine
 from tropism.train.step_packs import StepPlanner
+
+
+def check_reference(engine: Engine, planner: StepPlanner, named: str | None, forgive: bool, voice: Voice) -> None:
+    """Compare policy and reference before step 1, and log how they differ.
+
+    Args:
+        named: a reference that may differ; None for the policy itself.
+        forgive: train even if the policy differs from itself.
+
+    Raises:
+        ReferenceMismatchError: if it does.
+    """
+    if named is not None:
+        _, total, count = _compare(engine, planner)
+        voice.say(f"reference: {named}; mean |log-ratio| before training {total / max(count, 1):.3g} nats, over the "
+                  f"{count_of(count, 'completion')} of step 1")
+        return
+    agree, sentence = check_first_step(engine, planner)
+    if not agree and not forgive:
+        raise ReferenceMismatchError(f"{sentence} To train anyway, pass --allow-reference-mismatch")
+    (voice.say if agree else voice.warn)(sentence)
 
 
 def check_first_step(engine: Engine, planner: StepPlanner) -> tuple[bool, str]:
@@ -19,6 +42,18 @@ def check_first_step(engine: Engine, planner: StepPlanner) -> tuple[bool, str]:
     Returns:
         Whether they agree within rounding, and the sentence for the log.
     """
+    differs, total, count = _compare(engine, planner)
+    if differs:
+        return False, (f"policy and reference differ before step 1: mean |log-ratio| {total / count:.3g} nats. "
+                       "Possible causes are another reference model, changed scores in the store, active dropout, and "
+                       "a different mask, dtype or layout.")
+    known = engine.method.loss_at_start([planner.rows[index].desirable for index in planner.schedule.step(1)])
+    return True, "policy and reference agree before step 1" + (
+        f"; the first loss will be {known:.6f}" if known is not None else "")
+
+
+def _compare(engine: Engine, planner: StepPlanner) -> tuple[bool, float, int]:
+    """Whether a log-ratio of step 1 exceeds rounding, the sum of their absolute values, and their number."""
     beta, found = engine.method.beta, (False, 0.0, 0)
     with torch.no_grad():
         for pack in planner.packs_of(1).packs:
@@ -27,13 +62,17 @@ def check_first_step(engine: Engine, planner: StepPlanner) -> tuple[bool, str]:
             differs = not bool((beta * gaps <= engine.noise(scored)).all())  # NaN differs too
             found = (found[0] or differs, found[1] + float(gaps.sum()), found[2] + len(gaps))
     everywhere = engine.world.of_parts(found)
-    if any(differs for differs, _, _ in everywhere):
-        mean = sum(total for _, total, _ in everywhere) / sum(count for _, _, count in everywhere)
-        return False, (f"policy and reference differ before step 1: mean |log-ratio| {mean:.3g} nats. Possible causes "
-                       "are another reference model, active dropout, and a different mask, dtype or layout.")
-    known = engine.method.loss_at_start([planner.rows[index].desirable for index in planner.schedule.step(1)])
-    return True, "policy and reference agree before step 1" + (
-        f"; the first loss will be {known:.6f}" if known is not None else "")
+    return (any(differs for differs, _, _ in everywhere), sum(total for _, total, _ in everywhere),
+            sum(count for _, _, count in everywhere))
+
+
+def place_of(rows: Iterable[EncodedRow], tree: PromptTree) -> str:
+    """The place of the row that a completion belongs to; of a row with its prompt if it is a mismatched one."""
+    same = [row for row in rows if np.array_equal(row.prompt_ids, tree.prompt_ids)]
+    keys = {completion.key for completion in tree.completions}
+    own = [row for row in same if any(side.key in keys for side in row.completions)]
+    return next((row.place for row in own + same),
+                f"a completion of the prompt that begins with ids {tree.prompt_ids[:8].tolist()}")
 
 
 def probe_trees(rows: Sequence[EncodedRow], microbatch_tokens: int) -> list[PromptTree]:
@@ -44,7 +83,7 @@ def probe_trees(rows: Sequence[EncodedRow], microbatch_tokens: int) -> list[Prom
     quarter = len(by_length) // 4
     chosen: dict[bytes, int] = {}
     for i in by_length[quarter:] + by_length[:quarter]:
-        chosen.setdefault(rows[i].prompt_key, i)
+        chosen.setdefault(rows[i].tree_key, i)
         if len(chosen) == 3 or sum(rows[j].flat_tokens for j in chosen.values()) > microbatch_tokens:
             break
     return [planted.tree for planted in build_trees(rows, list(chosen.values()))]

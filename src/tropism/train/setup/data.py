@@ -24,6 +24,7 @@ from tropism.data.split import split_by_prompt
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import LengthOptions, Limits
+from tropism.data.tree import prompt_key
 from tropism.errors import DataError, UsageError
 from tropism.model.config import max_positions
 from tropism.train.options import RunOptions
@@ -60,8 +61,11 @@ class PreparedData:
         return find_in_template(self.renderer) if self.renderer.saw_messages else []
 
     def prompts_on_both_sides(self) -> int:
-        """Number of evaluation prompts that are also in the training data; 0 with `eval_fraction`."""
-        return len(np.intersect1d(facts_of(self.train).split, facts_of(self.evaluation).split))
+        """Number of evaluation prompts, or first user messages, that are also in the training data; 0 with
+        `eval_fraction`."""
+        seen, held = facts_of(self.train), facts_of(self.evaluation)
+        known = np.isin(held.split, seen.split) | np.isin(held.prompt, seen.prompt)
+        return len(np.unique(held.split[known]))
 
     def to_json(self) -> dict[str, Any]:
         """Content of `audit.json`."""
@@ -76,12 +80,15 @@ class PreparedData:
 
 
 def data_fingerprint(rows: Sequence[EncodedRow]) -> str:
-    """Hash of prompt, completions and label of each row, in order."""
+    """Hash of prompt, completions and label of each row, in order. A truncated prompt counts with all of its tokens,
+    since these decide its steps and its mismatched completions."""
     digest = hashlib.blake2b(digest_size=16)
     contents = rows.contents() if isinstance(rows, RowTable) else (
-        (row.prompt_key, [completion.key for completion in row.completions[:2]], row.desirable) for row in rows)
-    for prompt, completions, desirable in contents:
-        for part in (prompt, *completions, str(desirable).encode()):
+        (row.prompt_ids, row.prompt_key, [completion.key for completion in row.completions[:2]], row.desirable)
+        for row in rows)
+    for ids, key, completions, desirable in contents:
+        whole = [] if key == prompt_key(ids) else [key]
+        for part in (ids.tobytes(), *whole, *completions, str(desirable).encode()):
             digest.update(part)
     return digest.hexdigest()
 

@@ -12,7 +12,7 @@ import torch
 from tropism.data.tree import PromptTree
 from tropism.distributed.shard import Sharding, is_sharded, let_go
 from tropism.distributed.world import World
-from tropism.errors import ModelError, UsageError, count_of
+from tropism.errors import ModelError, ReferenceMismatchError, UsageError, count_of
 from tropism.model import load
 from tropism.model import moe_router as router
 from tropism.model.adapters.peft_module import inner
@@ -25,6 +25,10 @@ from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.train.frozen import reference as references
 from tropism.train.frozen import teacher as teachers
+from tropism.train.frozen.sample import Sample, sample_reference, sample_teacher
+from tropism.train.frozen.score_store import ScoreStore
+from tropism.train.frozen.topk_store import TopKStore
+from tropism.train.frozen.write_store import advice
 from tropism.train.options import ParallelOptions, TeacherOptions
 from tropism.train.preemption import Preemption
 
@@ -190,8 +194,9 @@ def check_teacher(named: ModelOrModule | None, config: Any, tokenizer: Any, top_
 
 def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
-                    voice: Voice, preemption: Preemption,
-                    as_reference: Callable[[Any], AbstractContextManager[None]]) -> references.Reference:
+                    voice: Voice, preemption: Preemption, place: references.PlaceOf,
+                    as_reference: Callable[[Any], AbstractContextManager[None]],
+                    forgive: bool = False) -> references.Reference:
     """Stored scores of the policy before step 1, or of another model.
 
     Args:
@@ -199,13 +204,25 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
         trees: every (prompt, completion) that the run will score.
         probes: as in `choose_layout`.
         preemption: may stop the pass.
+        place: names the row of a completion, for errors.
         as_reference: context in which the policy's module is its reference.
+        forgive: use stored scores that differ from the model's.
+
+    Raises:
+        ReferenceMismatchError: if stored scores cannot be used, or a score is not a log-prob.
     """
     frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
-    with voice.bar("reference") as report, as_reference(policy.module):
-        built = references.build(frozen, trees, numerics.microbatch_tokens, store, world,
-                                 preemption.interruptible(report))
-    _warn_corrupted(built.damaged, "reference", voice)
+    with as_reference(policy.module):
+        with voice.bar("reference") as report:
+            built = references.build(frozen, trees, numerics.microbatch_tokens, store, world,
+                                     preemption.interruptible(report), place)
+        sample = sample_reference(frozen, built, trees, numerics.microbatch_tokens, world)
+    _judge(sample, "reference", len(built.stored), f"{count_of(len(built.scores), 'score')}", built.store, place, voice,
+           forgive if named is None else None)
+    built.stored = ()
+    if built.unsaved:
+        voice.warn(f"{built.unsaved}. The new scores are used, but not kept. To keep them, choose another place with "
+                   "--store.")
     if is_sharded(frozen.module) and named is not None:
         let_go(frozen.module)
         del frozen
@@ -215,8 +232,13 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
 
 def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherOptions, tokenizer: Any,
                   trees: list[PromptTree], probes: Sequence[PromptTree], numerics: Numerics, store: Path,
-                  world: World, voice: Voice, preemption: Preemption) -> teachers.Teacher:
-    """A teacher in memory, or its most likely tokens from the store."""
+                  world: World, voice: Voice, preemption: Preemption,
+                  place: Callable[[PromptTree], str]) -> teachers.Teacher:
+    """A teacher in memory, or its most likely tokens from the store.
+
+    Raises:
+        ReferenceMismatchError: if stored tokens cannot be used.
+    """
     model = numerics.frozen(named, probes, "auto", "teacher")
     rows = [len(one.module.get_output_embeddings().weight) for one in (policy, model)]
     vocabulary = teachers.shared_vocabulary(tokenizer, *rows)
@@ -229,7 +251,9 @@ def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherO
     with voice.bar("teacher") as report:
         built = teachers.build(model, trees, options, comparison, numerics.microbatch_tokens, store, world, voice.say,
                                preemption.interruptible(report))
-    _warn_corrupted(built.store.damaged, "teacher", voice)
+    sample = sample_teacher(model, built, trees, numerics.microbatch_tokens, options.top_k, world)
+    _judge(sample, "teacher", len(built.stored), count_of(built.completions, "completion"), built.store, place, voice)
+    built.stored = ()
     if is_sharded(model.module):
         let_go(model.module)
         del model
@@ -257,7 +281,33 @@ def take_weights(module: Any, directory: Path, numerics: Numerics, world: World)
     world.broadcast_into(module.state_dict().values())
 
 
-def _warn_corrupted(files: Sequence[Path], what: str, voice: Voice) -> None:
-    if files:
-        voice.warn(f"the {what} store has {count_of(len(files), 'corrupted file')} (first: {files[0]}). The scores in "
+def _judge(sample: Sample, what: str, stored: int, needed: str, store: ScoreStore | TopKStore,
+           place: Callable[[PromptTree], str], voice: Voice, forgive: bool | None = None) -> None:
+    """Report what came from the store, and stop if it is not what the model gives.
+
+    Args:
+        stored: number of scores that were in the store.
+        needed: how many the run needs.
+        forgive: continue anyway; None if the user cannot ask for that.
+
+    Raises:
+        ReferenceMismatchError: naming the first row that differs, and its file.
+    """
+    if store.damaged:
+        voice.warn(f"the {what} store has {count_of(len(store.damaged), 'corrupted file')} (first: "
+                   f"{store.damaged[0]}): damaged, copied from elsewhere, or from an earlier version. The scores in "
                    "question were computed again.")
+    if not stored:
+        return
+    heard = f"{what}: {stored:,} of {needed} from the store; {sample.count} recomputed in {sample.seconds:.1f} s"
+    if not sample.differences:
+        voice.say(f"{heard}, agree")
+        return
+    first = sample.differences[0]
+    text = (f"{store.file_of(first.key)}: {place(first.tree)}: {first.text} ({len(sample.differences)} of "
+            f"{sample.count} recomputed scores differ). Another user may have changed the store.")
+    if forgive:
+        voice.warn(text)
+        return
+    text += " To train anyway, pass --allow-reference-mismatch." if forgive is False else ""
+    raise ReferenceMismatchError(f"{text} {advice(store.path.parent)}")

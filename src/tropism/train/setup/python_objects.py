@@ -1,6 +1,6 @@
 """Objects that a Python caller passes to a run in place of names."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tropism.data.rows import EncodedRow
@@ -8,7 +8,7 @@ from tropism.data.schedule import GivenSchedule
 from tropism.data.sources.resolve import DataSource
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PythonObjects:
     """Objects that a Python caller passes in place of option values.
 
@@ -32,6 +32,13 @@ class PythonObjects:
     rows: list[EncodedRow] | None = None
     eval_rows: list[EncodedRow] = field(default_factory=list)
     steps: GivenSchedule | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """True if all objects are the same ones. Tables and arrays would compare element by element."""
+        mine, theirs = ([getattr(one, entry.name, None) for entry in fields(self)] for one in (self, other))
+        return isinstance(other, PythonObjects) and all(
+            one is another or (isinstance(one, list) and one == another)
+            for one, another in zip(mine, theirs, strict=True))
 
     @property
     def facts(self) -> dict[str, Any]:
