@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tropism import store
 from tropism.data.read_rows import check_embedding
 from tropism.distributed.agreement import check_same
 from tropism.distributed.world import World
