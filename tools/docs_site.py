@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md",
-         "bench/README.md": "bench.md"}
+         "SECURITY.md": "security.md", "bench/README.md": "bench.md"}
 """Files of the repository, and the pages of the site that show them. The site's home page is docs/index.md."""
 
 _LINK = re.compile(r"\]\((?!\w+://|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")

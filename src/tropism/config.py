@@ -231,7 +231,7 @@ class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions
     workers: int | None = Field(None, ge=0)
     """Number of processes that render the rows of large data. Default: one per CPU, at most 8."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a model."""
+    """Run Python code that comes with a model. Must be passed with each command: a YAML file cannot allow it."""
     parallel: ParallelOptions = ParallelOptions()
     """Several processes."""
 
@@ -256,7 +256,7 @@ class InspectOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions
     workers: int | None = Field(None, ge=0)
     """Number of processes that render the rows of large data. Default: one per CPU, at most 8."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a model."""
+    """Run Python code that comes with a model. Must be passed with each command: a YAML file cannot allow it."""
 
 
 class ConvertOptions(FormatOptions):

@@ -5,19 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from tropism.config import METHODS, MethodOptions, check_name, explain, place_of, takes_bool
 from tropism.errors import UsageError, did_you_mean
 from tropism.options import shown
 
+_TRUST = "trust_remote_code"
 
-def read_yaml(path: str | Path, default: str | None = None) -> tuple[str | None, dict[str, Any]]:
+
+def read_yaml(path: str | Path, default: str | None = None,
+              decided: bool = False) -> tuple[str | None, dict[str, Any]]:
     """The method that a configuration file names, or None, and its options, checked one by one.
+
+    `trust_remote_code` is not among them: a file, which someone else may have written, never allows code to run.
 
     Args:
         path: the file.
         default: the method of a file that does not name one.
+        decided: whether code may run has been said elsewhere. Otherwise a file that allows it is refused.
 
     Raises:
         UsageError: with file and line, for an unknown key (naming the closest known one) or an invalid value.
@@ -36,17 +42,17 @@ def read_yaml(path: str | Path, default: str | None = None) -> tuple[str | None,
     if not isinstance(values, dict):
         raise UsageError(f"{path}: not a mapping. Write one `option: value` per line.")
     lines = _lines_of(path, node)
-    return checked(values, lambda key: f"{path}:{lines.get(str(key), 1)}: ", default)
+    return checked(values, lambda key: f"{path}:{lines.get(str(key), 1)}: ", default, decided)
 
 
-def checked(values: dict[str, Any], place: Callable[[Any], str], default: str | None = None,
+def checked(values: dict[str, Any], place: Callable[[Any], str], default: str | None = None, decided: bool = False,
             ) -> tuple[str | None, dict[str, Any]]:
     """The method that recorded options name, or None, and the options, checked one by one.
 
     Args:
         values: as in a file.
         place: where a key is, for errors.
-        default: as in `read_yaml`.
+        default, decided: as in `read_yaml`.
 
     Raises:
         UsageError: as in `read_yaml`.
@@ -57,6 +63,9 @@ def checked(values: dict[str, Any], place: Callable[[Any], str], default: str | 
     known = METHODS.get(method or default or "")
     values = (known or MethodOptions).flattened(values)
     _check(values, known, place)
+    if TypeAdapter(bool).validate_python(values.pop(_TRUST, False)) and not decided:
+        raise UsageError(f"{place(_TRUST)}{_TRUST}: a file cannot allow the code of a model to run. If you trust the "
+                         "models of this run, pass --trust-remote-code, else --no-trust-remote-code.")
     return method, values
 
 

@@ -1,6 +1,7 @@
 """Errors for users. Each message gives the place, the problem and the remedy, and is shown without a traceback."""
 
 import difflib
+import pickle
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,6 +14,11 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type if it has no text; a heading is joined with the line below it."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     return " ".join(line.strip() for line in lines[:2 if lines[0].rstrip().endswith(":") else 1])
+
+
+def not_only_tensors(error: object) -> bool:
+    """Whether torch refused a file because it may contain more than tensors. Its text advises to load it anyway."""
+    return isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error)
 
 
 def clause(error: object) -> str:

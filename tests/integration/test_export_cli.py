@@ -22,7 +22,8 @@ from tropism.config import METHODS
 from tropism.distributed import connect
 from tropism.runner import Run
 
-SURFACE = {"RUN", "--to", "--merge", "--no-merge", "--dtype", "--checkpoint", "--max-shard-size", "--base"}
+SURFACE = {"RUN", "--to", "--merge", "--no-merge", "--dtype", "--checkpoint", "--max-shard-size", "--base",
+           "--trust-remote-code", "--no-trust-remote-code"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FRESH = """
@@ -99,7 +100,7 @@ def test_the_surface_changes_only_on_purpose() -> None:
             "assert not {'torch', 'transformers', 'peft'} & set(sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in SURFACE - {"--no-merge"})
+    assert all(name in done.stdout for name in SURFACE if not name.startswith("--no-"))
 
 
 def test_a_fresh_process_finds_what_was_in_memory(made: dict[bool, Made], tmp_path: Path,

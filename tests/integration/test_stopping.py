@@ -32,10 +32,10 @@ def _child(where: str, argv: list[str], log: Path, prepare: Callable[[], Any]) -
     prepare()
     from tropism import runner
     from tropism.train import loop
-    from tropism.train.setup import build, policy
+    from tropism.train.setup import build, inputs, policy
 
     places: dict[str, tuple[Any, str]] = {
-        "data": (runner, "prepare_data"), "model": (policy.PolicyBuilder, "build"), "layout": (build, "choose_layout"),
+        "data": (inputs, "prepare_data"), "model": (policy.PolicyBuilder, "build"), "layout": (build, "choose_layout"),
         "samples": (runner.Sampler, "ask_together"), "checkpoint": (runner.resume, "_load"),
         "step": (loop, "train_step")}
     owner, name = places[where]

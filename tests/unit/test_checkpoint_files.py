@@ -13,6 +13,7 @@ import torch
 
 from tropism.distributed.training_state import TrainingState, check_plain, read_tensors
 from tropism.errors import CheckpointError, OutputError, UsageError
+from tropism.observe.checksums import checksums, differences, file_hash
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.rng_state import random_state, set_random_state
 from tropism.train.checkpoints.saver import Retention
@@ -46,6 +47,40 @@ def test_what_is_written_is_read_back(written: checkpoint.Checkpoint) -> None:
     read_tensors(found, written.state)
     assert torch.equal(found["model/weight"], wanted["model/weight"])
     assert found["optimizer/weight/step"] == 3
+
+
+HOSTILE = ["[]", "null", "5", "{", "[" * 100_000, '{"trainer.json": 5}', '{"trainer.json": {"bytes": "36"}}',
+           '{"../../../../../etc/passwd": {"bytes": 1, "blake2b": ""}}', '{"a\\u0000b": {}}',
+           json.dumps({"x" * 5000: {}})]
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+@pytest.mark.parametrize("name", ["files.json", "trainer.json"])
+def test_files_of_someone_else_whose_hashes_are_right(name: str, number: int, written: checkpoint.Checkpoint) -> None:
+    """C2: a sentence, and no file outside the checkpoint is read."""
+    path = written.path
+    (path / name).write_text(HOSTILE[number])
+    if name == "trainer.json":
+        for other in ("files.json", "COMPLETE"):
+            (path / other).unlink()
+        (path / "files.json").write_text(json.dumps(checksums(path)))
+    (path / "COMPLETE").write_text(file_hash(path / "files.json") + "\n")
+    if name == "trainer.json" and HOSTILE[number].startswith('{"'):
+        assert checkpoint.verify(path) == json.loads(HOSTILE[number])
+        return
+    with pytest.raises(CheckpointError, match=r"JSON object|cannot be read|not found|no size and hash"):
+        checkpoint.verify(path)
+
+
+def test_checksums_of_someone_else(tmp_path: Path) -> None:
+    """A named pipe is not opened, and a checksum of another form is named."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_text("")
+    known: Any = {"pipe": {"bytes": 0, "blake2b": "00" * 16}, "a": {"bytes": 0, "blake2b": 5}, "b": 3,
+                  "c": {"bytes": 0, "blake2b": "00" * 5000}}
+    assert differences(tmp_path, known) == ["pipe is not a regular file", "a has no valid checksum",
+                                            "b has no valid checksum", "c has no valid checksum"]
 
 
 NAMES = ["COMPLETE", "files.json", "state/.metadata", "state/__0_0.distcp", "trainer.json"]

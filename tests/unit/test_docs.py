@@ -115,8 +115,8 @@ def test_requirement_ids_that_tests_name_are_described() -> None:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md",
-            *DOCS.rglob("*.md")]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md",
+            ROOT / "bench" / "README.md", *DOCS.rglob("*.md")]
 
 
 def test_links_lead_somewhere() -> None:

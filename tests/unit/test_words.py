@@ -26,8 +26,8 @@ def found(text: str) -> list[str]:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md",
-            *sorted((ROOT / "docs").rglob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md",
+            ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def sentences(tree: ast.Module) -> Iterator[tuple[int, str]]:

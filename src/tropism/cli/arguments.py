@@ -30,7 +30,7 @@ def with_config(tokens: list[str]) -> list[str]:
     if tokens[:1] == ["train"]:
         if len(tokens) < 2 or tokens[1].startswith("-"):
             raise UsageError("CONFIG is required. Example: tropism train RUN/config.yaml")
-        method, values = read_yaml(_file("CONFIG", tokens[1]))
+        method, values = read_yaml(_file("CONFIG", tokens[1]), decided=_decides_code(tokens[2:]))
         if method is None:
             raise UsageError(f"{tokens[1]}: `method:` is missing. Add one of {', '.join(METHODS)}")
         return [method, *_spelled_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
@@ -42,7 +42,7 @@ def with_config(tokens: list[str]) -> list[str]:
             if not joined and position + 1 == len(tokens):
                 raise UsageError("--config needs a file. Example: --config base.yaml")
             path = path if joined else tokens[position + 1]
-            method, values = read_yaml(_file("--config", path), tokens[0])
+            method, values = read_yaml(_file("--config", path), tokens[0], _decides_code(tokens))
             if method not in (None, tokens[0]):
                 raise UsageError(f"{path}: written for method {method}, not {tokens[0]}. Use `tropism {method}`.")
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
@@ -70,7 +70,7 @@ def _resumed(tokens: list[str]) -> list[str]:
     run = named.parent.parent if named.parent.name == "checkpoints" else named
     if not run.is_dir():
         raise UsageError(f"{named}: cannot resume: directory not found")
-    method, values = _recorded(named, run)
+    method, values = _recorded(named, run, _decides_code(tokens))
     if method is None:
         raise UsageError(f"{run / 'config.yaml'}: `method:` is missing")
     if objects := [name for name, value in values.items() if isinstance(value, str)
@@ -85,12 +85,12 @@ def _resumed(tokens: list[str]) -> list[str]:
     return [method, *_spelled_out(values, rest), *rest, f"--output={run}", f"--resume={named}"]
 
 
-def _recorded(named: Path, run: Path) -> tuple[str | None, dict[str, Any]]:
+def _recorded(named: Path, run: Path, decided: bool) -> tuple[str | None, dict[str, Any]]:
     """Method and options of a run: from config.yaml, or from a checkpoint if that file is missing or empty."""
     config = run / "config.yaml"
     check_kind(config)
     if config.is_file() and config.stat().st_size:
-        return read_yaml(config)
+        return read_yaml(config, decided=decided)
     from tropism.train.checkpoints.find import recorded_options  # imports torch: a run does too
 
     found = recorded_options(run, named)
@@ -99,7 +99,7 @@ def _recorded(named: Path, run: Path) -> tuple[str | None, dict[str, Any]]:
                          "start it again with its original command.")
     options, place = found
     _note(f"{config} is missing or empty. Resuming with the options in {place}.")
-    return checked(dict(options), lambda key: f"{place}: ")
+    return checked(dict(options), lambda key: f"{place}: ", decided=decided)
 
 
 def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> dict[str, Any]:
@@ -154,6 +154,11 @@ def names_of(given: Sequence[str]) -> set[str]:
     """Names of the options on the command line, with dashes; `--no-shuffle` counts as `shuffle`."""
     flags = [token.partition("=")[0] for token in given if token.startswith("--")]
     return {re.sub(r"(^|\.)no-", r"\1", flag.removeprefix("--").replace("_", "-")) for flag in flags}
+
+
+def _decides_code(given: Sequence[str]) -> bool:
+    """Whether the command line says if the code of models may run."""
+    return "trust-remote-code" in names_of(given)
 
 
 def _spelled_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:

@@ -186,13 +186,13 @@ def demo(*, output: _Output | None = None) -> int:
 
 
 @app.command
-def verify(run: _File, /, *, json: _File | None = None) -> int:
+def verify(run: _File, /, *, json: _File | None = None, trust_remote_code: bool = False) -> int:
     """Print what was checked; exit code 1 if something differs."""
     from tropism.commands import verify as verifying  # imports torch: not for --help
     from tropism.commands.files import check_reports, voice_beside
 
     check_reports(json, inputs=str(run))
-    verdict = verifying.verify(run)
+    verdict = verifying.verify(run, trust_remote_code)
     verifying.show(verdict, voice_beside(json))
     if json is not None:
         verifying.write(verdict, json)
@@ -201,13 +201,14 @@ def verify(run: _File, /, *, json: _File | None = None) -> int:
 
 @app.command
 def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | None = None,
-           checkpoint: _Name | None = None, max_shard_size: _Name | None = None, base: _Name | None = None) -> int:
+           checkpoint: _Name | None = None, max_shard_size: _Name | None = None, base: _Name | None = None,
+           trust_remote_code: bool = False) -> int:
     """Write a model directory."""
     from tropism.commands import export as exporting  # imports torch: not for --help
 
     try:
         exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size,
-                         base=base)
+                         base=base, trust_remote_code=trust_remote_code)
     except KeyboardInterrupt:
         complete = (to / "export.json").is_file()
         raise TropismError(f"interrupted. {to} is " + ("complete" if complete else "unchanged"),

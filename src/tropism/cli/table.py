@@ -64,6 +64,7 @@ _CONFIG = Argument("--config FILE", "YAML file with options. Options on the comm
 _JSON = "Also write the result to this JSON file."
 _DATA = "Data to read: files, a directory, or a dataset on the Hub. Separate several with commas."
 _MODEL = "A directory, Hub id, GGUF file, adapter or run directory."
+_TRUST = Argument("--trust-remote-code", "Run Python code that comes with a model. The run's own option has no effect.")
 _STORE = Argument("--store DIR", "Cache directory.", default="$TROPISM_STORE, else ~/.cache/tropism/store")
 
 
@@ -128,12 +129,12 @@ COMMANDS: dict[str, Command] = {
          Argument("--checkpoint NAME", "Checkpoint to export: `best`, `last`, a step such as step-00000100, or a path.",
                   default="the result"),
          Argument("--max-shard-size SIZE", "Maximum size of a weight file, such as 5GB.", default="50GB"),
-         Argument("--base DIR", "Base model of the adapter, if it has moved since the run.")),
+         Argument("--base DIR", "Base model of the adapter, if it has moved since the run."), _TRUST),
         note="`--checkpoint` exports a checkpoint instead. Adds a model card. Leaves the run unchanged."),
     "verify": Command(
         "Results", "Check that a run is intact and reproducible on this machine.",
         ("tropism verify runs/first", "tropism verify runs/first --json findings.json"),
-        (Argument("RUN", "Run directory.", required=True), Argument("--json FILE", _JSON)),
+        (Argument("RUN", "Run directory.", required=True), Argument("--json FILE", _JSON), _TRUST),
         note="Exits with code 0 if so, 1 otherwise."),
     "demo": Command(
         "Other", "Train a small model on sample feedback and show what changed.", ("tropism demo",),

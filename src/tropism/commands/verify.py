@@ -63,8 +63,12 @@ class Verdict:
                            for check in self.checks]}
 
 
-def verify(directory: Path) -> Verdict:
+def verify(directory: Path, trust_remote_code: bool = False) -> Verdict:
     """Compare everything with its fingerprint in the manifest. Nothing is written.
+
+    Args:
+        directory: of the run.
+        trust_remote_code: run code that comes with the run's models. The run's own option is not obeyed.
 
     Raises:
         UsageError: if this is not a run directory.
@@ -76,9 +80,10 @@ def verify(directory: Path) -> Verdict:
         return Verdict(directory, (Check("manifest.json", "gone", of="intact"), *kept, Check(
             "options", "unknown", "nothing can be compared without manifest.json")))
     try:
-        method, values = read_yaml(directory / "config.yaml")
+        method, values = read_yaml(directory / "config.yaml", decided=True)
         known = METHODS[method or manifest["method"]]
-        options = known.model_validate(known.nested(values | {"output": str(directory)}))
+        options = known.model_validate(known.nested(values | {"output": str(directory),
+                                                              "trust_remote_code": trust_remote_code}))
     except (TropismError, ValueError, KeyError) as error:
         return Verdict(directory, (*kept, Check("options", "unknown",
                                                   f"config.yaml cannot be read: {first_line(error)}"),

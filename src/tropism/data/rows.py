@@ -18,7 +18,7 @@ class Reason(StrEnum):
     MISSING_FIELD = "missing_field"
     IDENTICAL_PAIR = "identical_pair"
     NO_COMPLETION = "no_completion"
-    NO_SUPERVISED_TOKEN = "no_supervised_token"
+    NO_SUPERVISED_TOKEN = "no_supervised_token"  # noqa: S105  not a password
     UNDESIRABLE = "undesirable"
     UNPAIRED = "unpaired"
     EQUAL_SCORES = "equal_scores"

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from tropism.distributed.checkpoint_metadata import MetadataReader, read_metadata
 from tropism.distributed.mesh import Mesh
 from tropism.distributed.shard import Owned, like, part_of
 from tropism.distributed.world import World
-from tropism.errors import CheckpointError, UsageError
+from tropism.errors import CheckpointError, UsageError, first_line, not_only_tensors
 
 Plain = dict[str, Any]
 
@@ -214,7 +215,7 @@ def _check_seen(path: Path) -> None:
     Raises:
         OSError: if one is not visible.
     """
-    named = {entry.relative_path for entry in dcp.FileSystemReader(path).read_metadata().storage_data.values()}
+    named = {entry.relative_path for entry in read_metadata(path).storage_data.values()}
     present = set(os.listdir(path))
     if missing := named - present:
         raise OSError(errno.ENOENT, f"{len(missing)} of {len(named)} files written by other processes are not visible "
@@ -222,7 +223,7 @@ def _check_seen(path: Path) -> None:
 
 
 def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> None:
-    """Read a directory into tensors, in place, on this process alone. Its metadata is a pickle: verify it first.
+    """Read a directory into tensors, in place, on this process alone.
 
     Args:
         tensors: to fill. Of sharded ones, the parts of this process are read, however they were written.
@@ -231,9 +232,9 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> 
     Raises:
         CheckpointError: with the name that is missing, unexpected or of another size or type. Nothing is modified.
     """
-    reader = dcp.FileSystemReader(path)
+    reader = MetadataReader(path)
+    stored: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata
     try:
-        stored = reader.read_metadata().state_dict_metadata
         for problem, names in (("is missing", tensors.keys() - stored.keys()),
                                ("is not part of this run", stored.keys() - tensors.keys())):
             if names and (whole or problem == "is missing"):
@@ -247,24 +248,25 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, whole: bool = True) -> 
                                       f"{list(tensor.shape)} {tensor.dtype} in this run")
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
-        raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
+        raise CheckpointError(f"{path}: cannot be read: {_reason(_cause(error))}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def _reason(error: Exception) -> str:
+    """Why tensors cannot be read. torch reads them with `weights_only`."""
+    if not_only_tensors(error):
+        return "a file contains more than tensors. Nothing in it was run. Do not use this checkpoint."
+    return first_line(error)
+
+
 def model_names(path: Path) -> list[str]:
-    """Module names of the weights in a directory, without the second names of tied ones. Its metadata is a pickle:
-    verify it first.
+    """Module names of the weights in a directory, without the second names of tied ones.
 
     Raises:
         CheckpointError: if it cannot be read, or contains no weights.
     """
-    try:
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except CheckpointException as error:
-        raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    stored = MetadataReader(path).read_metadata().state_dict_metadata
     found = [name.removeprefix("model/") for name in stored if name.startswith("model/")]
     if not found:
         raise CheckpointError(f"{path}: contains no model weights")
@@ -287,9 +289,9 @@ def read_whole(names: Iterable[str], path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: if it cannot be read.
     """
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored: dict[str, TensorStorageMetadata] = MetadataReader(path).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name in names
-               if isinstance(entry := stored.get(name), TensorStorageMetadata)}
+               if (entry := stored.get(name)) is not None}
     read_tensors(tensors, path, whole=False)
     return tensors
 

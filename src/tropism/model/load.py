@@ -5,21 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from tropism.errors import ModelError, first_line
+from tropism.errors import ModelError, TropismError, first_line
 from tropism.model import quantization as quantized
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
 from tropism.model.config import check_architecture
 from tropism.model.language_model import Precision
+from tropism.model.remote_code import check_kernels, without_code
 from tropism.model.source import ModelSource
 
 disable_progress_bar()  # transformers' own bars for every load and save would hide ours
 
 
+@without_code
 def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model, or of an adapter if its directory has one.
 
@@ -35,6 +36,7 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> A
         raise ModelError(f"{source.name}: the tokenizer could not be loaded: {first_line(error)}") from error
 
 
+@without_code
 def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
     """The config of a model that Tropism can train.
 
@@ -50,10 +52,12 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
         where = "" if Path(source.name).is_dir() else "directory not found, and "
         raise ModelError(f"{source.name}: {where}the model config could not be loaded: {first_line(error)}{hint}"
                          ) from error
+    check_kernels(config, trust_remote_code)
     check_architecture(config)
     return config
 
 
+@without_code
 def load_model(source: ModelSource, precision: Precision, device: torch.device, *,
                trust_remote_code: bool = False, quantize: quantized.Quantization | None = None,
                plain: Iterable[str] = ()) -> Any:
@@ -67,7 +71,7 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
     Raises:
         ModelError: if loading fails, or a weight is missing.
     """
-    _need_gguf(source)
+    load_config(source, trust_remote_code=trust_remote_code)  # raises before any weight is read
     dtype = weights_dtype(precision)
     extra = dict(source.kwargs)
     if source.gguf_file:
@@ -79,7 +83,9 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source.name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **extra)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+    except TropismError:
+        raise
+    except Exception as error:  # a damaged or hostile file may end in any error
         raise ModelError(f"{source.name}: the model could not be loaded: {first_line(error)}") from error
     missing = sorted(report.get("missing_keys") or [])
     if missing:
@@ -98,6 +104,7 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
     return model.to(device=device, dtype=dtype).eval()
 
 
+@without_code
 def skeleton(config: Any, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
     """A model with its weights on the meta device, tied as its config says, and with real buffers.
 

@@ -69,7 +69,7 @@ def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop
     if adapter_name(model) is not None:
         adapter_files.save(model, path, dtype, weights)
         model.generation_config.save_pretrained(path)
-        tokenizer.save_pretrained(path)
+        save_tokenizer(tokenizer, path)
         match_permissions(path / adapter_files.CONFIG)
         return
     converted: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor and are written once
@@ -80,13 +80,25 @@ def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop
             converted[here] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
         state[name] = converted[here]
     model.save_pretrained(path, state_dict=state, max_shard_size=shard_size)
-    tokenizer.save_pretrained(path)
+    save_tokenizer(tokenizer, path)
     config_file = path / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
+    if model._auto_class is None:  # the code that came with the model was not run, and is not passed on
+        config.pop("auto_map", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     match_permissions(config_file)
+
+
+def save_tokenizer(tokenizer: Any, path: Path) -> None:
+    """Write a tokenizer's files into an existing directory, without references to code that was not run."""
+    tokenizer.save_pretrained(path)
+    file = path / "tokenizer_config.json"
+    if getattr(tokenizer, "_auto_class", None) is None and file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if config.pop("auto_map", None) is not None:
+            file.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def match_permissions(file: Path) -> None:

@@ -35,11 +35,11 @@ def checksums(directory: Path, leave_out: Collection[str] = ()) -> Files:
 def differences(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Files that differ from their checksums, one sentence each; empty if all are intact. Ignores further files."""
     def one(name: str) -> str | None:
-        path, known = directory / name, files[name]
+        path = directory / name
         try:
-            if path.exists() and not path.is_file():  # a pipe would block
-                return f"{name} is not a file"
-            size = path.stat().st_size
+            known, size = files[name], path.stat().st_size
+            if not path.is_file():  # opening a named pipe would wait forever
+                return f"{name} is not a regular file"
             if size != known["bytes"]:
                 return f"{name} has {size} bytes instead of {known['bytes']}"
             if file_hash(path, len(known["blake2b"]) // 2) != known["blake2b"]:
@@ -50,6 +50,8 @@ def differences(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list
             return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
+        except (KeyError, TypeError, ValueError):
+            return f"{name} has no valid checksum"
         return None
 
     with ThreadPoolExecutor() as pool:

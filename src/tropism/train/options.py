@@ -134,7 +134,7 @@ class ModelOptions(Options):
     model: str
     """Model to train: a directory, Hub id or GGUF file."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a model."""
+    """Run Python code that comes with a model. Must be passed with each command: a YAML file cannot allow it."""
 
 
 class OptimizationOptions(Options):

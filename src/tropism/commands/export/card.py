@@ -48,8 +48,9 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
         own = [key for key in own if key not in ("kd_weight", "divergence", "divergence_mix", "temperature",
                                                  "temperature_scaling", "top_k")]
     measured, columns, figures = _measured(run, chosen)
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=_text,
-                                     undefined=jinja2.StrictUndefined, autoescape=False)  # Markdown, not HTML
+    environment = jinja2.Environment(  # our own template writes Markdown, not HTML
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=_text,
+        undefined=jinja2.StrictUndefined, autoescape=False)  # noqa: S701
     environment.filters |= {"code": _code, "literal": _literal, "figure": _figure}
     source = resources.files("tropism.commands.export") / "card.md.jinja"
     template = environment.from_string(source.read_text("utf-8"))

@@ -29,6 +29,7 @@ class ExportedRun:
         audit: content of `audit.json`; empty if there is none.
         records: lines of `metrics.jsonl`.
         other_base: directory of the adapter's base, if it was moved since the run.
+        trust_remote_code: run code that comes with a model. The run's own option is not obeyed.
     """
 
     path: Path
@@ -37,6 +38,7 @@ class ExportedRun:
     audit: dict[str, Any] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     other_base: str | None = None
+    trust_remote_code: bool = False
 
     @property
     def directory(self) -> RunDirectory:
@@ -58,11 +60,6 @@ class ExportedRun:
         """Options of the adapter; empty if all weights were trained."""
         lora = self.options.get("lora") or {}
         return lora if lora.get("rank") is not None or lora.get("adapter") is not None else {}
-
-    @property
-    def trust_remote_code(self) -> bool:
-        """The run's option of that name."""
-        return bool(self.options.get("trust_remote_code"))
 
 
 @dataclass(frozen=True)

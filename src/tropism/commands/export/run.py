@@ -59,7 +59,7 @@ class Exported:
 
 def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str | None = None,
            checkpoint: str | None = None, max_shard_size: str | int | None = None,
-           base: str | Path | None = None, voice: Voice | None = None) -> Exported:
+           base: str | Path | None = None, trust_remote_code: bool = False, voice: Voice | None = None) -> Exported:
     """Write the result of a run, or one of its checkpoints, as a model directory. The run is not changed.
 
     Args:
@@ -70,6 +70,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         checkpoint: `best`, `last`, a step (`step-00000100`), or a path; by default the result.
         max_shard_size: maximum size of a weights file, by default 50GB; larger models get several files and an index.
         base: directory of the adapter's base, if it was moved since the run.
+        trust_remote_code: run code that comes with the run's models. The run's own option is not obeyed.
         voice: prints to the user.
 
     Raises:
@@ -83,7 +84,10 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
     if path.name in ("", "..") or path.is_symlink():
         path = path.resolve()  # the temporary directory needs its name, and can only replace a directory
     wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size or save.SHARD_SIZE)
-    found = read_run(place)
+    found = replace(read_run(place), trust_remote_code=trust_remote_code)
+    if found.options.get("trust_remote_code") and not trust_remote_code:
+        voice.warn(f"{place}: the run allowed the code of its models, but it is not run here. If you trust it, pass "
+                   "--trust-remote-code")
     check_target(path, place)
     chosen = choose(found, checkpoint)
     if merge and not chosen.is_adapter:
@@ -164,7 +168,7 @@ class _Work:
         self._tell(notes)
         weights, rounding = self._rounded(adapter.weights, dtype)
         with whole(self.path, needed) as partial:
-            tokenizer.save_pretrained(partial)
+            save.save_tokenizer(tokenizer, partial)
             generation.save_pretrained(partial)
             adapters.write(adapter, weights, partial, dtype)
             self._describe(partial, dtype, rounding, generation, tokenizer, adapter.base)

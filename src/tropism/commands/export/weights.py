@@ -14,6 +14,7 @@ from tropism.commands.export.read_run import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.distributed.training_state import read_model
 from tropism.errors import CheckpointError, ModelError, UsageError, clause, count_of, did_you_mean, first_line
 from tropism.model import load
+from tropism.model.remote_code import code_refused
 from tropism.model.source import ModelSource
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
@@ -85,8 +86,9 @@ def of_result(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> tupl
     config = load.load_config(ModelSource.of(str(chosen.path)), trust_remote_code=run.trust_remote_code)
     check_space(number_of(skeleton(config, run.trust_remote_code)))
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            chosen.path, dtype="auto", output_loading_info=True, trust_remote_code=run.trust_remote_code)
+        with code_refused(str(chosen.path), run.trust_remote_code):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                chosen.path, dtype="auto", output_loading_info=True, trust_remote_code=run.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{chosen.path}: cannot be loaded: {first_line(error)}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

@@ -36,7 +36,7 @@ def say_options(model: str, options: ScoringOptions, renderer: Renderer, precisi
         voice.say(line)
         return
     try:
-        method, own = read_yaml(run / "config.yaml")
+        method, own = read_yaml(run / "config.yaml", decided=True)
         other = _differences(given, used, _with_reference(own, method))
     except (UsageError, RecursionError) as error:
         place = str(run / "config.yaml")

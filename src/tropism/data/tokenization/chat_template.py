@@ -107,9 +107,12 @@ def template_text(named: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--chat-template: {named}: cannot be read: {error}") from None
     try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", text))
+        parser = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701  nothing is rendered
+        parser.parse(_GENERATION_TAG.sub("", text))
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"--chat-template: {named}:{error.lineno}: not a valid template: {error.message}") from None
+    except RecursionError:
+        raise UsageError(f"--chat-template: {named}: not a valid template: expressions are nested too deeply") from None
     return text
 
 

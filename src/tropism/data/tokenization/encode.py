@@ -7,6 +7,7 @@ import os
 import pickle
 import secrets
 import shlex
+import stat
 import subprocess
 import sys
 from collections import deque
@@ -213,6 +214,9 @@ class Encoder:
 #
 # Plain child processes instead of multiprocessing, which would run the user's script again in each of them (spawn), or
 # copy a process whose threads hold locks (fork).
+#
+# They exchange pickles, since a tokenizer has no other form that keeps all of it. Both ends are this program, and the
+# pipes between them have no name: no file and no other program can write into them.
 
 
 class _WorkerPool:
@@ -248,7 +252,7 @@ class _WorkerPool:
             self._idle.put((child, True))
         if message is None:
             raise TropismError("a worker process that encodes rows died. If it ran out of memory, lower --workers.")
-        reply = pickle.loads(message)
+        reply = pickle.loads(message)  # noqa: S301  from our own child, see above
         if isinstance(reply, Exception):
             raise reply
         return Block(reply) if reply is not None else BlockCache.open(path) or self._request(rows, None)  # type: ignore[arg-type]
@@ -286,9 +290,9 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     first = _receive(requests)
     if first is None:
         return
-    renderer = pickle.loads(first)
+    renderer = pickle.loads(first)  # noqa: S301  from the parent
     while request := _receive(requests):
-        rows, path = pickle.loads(request)
+        rows, path = pickle.loads(request)  # noqa: S301  from the parent
         reply: Any
         try:
             block = render_block(renderer, rows)
@@ -305,6 +309,8 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def _main() -> None:
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        sys.exit("tropism starts this module itself, with a pipe as its input")
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # other output must not mix with the replies
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -8,10 +8,16 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
+from tropism.data.tokenization.template_limits import TemplateTimeout, limited
 from tropism.data.tokenization.tokenizer import TextTokenizer, is_invisible
 from tropism.data.tokenization.truncate import Limits, PromptCutter, fit
 from tropism.data.tree import Completion, prompt_key, token_ids
 from tropism.errors import DataError, ModelError
+
+TEMPLATE_S = 30.0
+"""Longest time in which a chat template may render one text. Usual ones need less than a millisecond."""
+TEMPLATE_BYTES = 2**31
+TEMPLATE_CHARACTERS = 10**8
 
 _SYSTEM = ("system", "developer")
 _TOOLS = re.compile(r"\btools\b")
@@ -135,11 +141,17 @@ class Renderer:
         # Without null values: some releases of transformers let templates write the word None.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            text = str(tokenizer.apply_chat_template(
+            text = str(limited(lambda: tokenizer.apply_chat_template(
                 given, tools=list(row.tools) if row.tools else None,
-                add_generation_prompt=generate, tokenize=False, **self.template_kwargs))
+                add_generation_prompt=generate, tokenize=False, **self.template_kwargs), TEMPLATE_S, TEMPLATE_BYTES))
+        except TemplateTimeout:
+            raise self._endless(row, f"did not end within {TEMPLATE_S:g} s") from None
+        except (MemoryError, OverflowError):
+            raise self._endless(row, f"needs more than {TEMPLATE_BYTES / 2**30:g} GiB of memory") from None
         except Exception as error:  # templates may raise anything
             raise DataError(f"{row.place}: {self.template_name} rejects these messages: {error}") from error
+        if len(text) > TEMPLATE_CHARACTERS:
+            raise self._endless(row, f"renders {len(text):,} characters, more than {TEMPLATE_CHARACTERS:,}")
         if not text.isascii():
             try:
                 text.encode()
@@ -147,6 +159,10 @@ class Renderer:
                 raise DataError(f"{row.place}: a message or tool has a lone surrogate, which tokenizers do not "
                                 "accept. Fix the text's encoding.") from None
         return text
+
+    def _endless(self, row: Row, problem: str) -> DataError:
+        return DataError(f"{row.place}: {self.template_name} {problem}. Fix the template, or choose another with "
+                         "--chat-template.")
 
     def prompt(self, text: str, spelled: dict[str, str]) -> list[int]:
         """Ids of a rendered prompt. The last one is cached, since neighboring rows often share it."""

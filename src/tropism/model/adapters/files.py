@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tropism.distributed.shard import give
-from tropism.errors import ModelError, first_line
+from tropism.errors import ModelError, first_line, not_only_tensors
 from tropism.model.adapters.create import allocate, make_structure
 from tropism.model.adapters.parameters import NAME, adapter_name, adapter_weight_names
 from tropism.model.adapters.peft_settings import check_known, check_served, check_values
@@ -113,8 +112,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         state = (load_file(file) if file.name == WEIGHTS else
                  torch.load(file, map_location="cpu", weights_only=True))
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except Exception as error:  # a damaged file may end in any error
+        if not_only_tensors(error):
+            raise ModelError(f"{file}: not a pickle of tensors alone. Nothing in it was run. Use an adapter with "
+                             f"{WEIGHTS}.") from None
         raise ModelError(f"{file}: the weights could not be read: {first_line(error)}") from error
+    if not (isinstance(state, dict) and all(isinstance(name, str) and isinstance(tensor, Tensor)
+                                            for name, tensor in state.items())):
+        raise ModelError(f"{file}: not a file of weights by name")
     return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tropism.errors import ModelError, clause, first_line
-from tropism.model.adapters.files import CONFIG, read_values, weights_file
+from tropism.model.adapters.files import CONFIG, read_values, read_weights
 from tropism.model.adapters.parameters import adapter_name
 from tropism.model.adapters.peft_module import check_trainable, inner
 from tropism.model.adapters.peft_settings import check_known, check_served
@@ -34,7 +34,7 @@ def merged(module: Any, path: Path) -> Any:
     from peft import PeftModel
 
     check_known(read_values(path), path / CONFIG)
-    weights_file(path)
+    read_weights(path)  # raises for a file that peft must not read
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -9,7 +9,7 @@
 It is written as `step-00000100.new`, and replaces an earlier checkpoint of the same step once it is complete. After a
 kill between the two, `.new` counts as the checkpoint of its step, and the next run renames it.
 
-A file is opened only after its hash was checked, because the metadata of `state/` is a pickle.
+The hashes find damage. They lie inside the checkpoint, so they do not tell who wrote it: no file of it can run code.
 """
 
 import json
@@ -194,26 +194,37 @@ def _verified(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / 'files.json'}: not found")
     if file_hash(path / "files.json") != (path / "COMPLETE").read_bytes().decode(errors="replace").strip():
         raise CheckpointError(f"{path / 'files.json'}: corrupted file: its hash is not the one in COMPLETE")
-    files = json.loads((path / "files.json").read_text(encoding="utf-8"))
+    files = _object(path / "files.json")
     for file in (path / "state").rglob("*"):
         if file.relative_to(path).as_posix() not in files and not file.is_dir():
             raise CheckpointError(f"{file}: not part of this checkpoint. Remove it.")
+    present = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     for name, entry in files.items():
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise CheckpointError(f"{path / 'files.json'}: corrupted file: {name} is outside of the checkpoint")
         file = path / name
-        if not file.is_file():
+        if name not in present:  # also a name that leads out of the directory
             raise CheckpointError(f"{file}: not found")
+        if not (isinstance(entry, dict) and {"bytes", "blake2b"} <= entry.keys() and isinstance(entry["bytes"], int)):
+            raise CheckpointError(f"{path / 'files.json'}: has no size and hash of {name}")
         if file.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{file}: corrupted file: {file.stat().st_size:,} of {entry['bytes']:,} bytes")
     with ThreadPoolExecutor() as pool:
         for name, digest in zip(files, pool.map(lambda name: file_hash(path / name), files), strict=True):
             if digest != files[name]["blake2b"]:
                 raise CheckpointError(f"{path / name}: corrupted file: its hash is not the one in files.json")
-    trainer: dict[str, Any] = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-    if not isinstance(trainer, dict):
-        raise CheckpointError(f"{path / 'trainer.json'}: not a JSON object")
-    return trainer
+    return _object(path / "trainer.json")
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Its hash may be right and the content still anything, if someone else wrote both."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {first_line(error)}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return found
 
 
 def _check_version(file: Path) -> None:
