@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -195,13 +195,8 @@ def _verified(path: Path) -> dict[str, Any]:
     if file_hash(path / "files.json") != (path / "COMPLETE").read_bytes().decode(errors="replace").strip():
         raise CheckpointError(f"{path / 'files.json'}: corrupted file: its hash is not the one in COMPLETE")
     files = _object(path / "files.json")
-    for file in (path / "state").rglob("*"):
-        if file.relative_to(path).as_posix() not in files and not file.is_dir():
-            raise CheckpointError(f"{file}: not part of this checkpoint. Remove it.")
     present = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     for name, entry in files.items():
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise CheckpointError(f"{path / 'files.json'}: corrupted file: {name} is outside of the checkpoint")
         file = path / name
         if name not in present:  # also a name that leads out of the directory
             raise CheckpointError(f"{file}: not found")
@@ -209,6 +204,9 @@ def _verified(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path / 'files.json'}: has no size and hash of {name}")
         if file.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{file}: corrupted file: {file.stat().st_size:,} of {entry['bytes']:,} bytes")
+    for file in (path / "state").rglob("*"):
+        if file.relative_to(path).as_posix() not in files and not file.is_dir():
+            raise CheckpointError(f"{file}: not part of this checkpoint. Remove it.")
     with ThreadPoolExecutor() as pool:
         for name, digest in zip(files, pool.map(lambda name: file_hash(path / name), files), strict=True):
             if digest != files[name]["blake2b"]:
