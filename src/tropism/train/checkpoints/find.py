@@ -1,6 +1,7 @@
 """Finds the checkpoint that a run resumes from: the newest intact one, or the one that the user names."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from tropism.errors import CheckpointError, UsageError, clause, first_line
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.files import Checkpoint
+from tropism.train.run_state import RunState
+
+_MAPPINGS = {"options": (), "offsets": (), "guards": (), "random": ("torch", "numpy", "python"),
+             "optimizer": ("groups", "values"), "totals": ("examples", "tokens", "tokens/computed")}
+"""Entries of `trainer.json` that hold entries, and those that are used after the checkpoint was chosen."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +130,33 @@ def _choose(directory: RunDirectory, manifest: dict[str, Any], options: dict[str
 
 def _verified(directory: RunDirectory, one: Checkpoint) -> dict[str, Any]:
     trainer = checkpoint.verify(one.path)
+    _check_content(trainer, one)
     for name, size in trainer["offsets"].items():
         file = directory.path / name
         if (file.stat().st_size if file.is_file() else 0) < size:
             raise CheckpointError(f"{file}: truncated file: it had {size:,} bytes when {one.path.name} was written")
     return trainer
+
+
+def _check_content(trainer: dict[str, Any], one: Checkpoint) -> None:
+    """Check the content of `trainer.json`, which someone else may have written with right hashes.
+
+    Raises:
+        CheckpointError: with what is odd.
+    """
+    wrong = [name for name, keys in _MAPPINGS.items()
+             if not isinstance(trainer.get(name), dict) or not trainer[name].keys() >= set(keys)]
+    try:
+        state = RunState()
+        state.restore(trainer)
+        wrong += [] if state.step == one.step else ["step"]
+        wrong += [] if math.isfinite(state.earlier_s) else ["seconds"]
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        wrong.append(first_line(error))
+    if not wrong and not all(isinstance(size, int) for size in trainer["offsets"].values()):
+        wrong = ["offsets"]
+    if wrong:
+        raise CheckpointError(f"{one.path / 'trainer.json'}: not what Tropism writes: {wrong[0]}")
 
 
 def _others(directory: RunDirectory, finished: list[Checkpoint], bad: Checkpoint) -> str:
