@@ -42,16 +42,30 @@ def read_yaml(path: str | Path, default: str | None = None,
     if not isinstance(values, dict):
         raise UsageError(f"{path}: not a mapping. Write one `option: value` per line.")
     lines = _lines_of(path, node)
+    return checked(values, lambda key: f"{path}:{lines.get(str(key), 1)}: ", default, decided)
+
+
+def checked(values: dict[str, Any], place: Callable[[Any], str], default: str | None = None, decided: bool = False,
+            ) -> tuple[str | None, dict[str, Any]]:
+    """The method that recorded options name, or None, and the options, checked one by one.
+
+    Args:
+        values: as in a file.
+        place: where a key is, for errors.
+        default, decided: as in `read_yaml`.
+
+    Raises:
+        UsageError: as in `read_yaml`.
+    """
     method = values.pop("method", None)
     if method is not None and not (isinstance(method, str) and method in METHODS):
-        raise UsageError(f"{path}:{lines['method']}: method: unknown method {method!r}. "
-                         + did_you_mean(str(method), METHODS))
+        raise UsageError(f"{place('method')}method: unknown method {method!r}. " + did_you_mean(str(method), METHODS))
     known = METHODS.get(method or default or "")
     values = (known or MethodOptions).flattened(values)
-    _check(values, known, lambda key: f"{path}:{lines.get(str(key), 1)}: ")
+    _check(values, known, place)
     if TypeAdapter(bool).validate_python(values.pop(_TRUST, False)) and not decided:
-        raise UsageError(f"{path}:{lines.get(_TRUST, 1)}: {_TRUST}: a file cannot allow the code of a model to run. If "
-                         "you trust the models of this run, pass --trust-remote-code, else --no-trust-remote-code.")
+        raise UsageError(f"{place(_TRUST)}{_TRUST}: a file cannot allow the code of a model to run. If you trust the "
+                         "models of this run, pass --trust-remote-code, else --no-trust-remote-code.")
     return method, values
 
 

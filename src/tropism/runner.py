@@ -21,7 +21,7 @@ from tropism.observe.manifest import Manifest, libraries, text_fingerprints
 from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import check as check_trackers
 from tropism.train.checkpoints import resume
-from tropism.train.checkpoints.find import Origin, find
+from tropism.train.checkpoints.find import FROZEN, Origin, find
 from tropism.train.checkpoints.saver import check_metric, make_saver
 from tropism.train.disk_space import check_disk_space
 from tropism.train.engine import Engine
@@ -32,7 +32,7 @@ from tropism.train.loop import Plan, TrainingLoop
 from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Observers
-from tropism.train.preemption import Preemption
+from tropism.train.preemption import Preemption, stopping_at_once
 from tropism.train.result import RunResult, export_result, finish, result_of
 from tropism.train.run_state import RunState
 from tropism.train.setup.agreement import facts_of_options
@@ -59,7 +59,7 @@ def run(options: MethodOptions, voice: Voice | None = None, began: float | None 
         TropismError: a subclass that names the problem and the remedy, before the first step where possible.
     """
     began = time.monotonic() if began is None else began
-    with connect() as world:
+    with stopping_at_once(), connect() as world:
         return Run(options, world, voice).fit(began)
 
 
@@ -177,11 +177,11 @@ class Run:
         keep = (world.is_main or world.mesh is not None) and self.options.export_dtype != "float32"
         initial = engine.model.snapshot() if keep else None
         if origin is not None:
-            resume.check_same(origin.manifest, self.facts, directory.path,
-                              resume.possible_reasons(origin.manifest, world.device.type))
+            resume.check_same(origin.fingerprints, self.facts, directory.path,
+                              resume.possible_reasons(origin, world.device.type))
             if trainer is not None:
                 self.trained = True
-                resume.load(engine, origin)
+                resume.load(engine, origin, self.preemption)
             manifest = world.on_main(lambda: self._begin(directory, origin))
         if manifest is not None:
             manifest.add(**self.facts)
@@ -205,8 +205,8 @@ class Run:
         world.on_main(lambda: check_disk_space(engine, options, directory, saver, inputs.schedule))
         state = RunState(began=began, tolerance=Tolerance(options.on_nonfinite))
         if trainer is None:
-            self.preemption.check()
-            state.samples_before = sampler.ask_together(engine)
+            with self.preemption.at_once():
+                state.samples_before = sampler.ask_together(engine)
         else:
             state.restore(trainer)
             if state.step == inputs.schedule.total_steps != state.evaluation.get("step"):
@@ -236,7 +236,7 @@ class Run:
 
     def _checkpoint_facts(self) -> dict[str, Any]:
         """What identifies the run in a checkpoint."""
-        frozen = {name: str(self.facts[name]) for name in ("policy", "reference", "teacher") if name in self.facts}
+        frozen = {name: str(self.facts[name]) for name in FROZEN if name in self.facts}
         return {"fingerprints": self._fingerprints() | frozen, "options": self._resolved(), "libraries": libraries(),
                 "world_size": self.world.size, "stop_ids": self._stop_ids}
 

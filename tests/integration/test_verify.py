@@ -152,3 +152,24 @@ def test_no_run_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "manifest.json").write_text("[]")
     assert main(["verify", str(tmp_path)]) == 2
     assert "not the manifest" in capsys.readouterr().err
+
+
+def test_interleaved_records_and_a_lost_manifest_are_told(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """S1: two processes that wrote one file left their steps out of order. Without the manifest the rest is checked."""
+    metrics = finished / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines, lines[2]]))
+    verdict = verify(finished)
+    assert states(verdict)["metrics.jsonl"] == "differs"
+    assert how(verdict, "metrics.jsonl").startswith(f"line {len(lines) + 1}: step ")
+    assert not verdict.intact
+    metrics.write_text("".join([*lines[:2], "{\n", *lines[2:]]))
+    assert how(verify(finished), "metrics.jsonl").startswith("line 3: not valid JSON")
+    metrics.unlink()
+    assert states(verify(finished))["metrics.jsonl"] == "gone"
+    (finished / "manifest.json").unlink()
+    found = states(verify(finished))
+    assert (found["manifest.json"], found["options"]) == ("gone", "unknown")
+    assert found["checkpoints/step-00000002"] == "same"
+    assert main(["verify", str(finished)]) == 1
+    assert ": NOT intact, NOT reproducible" in capsys.readouterr().out

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tropism.config import METHODS, takes_bool
-from tropism.config_file import read_yaml
+from tropism.config_file import checked, read_yaml
 from tropism.errors import UsageError, count_of
 from tropism.observe.console import Voice
+from tropism.observe.file_kinds import check_kind
 from tropism.options import check_file_name
 
 
@@ -69,10 +70,7 @@ def _resumed(tokens: list[str]) -> list[str]:
     run = named.parent.parent if named.parent.name == "checkpoints" else named
     if not run.is_dir():
         raise UsageError(f"{named}: cannot resume: directory not found")
-    if not (run / "config.yaml").is_file():
-        raise UsageError(f"{named}: cannot resume: {run} has no config.yaml. If the run stopped before it wrote one, "
-                         "start it again with its original command.")
-    method, values = read_yaml(run / "config.yaml", decided=_decides_code(tokens))
+    method, values = _recorded(named, run, _decides_code(tokens))
     if method is None:
         raise UsageError(f"{run / 'config.yaml'}: `method:` is missing")
     if objects := [name for name, value in values.items() if isinstance(value, str)
@@ -85,6 +83,23 @@ def _resumed(tokens: list[str]) -> list[str]:
         raise UsageError("tropism resume continues in the directory of the run. Remove --output and --resume.")
     values = _for_processes(values, rest, run / "config.yaml")
     return [method, *_spelled_out(values, rest), *rest, f"--output={run}", f"--resume={named}"]
+
+
+def _recorded(named: Path, run: Path, decided: bool) -> tuple[str | None, dict[str, Any]]:
+    """Method and options of a run: from config.yaml, or from a checkpoint if that file is missing or empty."""
+    config = run / "config.yaml"
+    check_kind(config)
+    if config.is_file() and config.stat().st_size:
+        return read_yaml(config, decided=decided)
+    from tropism.train.checkpoints.find import recorded_options  # imports torch: a run does too
+
+    found = recorded_options(run, named)
+    if found is None:
+        raise UsageError(f"{named}: cannot resume: {run} has no config.yaml. If the run stopped before it wrote one, "
+                         "start it again with its original command.")
+    options, place = found
+    _note(f"{config} is missing or empty. Resuming with the options in {place}.")
+    return checked(dict(options), lambda key: f"{place}: ", decided=decided)
 
 
 def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> dict[str, Any]:

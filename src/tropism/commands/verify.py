@@ -5,53 +5,29 @@ import platform
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tropism.commands.files import write_json
+from tropism.commands.run_files import Check, State, check_output
 from tropism.config import METHODS, MethodOptions
 from tropism.config_file import read_yaml
 from tropism.distributed import World
-from tropism.errors import CheckpointError, ModelError, TropismError, UsageError, count_of, first_line
+from tropism.errors import ModelError, TropismError, UsageError, count_of, first_line
 from tropism.model import load
 from tropism.model.language_model import LanguageModel
 from tropism.model.options import LoraOptions
 from tropism.model.source import ModelSource
-from tropism.observe.checksums import differences, file_hash
 from tropism.observe.console import Voice
-from tropism.observe.manifest import code_hash, text_fingerprints
-from tropism.train.checkpoints import files as checkpoint
+from tropism.observe.manifest import code_hash, read_manifest, text_fingerprints
+from tropism.observe.rundir import RunDirectory
 from tropism.train.frozen.teacher import shared_vocabulary, stored_name
 from tropism.train.setup.data import prepare_data
 from tropism.train.setup.models import Numerics
 from tropism.train.setup.policy import PolicyBuilder
-
-State = Literal["same", "differs", "gone", "unknown"]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that was compared with the manifest.
-
-    Args:
-        what: its name.
-        state: the outcome.
-        how: how it differs, or why it is unknown.
-        of: `intact` for what the run wrote, `repeatable` for what the same run would need again.
-    """
-
-    what: str
-    state: State
-    how: str = ""
-    of: Literal["intact", "repeatable"] = "repeatable"
-
-    def __str__(self) -> str:
-        word = {"same": "same", "differs": "changed", "gone": "not found", "unknown": "unknown"}[self.state]
-        return f"{self.what}: {word}" + (f": {self.how}" if self.how else "")
 
 
 @dataclass(frozen=True)
@@ -97,8 +73,12 @@ def verify(directory: Path, trust_remote_code: bool = False) -> Verdict:
     Raises:
         UsageError: if this is not a run directory.
     """
+    RunDirectory(directory).check_kinds()
     manifest = _manifest(directory)
-    kept = tuple(_of_output(directory, manifest))
+    kept = tuple(check_output(directory, manifest or {"fingerprints": {}}))
+    if not manifest:
+        return Verdict(directory, (Check("manifest.json", "gone", of="intact"), *kept, Check(
+            "options", "unknown", "nothing can be compared without manifest.json")))
     try:
         method, values = read_yaml(directory / "config.yaml", decided=True)
         known = METHODS[method or manifest["method"]]
@@ -129,55 +109,19 @@ def write(verdict: Verdict, path: Path) -> None:
 
 
 def _manifest(directory: Path) -> dict[str, Any]:
+    """The manifest; empty if a run has lost it."""
     path = directory / "manifest.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_manifest(path)
     except FileNotFoundError:
+        if RunDirectory(directory).holds_run:
+            return {}
         raise UsageError(f"{directory}: not a run directory (no manifest.json)") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {first_line(error)}") from None
-    if not isinstance(found, dict) or "fingerprints" not in found:
+    except ValueError as error:
+        raise UsageError(f"{path}: not the manifest of a run: {first_line(error)}") from None
+    if "fingerprints" not in found:
         raise UsageError(f"{path}: not the manifest of a run")
     return found
-
-
-def _of_output(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check]:
-    """Checks of the files that the run wrote."""
-    check = partial(Check, of="intact")
-    known = manifest["fingerprints"].get("config")
-    config = directory / "config.yaml"
-    if not config.is_file():
-        yield check("config.yaml", "gone")
-    elif known is None:
-        yield check("config.yaml", "unknown", "the manifest has no fingerprint of it")
-    else:
-        yield check("config.yaml", "same") if file_hash(config) == known else check(
-            "config.yaml", "differs", "edited after the run started")
-    if manifest.get("status") == "done":
-        files = manifest.get("model_files")
-        yield _files("model", directory / "model", files, "the manifest has no checksums of it")
-    for one in checkpoint.listed(directory / "checkpoints"):  # unfinished ones are ignored
-        yield _checkpoint(one.path)
-
-
-def _checkpoint(path: Path) -> Check:
-    name = f"checkpoints/{path.name}"
-    try:
-        checkpoint.verify(path)
-    except CheckpointError as error:
-        return Check(name, "differs", first_line(error), of="intact")
-    return Check(name, "same", of="intact")
-
-
-def _files(what: str, directory: Path, files: Mapping[str, Any] | None, why_not: str) -> Check:
-    if not directory.is_dir():
-        return Check(what, "gone", of="intact")
-    if files is None:
-        return Check(what, "unknown", why_not, of="intact")
-    wrong = differences(directory, files)
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    return Check(what, "differs", ", ".join(wrong[:3]) + more, of="intact") if wrong else Check(what, "same",
-                                                                                              of="intact")
 
 
 def _of_inputs(options: MethodOptions, manifest: Mapping[str, Any], directory: Path) -> Iterator[Check]:
@@ -239,7 +183,7 @@ def _row_counts(directory: Path, name: str, now: int) -> str:
 
 def _weights(what: str, name: str, options: MethodOptions, manifest: Mapping[str, Any], known: str | None) -> Check:
     """Check a model's weights, with the precision and device type of the run even if this machine lacks them."""
-    if known is None:
+    if known is None or "precision" not in manifest or "device" not in manifest:
         return Check(what, "unknown", "the manifest has no fingerprint of it; the run ended before it was loaded")
     if _from_python(name):
         return Check(what, "unknown", "passed in Python")

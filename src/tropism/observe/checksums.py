@@ -44,12 +44,12 @@ def differences(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list
                 return f"{name} has {size} bytes instead of {known['bytes']}"
             if file_hash(path, len(known["blake2b"]) // 2) != known["blake2b"]:
                 return f"{name} has changed"
+        except (KeyError, TypeError, ValueError):
+            return f"{name} has an invalid checksum"
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        except (KeyError, TypeError, ValueError):
-            return f"{name} has no valid checksum"
         return None
 
     with ThreadPoolExecutor() as pool:

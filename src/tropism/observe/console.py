@@ -1,8 +1,11 @@
 """Console output: messages, progress bars, and tables of results. Everything that Tropism prints passes here.
 
+
 A text is never read as markup, and nothing in it acts on the terminal: see `tropism.printable`.
 """
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +27,23 @@ from rich.text import Text
 from tropism.printable import one_line
 
 _FIRST_COUNT = 50_000  # first line of a progress without a known end
+
+
+class _Console(Console):
+    """Stays silent once its reader has left, as in `| head` or after the terminal was closed. A run continues; rich by
+    itself would end it."""
+
+    def print(self, *args: Any, **options: Any) -> None:
+        try:
+            super().print(*args, **options)
+        except OSError as error:
+            if error.errno != errno.EIO:  # of a terminal that is closed
+                raise
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # also for what is flushed at exit
 
 
 class Voice:
@@ -144,8 +164,8 @@ def _console(errors: bool, quiet: bool) -> Console:
     """A console on a standard stream. rich asks a named stream only for its encoding, and else assumes UTF-8."""
     stream = sys.stderr if errors else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return Console(file=None if encoding.lower().startswith("utf") else stream, stderr=errors, quiet=quiet,
-                   highlight=False, soft_wrap=True)
+    return _Console(file=None if encoding.lower().startswith("utf") else stream, stderr=errors, quiet=quiet,
+                    highlight=False, soft_wrap=True)
 
 
 def _cell(record: Mapping[str, float], key: str) -> str:

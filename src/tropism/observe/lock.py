@@ -1,15 +1,16 @@
 """A run directory has one owner at a time. `RUN/lock` names it.
 
-The lock is a lease of `filelock`: a record of its owner, whose time stamp a thread renews every minute. This module
-decides whether the owner of an existing lock still runs, and names the owner in errors. On this machine it looks at the
-process. A process on another machine or in another container cannot be seen, so its lock expires after ten minutes
-without a heartbeat.
+The lock is a lease of `filelock`: a record of its owner, whose time stamp a thread renews every few seconds. This
+module decides whether the owner of an existing lock is gone, and names the owner in errors. There is one rule. An owner
+of the same boot and the same container can be seen, and is gone if it does not run. Any other owner, also one on a
+machine of the same name, is gone after ten minutes without a heartbeat. An owner checks before each write that it is
+still the owner.
 """
 
 import atexit
+import errno
 import os
 import shlex
-import socket
 import sys
 import tempfile
 import threading
@@ -23,93 +24,48 @@ from pathlib import Path
 from filelock import FileLock, SoftFileLease, Timeout
 
 from tropism.errors import OutputError, OutputLockedError
+from tropism.observe.file_kinds import check_kind
+from tropism.observe.owner import SILENT_S, Owner, boot, namespace
 
 GUARD, BEGUN = ".lock.guard", ".lock.begun"
 """Files that exist for the moment in which a process takes the lock, and after a kill at that moment."""
 
-_BEAT_S = 60.0
-_SILENT_S = 600.0
+_BEAT_S = 5.0
+_WATCH_S = 10.0
+"""Time in which a silent owner gets a last chance to send a heartbeat, longer than a beat: if machines stamp files by
+their own clocks, a lock can look old although its owner lives."""
 _RECORD_BYTES = 1024  # filelock reads no longer record
-_GUARD_S = 10.0
+_GUARD_S = 30.0  # more than `_WATCH_S`
 _writers: dict[Path, threading.Thread | None] = {}
 """By directory that this process owns: the thread that writes there and may outlive the owner's block."""
 _releases: dict[Path, threading.Thread] = {}
 """By directory: the thread that releases the lock after such a writer."""
+_claims: "dict[Path, _Claim]" = {}
+"""By absolute path: what this process owns."""
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """The process that a lock names.
+class _Claim:
+    """What shows that this process still owns a directory.
 
     Args:
-        pid: process number.
-        started: start of the process in the kernel's clock ticks after boot; None if unknown. Tells the process from a
-            later one with the same number.
-        host: name of its machine.
-        boot: identity of the machine's boot; empty if unknown.
-        namespace: in which the number counts; empty if unknown. Containers on one machine may share its name and boot,
-            and none sees the processes of another.
-        since: UTC time of the lock.
-        command: command line, shortened if it is long.
+        record: content of its lock.
+        identity: of the directory.
+        handle: of the directory, open so that no later one gets its identity; None where directories cannot be opened.
     """
 
-    pid: int
-    started: int | None
-    host: str
-    boot: str
-    namespace: str
-    since: str
-    command: str
-
-    @classmethod
-    def of(cls, lease: SoftFileLease) -> "Owner | None":
-        """The owner that the lease's file names; None for a file of another program, or an incomplete one."""
-        record = lease.owner
-        if record is None:
-            return None
-        try:
-            lines = Path(lease.lock_file).read_text(encoding="utf-8").splitlines()
-            ours = dict(line.split("=", 1) for line in lines[1:])
-            return cls(record.pid, None if record.start is None else record.start % 2**64,
-                       record.hostname.partition("?")[0], ours["boot"], ours["namespace"], ours["since"],
-                       ours["command"])
-        except (OSError, ValueError, KeyError):
-            return None
+    record: bytes
+    identity: os.stat_result
+    handle: int | None
 
     @property
-    def visible(self) -> bool:
-        """Whether this process can see whether the owner runs: same boot of the same machine, same container."""
-        return (self.boot or self.host, self.namespace) == (_boot() or socket.gethostname(), _namespace())
-
-    @property
-    def runs(self) -> bool:
-        """Whether a visible owner still runs."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # a process of another user
-            pass
+    def place(self) -> str:
+        """The present path of the directory; empty if it was deleted, or the system cannot tell."""
         with suppress(OSError):
-            # The command's name is in brackets and may contain anything.
-            state, *fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            return state not in "ZX" and self.started in (None, int(fields[18]))
-        return True
-
-    def gone(self, silent_s: float) -> bool:
-        """Whether the lock can be taken over.
-
-        Args:
-            silent_s: seconds since the last heartbeat.
-        """
-        if self.visible:
-            return not self.runs
-        # A second machine with this name would have renewed its lock since this one was booted.
-        rebooted = self.host == socket.gethostname() and self.boot != _boot() and silent_s > time.monotonic()
-        return rebooted or silent_s >= _SILENT_S
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since} ({self.command})"
+            found = os.readlink(f"/proc/self/fd/{self.handle}")
+            if os.path.isdir(found) and os.path.samestat(os.stat(found), self.identity):
+                return found
+        return ""
 
 
 @contextmanager
@@ -122,15 +78,27 @@ def owned(directory: Path, say: Callable[[str], None] = lambda text: None) -> It
 
     Raises:
         OutputLockedError: if another process owns it, or may own it.
+        OutputExistsError: if the lock is a link, a pipe or anything else than a file.
         OutputError: if the lock cannot be written.
     """
-    place = directory.resolve()
+    place, path = directory.resolve(), Path(os.path.abspath(directory))
     if place in _releases:  # an interrupted run of this process may still be writing
         _releases[place].join()
+    for name in ("lock", GUARD, BEGUN):
+        check_kind(directory / name)
     lease = _take(directory / "lock", say)
     _writers[place] = None
+    _claims[path] = claim = _claim(lease)
 
     def release() -> None:
+        if _claims.get(path) is claim:
+            del _claims[path]
+            with suppress(OSError):  # in a directory that was renamed
+                left = Path(claim.place or path, "lock")
+                if left.parent != path and left.read_bytes() == claim.record:
+                    left.unlink()
+            if claim.handle is not None:
+                os.close(claim.handle)
         with suppress(OSError):  # the directory may be gone
             lease.release()
 
@@ -159,6 +127,42 @@ def lend(directory: Path, writer: threading.Thread) -> None:
     place = directory.resolve()
     if place in _writers:
         _writers[place] = writer
+
+
+def check_owned(directory: Path, file: Path | None = None) -> None:
+    """Check before a write that a directory that this process took is still there and still its own: it may have been
+    deleted, renamed or replaced, and a process that was suspended may have lost it. Does nothing for other directories.
+
+    Args:
+        file: to be written, for the error.
+
+    Raises:
+        OutputError: saying what became of the directory.
+    """
+    claim = _claims.get(Path(os.path.abspath(directory)))
+    if claim is None:
+        return
+    what = f"{file or directory}: cannot be written"
+    try:
+        same = os.path.samestat(os.stat(directory), claim.identity)
+        record = (directory / "lock").read_bytes() if same else b""
+    except (FileNotFoundError, NotADirectoryError):
+        same, record = directory.is_dir(), b""
+        what += f": {os.strerror(errno.ENOENT)}" if not same else ""
+    except OSError:  # the write itself will tell
+        return
+    if same and record == claim.record:
+        return
+    if not same:
+        moved = claim.place
+        now = (f"It is {moved} now, with everything written so far. Resume with: tropism resume {moved}" if moved
+               else "Start the run again, or resume it where its directory is now.")
+        raise OutputError(f"{what}. The run directory {directory} was deleted, renamed or replaced during the run. "
+                          f"{now}")
+    owner = Owner.of(_lease(directory / "lock"))
+    by = f"{owner} took it over" if owner else "its lock was removed, so another process may use it"
+    raise OutputError(f"{what}. This process no longer owns {directory}: {by}. A lock expires "
+                      f"{SILENT_S / 60:.0f} minutes after its last heartbeat, for example in a suspended process.")
 
 
 class Ownership(ExitStack):
@@ -192,8 +196,27 @@ class Ownership(ExitStack):
         self._taken = True
 
 
+def _lease(path: Path) -> SoftFileLease:
+    return SoftFileLease(path, lease_duration=SILENT_S, heartbeat_interval=_BEAT_S, thread_local=False)
+
+
+def _claim(lease: SoftFileLease) -> _Claim:
+    path = Path(lease.lock_file)
+    try:
+        record, identity = path.read_bytes(), path.parent.stat()
+        handle = None
+        with suppress(OSError):
+            handle = os.open(path.parent, os.O_RDONLY)
+        return _Claim(record, identity, handle)
+    except OSError as error:
+        failure = OutputError.because(path, error)
+        with suppress(OSError):
+            lease.release()
+        raise failure from error
+
+
 def _take(path: Path, say: Callable[[str], None]) -> SoftFileLease:
-    lease = SoftFileLease(path, lease_duration=_SILENT_S, heartbeat_interval=_BEAT_S, thread_local=False)
+    lease = _lease(path)
     try:
         path.parent.stat()  # filelock would make the directory
         with _guard(path) as interrupted:
@@ -202,10 +225,12 @@ def _take(path: Path, say: Callable[[str], None]) -> SoftFileLease:
             _sign(path)
     except Timeout as error:  # taken at this moment, on a disk where the guard does not work
         raise OutputLockedError(_refusal(path, Owner.of(lease))) from error
-    except OSError as error:
+    except BaseException as error:  # also a signal: nobody may find a record without its owner
         failure = OutputError.because(path, error, _RECORD_BYTES)  # before the incomplete record is removed
         with suppress(OSError):
             lease.release()
+        if not isinstance(error, OSError):
+            raise
         raise failure from error
     return lease
 
@@ -251,7 +276,7 @@ def _clear(path: Path, lease: SoftFileLease, interrupted: bool, say: Callable[[s
     owner, silent_s = Owner.of(lease), _silence_s(path)
     if owner is None and not interrupted:
         raise OutputLockedError(_refusal(path, None))
-    if owner is not None and not owner.gone(silent_s):
+    if owner is not None and (not owner.gone(silent_s) or not (owner.visible or _stays_silent(path))):
         raise OutputLockedError(_refusal(path, owner))
     try:
         path.unlink(missing_ok=True)
@@ -265,7 +290,7 @@ def _clear(path: Path, lease: SoftFileLease, interrupted: bool, say: Callable[[s
 def _sign(path: Path) -> None:
     """Add to filelock's record what it does not hold. filelock skips lines that it does not know."""
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    head = f"boot={_boot()}\nnamespace={_namespace()}\nsince={since}\ncommand=".encode()
+    head = f"boot={boot()}\nnamespace={namespace()}\nsince={since}\ncommand=".encode()
     command = " ".join(shlex.join(sys.argv).split()).encode(errors="replace")  # in one line
     room = _RECORD_BYTES - path.stat().st_size - len(head) - 1
     with path.open("ab") as file:
@@ -279,6 +304,24 @@ def _silence_s(path: Path) -> float:
     return 0.0
 
 
+def _stays_silent(path: Path) -> bool:
+    """Watch the lock of a silent owner for longer than a heartbeat takes, whatever the clocks say."""
+    first, until = _stamp(path), time.monotonic() + _WATCH_S
+    while time.monotonic() < until:
+        time.sleep(min(0.5, _WATCH_S))
+        if _stamp(path) != first:
+            return False
+    return True
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Identity and time stamp. Opens the file, because a network disk may answer from memory otherwise."""
+    with suppress(OSError), path.open("rb") as file:
+        now = os.fstat(file.fileno())
+        return now.st_ino, now.st_mtime_ns
+    return None
+
+
 def _refusal(path: Path, owner: Owner | None) -> str:
     if owner is None:
         return (f"{path.parent}: its lock file does not name an owner. If no process writes to this directory, delete "
@@ -287,17 +330,5 @@ def _refusal(path: Path, owner: Owner | None) -> str:
         return (f"{path.parent}: is in use by {owner}. Wait for it to finish, stop it, or choose another directory "
                 "with --output.")
     return (f"{path.parent}: is in use by {owner}. This machine cannot tell whether that process is still "
-            f"running. If it is not, delete {path}, or wait: the lock expires {_SILENT_S / 60:.0f} minutes after its "
+            f"running. If it is not, delete {path}, or wait: the lock expires {SILENT_S / 60:.0f} minutes after its "
             "last heartbeat.")
-
-
-def _boot() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
-
-
-def _namespace() -> str:
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""

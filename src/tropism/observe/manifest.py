@@ -9,12 +9,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tropism.errors import first_line
 from tropism.observe.rundir import RunDirectory
 
 SCHEMA_VERSION = 1
 PACKAGE = Path(__file__).parents[1]
 """Directory of Tropism's own code."""
 
+_KINDS: dict[str, Any] = {
+    "status": str, "fingerprints": dict, "libraries": dict, "steps": int, "planned_steps": int, "seconds": (int, float),
+    "resumed": list, "model_files": dict, "device": str, "precision": str, "policy": str, "reference": str,
+    "teacher": str, "layout": str}
+"""Types of the facts that a resumed run relies on."""
 _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft")
 
 
@@ -30,6 +36,33 @@ def code_hash() -> str:
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def read_manifest(file: Path) -> dict[str, Any]:
+    """The facts in a manifest.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: with the reason, if it cannot be read or is not the manifest of a run.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, RecursionError) as error:
+        raise ValueError(first_line(error)) from error
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    needed = ("steps", "seconds") if found.get("status") == "done" else ()
+    for name, kinds in _KINDS.items():
+        if name in found or name in needed:
+            value = found.get(name)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise ValueError(f"invalid {name!r}")
+    texts = [value for name in ("fingerprints", "libraries") for value in found.get(name, {}).values()]
+    if not all(isinstance(value, str) for value in texts):
+        raise ValueError("invalid 'fingerprints' or 'libraries'")
+    return found
 
 
 class Manifest:
@@ -48,13 +81,16 @@ class Manifest:
         begun = {"schema_version": SCHEMA_VERSION, "started": _now(), "python": platform.python_version(),
                  "libraries": libraries(), "code": code_hash(), **facts}
         self.facts: dict[str, Any] = begun
-        if earlier:
+        if earlier or step:
+            earlier = earlier or {}
             gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason", "stopped_by", "model_files")
             # A run that starts again from step 1 keeps nothing of the earlier attempts but their start time.
             stays = earlier.keys() - gone if step else {"started"}
             kept = {name: fact for name, fact in earlier.items() if name in stays}
             sitting = {"step": step, "time": begun["started"], "world_size": facts.get("world_size"),
                        "libraries": begun["libraries"]}
+            if step:  # an edited manifest may lack some; those of this resume were compared with the checkpoint's
+                kept["fingerprints"] = {**facts.get("fingerprints", {}), **earlier.get("fingerprints", {})}
             self.facts = {**begun, **kept, "resumed": [*earlier.get("resumed", []), sitting]}
         self.add(status="running")
 

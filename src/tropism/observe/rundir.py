@@ -12,10 +12,15 @@ import yaml
 
 from tropism.errors import OutputError, OutputExistsError
 from tropism.files import append_line, check_writable, meant_by, write_whole
-from tropism.observe.lock import BEGUN, GUARD
+from tropism.observe.file_kinds import check_kind
+from tropism.observe.lock import BEGUN, GUARD, check_owned
+from tropism.observe.log_files import read_log
 
 GROWING = ("metrics.jsonl", "samples.jsonl", "notices.jsonl", "skipped.jsonl")
 """Files that grow line by line. A resumed run truncates them to its checkpoint."""
+
+_FILES = (*GROWING, "config.yaml", "manifest.json", "audit.json", "checkpoints/best.json")
+_DIRECTORIES = ("checkpoints", "model", ".model.partial", "logs")
 
 _REPLACED = re.compile(r"config\.yaml|writable|[a-z]+\.json")
 """Files that are written under a temporary name, then renamed."""
@@ -34,15 +39,44 @@ class RunDirectory:
             OutputExistsError: if it contains anything but the files that a kill at the start leaves.
         """
         path = self.path
-        if path.exists() and (not path.is_dir() or not all(_is_left_over(entry.name) for entry in path.iterdir())):
-            on = f", or resume the run in it: tropism resume {path}" if self.holds_run else ""
-            raise OutputExistsError(f"{path} exists and is not empty. Choose another directory, such as --output "
-                                    f"{free_name(path)}{on}")
+        if path.is_symlink() and not path.exists():
+            raise OutputExistsError(f"{path} is a symbolic link to {os.readlink(path)}, which does not exist. Create "
+                                    "that directory, or choose another one with --output.")
+        try:
+            if not path.exists() or (path.is_dir() and all(_is_left_over(entry.name) for entry in path.iterdir())):
+                return
+        except OSError as error:
+            raise OutputError.because(path, error, what="cannot be read") from error
+        on = f", or resume the run in it: tropism resume {path}" if self.holds_run else ""
+        what = "not empty" if path.is_dir() else "not a directory"
+        raise OutputExistsError(f"{path} exists and is {what}. Choose another directory, such as --output "
+                                f"{free_name(path)}{on}")
 
     @property
     def holds_run(self) -> bool:
         """Whether a run was started here."""
-        return any((self.path / name).exists() for name in ("config.yaml", "manifest.json"))
+        return (any((self.path / name).exists() for name in ("config.yaml", "manifest.json"))
+                or any(self.path.glob("checkpoints/step-*/COMPLETE")))
+
+    def check_kinds(self) -> None:
+        """Check, before any is opened, that the files and directories of a run are files and directories. The run
+        directory itself may be reached through a link.
+
+        Raises:
+            OutputExistsError: naming the first pipe, link or device.
+        """
+        for name in _FILES:
+            check_kind(self.path / name)
+        for place in (*(self.path / name for name in _DIRECTORIES), *self.path.glob("checkpoints/step-*")):
+            check_kind(place, directory=True)
+
+    def check_owned(self) -> None:
+        """Check that this process still owns the directory, if it took it.
+
+        Raises:
+            OutputError: if the directory is gone, or another process took over.
+        """
+        check_owned(self.path)
 
     def create(self) -> None:
         """Create the directory if absent, check that it can be written, and remove incomplete files of a killed run.
@@ -78,6 +112,7 @@ class RunDirectory:
         Raises:
             OutputError: if the disk refuses.
         """
+        self.check_owned()
         for file in self.logs:
             try:
                 if not file.exists():
@@ -90,12 +125,12 @@ class RunDirectory:
                 raise OutputError(f"{file}: cannot be written: {error.strerror}") from error
 
     def records(self) -> list[dict[str, Any]]:
-        """Records of `metrics.jsonl` so far, without an incomplete last line."""
-        file = self.path / "metrics.jsonl"
-        if not file.exists():
-            return []
-        lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        """Records of `metrics.jsonl` so far, without an incomplete last line.
+
+        Raises:
+            DataError: for a damaged line.
+        """
+        return [record for _, record in read_log(self.path / "metrics.jsonl")]
 
     @property
     def model(self) -> Path:
@@ -127,9 +162,11 @@ class RunDirectory:
         self._append(name, value)
 
     def _append(self, name: str, value: dict[str, Any]) -> None:
+        check_owned(self.path, self.path / name)
         append_line(self.path / name, json.dumps(value, ensure_ascii=False))
 
     def _replace(self, name: str, text: str) -> None:
+        check_owned(self.path, self.path / name)
         write_whole(self.path / name, text.encode(errors="backslashreplace"))  # a path need not be UTF-8
 
 

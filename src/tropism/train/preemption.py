@@ -1,22 +1,41 @@
 """Stopping a run early, by a signal or a time limit. A request can come at any moment; the run stops after the current
-step, or after the current pack of a pass over the data. All processes stop together."""
+step, or after the current pack of a pass over the data. All processes stop together. Before training, while data are
+read or a model is loaded, there is nothing to save, and a process stops at once.
 
+SIGQUIT keeps its meaning: the system ends the process at once, as after `kill -9`, whatever Python is doing.
+"""
+
+import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from tropism.distributed.world import World
 from tropism.errors import StoppedEarly
 
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+
+def _known(*names: str) -> tuple[signal.Signals, ...]:
+    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
+
+
+_SIGNALS = _known("SIGTERM", "SIGINT", "SIGUSR1")
+_UNLESS_IGNORED = _known("SIGHUP", "SIGXCPU")
+"""Signals that stop a run too, unless it was started with them ignored, as `nohup` does."""
+_CONTINUED = _known("SIGCONT")
 _TIME = 1
 _MARGIN_S = 2.0
 """Time reserve for what is not measured: records, trackers, the exit of the interpreter."""
 _MARGIN_SHARE = 0.02
 """Time reserve as a share of the limit, since a step can take longer than the longest so far."""
+
+
+class _Heard(BaseException):
+    """A signal, on its way from its handler to the block that answers it. Libraries do not catch it as an error."""
 
 
 class Preemption:
@@ -36,28 +55,56 @@ class Preemption:
         self.saved = False
         """The current state is saved, so no time needs to be reserved for a save."""
         self._signal = 0
+        self._at_once = self._was_suspended = False
+        self._terminals: list[int] = []
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle signals inside the block. Only the main thread can; in other threads nothing changes."""
-        if threading.current_thread() is not threading.main_thread():
+        self._terminals = [number for number in (1, 2) if _is_terminal(number)]
+        answers = dict.fromkeys((*_SIGNALS, *_UNLESS_IGNORED), self._answer) | dict.fromkeys(_CONTINUED, self._wake)
+        with _handled(answers):
             yield
-            return
-        before = {number: signal.signal(number, self._answer) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
         """The first signal requests a stop; a second Ctrl-C interrupts at once."""
         if self._signal and number == signal.SIGINT:
             raise KeyboardInterrupt
+        for terminal in self._terminals:
+            if not _is_terminal(terminal):  # it was closed, and writing to it would be an error
+                os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
         self._signal = self._signal or int(number)
+        if self._at_once:
+            self._at_once = False
+            raise _Heard
+
+    def _wake(self, number: int, frame: FrameType | None) -> None:
+        self._was_suspended = True
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A stage before training that has nothing to save. One process stops in the middle of it, several processes
+        stop together before or after it. All processes call this together.
+
+        Raises:
+            StoppedEarly: on every process.
+        """
+        try:
+            self._at_once = self.world.size == 1
+            self.check()
+            yield
+        except _Heard:
+            raise StoppedEarly(self.reason(self._signal << 1)) from None
+        finally:
+            self._at_once = False
+        self.check()
 
     def record_time(self, what: str, seconds: float) -> None:
-        """Record how long a step, an evaluation or a save took. The longest so far is what the next one is given."""
+        """Record how long a step, an evaluation or a save took. The longest so far is what the next one is given. A
+        process that was suspended in between took no longer."""
+        if self._was_suspended:
+            self._was_suspended = False
+            return
         self.longest[what] = max(self.longest.get(what, 0.0), seconds)
 
     def request(self, last: bool = False, evaluating: bool = False) -> int:
@@ -114,3 +161,50 @@ class Preemption:
                 self.check()
 
         return watched
+
+
+@contextmanager
+def stopping_at_once() -> Iterator[None]:
+    """Answer signals where no run listens yet: while processes meet and data are read. Ctrl-C keeps its own answer.
+
+    Raises:
+        StoppedEarly: for the first signal.
+    """
+    heard = 0
+
+    def answer(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        if not heard and not isinstance(sys.exc_info()[1], StoppedEarly):  # else the run is stopping already
+            heard = number
+            raise _Heard
+
+    try:
+        with _handled({number: answer for number in (*_SIGNALS, *_UNLESS_IGNORED) if number != signal.SIGINT}):
+            yield
+    except _Heard:
+        raise StoppedEarly(f"stopped: received {signal.Signals(heard).name} before step 1. To start again, run the "
+                           "same command.") from None
+
+
+@contextmanager
+def _handled(answers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Answer signals inside the block. Only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {}
+    try:
+        for number, answer in answers.items():
+            if not (number in _UNLESS_IGNORED and signal.getsignal(number) is signal.SIG_IGN):
+                before[number] = signal.getsignal(number)
+                signal.signal(number, answer)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _is_terminal(number: int) -> bool:
+    with suppress(OSError):
+        return os.isatty(number)
+    return False

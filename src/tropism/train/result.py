@@ -1,6 +1,5 @@
 """The result of a run: the exported model, and metrics from its first and its last record."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +9,13 @@ import torch
 
 from tropism.distributed.shard import gathered
 from tropism.distributed.world import World
-from tropism.errors import OutputError, count_of
+from tropism.errors import DataError, OutputError, clause, count_of
 from tropism.model import save
 from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.observe.checksums import checksums
 from tropism.observe.console import Voice
+from tropism.observe.lock import check_owned
+from tropism.observe.log_files import read_log
 from tropism.observe.manifest import Manifest
 from tropism.observe.metrics import BOOKKEEPING
 from tropism.observe.rundir import RunDirectory
@@ -54,6 +55,15 @@ def first_and_last(directory: RunDirectory) -> tuple[dict[str, float], dict[str,
     return found[0], found[1]
 
 
+def _measured(directory: RunDirectory, voice: Voice) -> tuple[dict[str, float], dict[str, float]]:
+    """As `first_and_last`, or nothing if the file was damaged during the run, which is no reason to fail after it."""
+    try:
+        return first_and_last(directory)
+    except DataError as error:
+        voice.warn(f"{clause(error)}. The run is complete, but its metrics cannot be shown.")
+        return {}, {}
+
+
 def result_of(directory: RunDirectory, manifest: dict[str, Any]) -> RunResult:
     """The result of a finished run.
 
@@ -62,10 +72,9 @@ def result_of(directory: RunDirectory, manifest: dict[str, Any]) -> RunResult:
     """
     try:
         before, after = first_and_last(directory)
-        file = directory.path / "samples.jsonl"
-        samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    except (OSError, ValueError) as error:
-        raise OutputError(f"{directory.path}: cannot be read: {error}") from error
+        samples = [sample for _, sample in read_log(directory.path / "samples.jsonl")]
+    except DataError as error:
+        raise OutputError(f"{clause(error)}. Correct or delete that line.") from error
     return RunResult(directory.path, directory.model, int(manifest["steps"]), float(manifest["seconds"]), before, after,
                      samples)
 
@@ -87,6 +96,7 @@ def export_result(engine: Engine, tokenizer: Any, path: Path, dtype_name: str, s
         learning = adapter_weight_names(module)
         weights = gathered({name: weight for name, weight in module.state_dict().items()
                             if learning is None or name in learning}, dtype, world.is_main)
+    world.on_main(lambda: check_owned(path.parent, path))
     world.on_main(lambda: save.export(module, tokenizer, path, dtype, stop_ids, weights))
     if initial is not None:
         own = save.count_changed_weights(module, initial, dtype)
@@ -107,7 +117,7 @@ def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, 
         stop_ids: ids that end a completion.
     """
     seconds, steps = state.elapsed_s, state.step
-    before, after = world.broadcast(first_and_last(directory) if world.is_main else ({}, {}))
+    before, after = world.broadcast(_measured(directory, voice) if world.is_main else ({}, {}))
     if manifest is not None:
         reason = {"reason": state.ending, "stopped_by": "stop_metric"} if state.ending else {}
         manifest.end("done", steps=steps, planned_steps=total_steps, seconds=round(seconds, 3),

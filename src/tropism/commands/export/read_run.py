@@ -103,6 +103,7 @@ def read_run(path: Path) -> ExportedRun:
         elif path.name == "model" and (path.parent / "manifest.json").is_file():
             hint = f". It is the model of a run: use `tropism export {path.parent}`."
         raise UsageError(f"{path}: not a run directory (no manifest.json){hint}")
+    RunDirectory(path).check_kinds()
     manifest = _read(path / "manifest.json", json.loads)
     options = _read(path / "config.yaml", yaml.safe_load)
     audit = _read(path / "audit.json", json.loads) if (path / "audit.json").is_file() else {}

@@ -6,7 +6,8 @@
                                   files.json     size and hash of every file above
                                   COMPLETE       the hash of files.json; written last, once all else is on the disk
 
-It is written as `step-00000100.new`, and replaces an earlier checkpoint of the same step once it is complete.
+It is written as `step-00000100.new`, and replaces an earlier checkpoint of the same step once it is complete. After a
+kill between the two, `.new` counts as the checkpoint of its step, and the next run renames it.
 
 The hashes find damage. They lie inside the checkpoint, so they do not tell who wrote it: no file of it can run code.
 """
@@ -18,7 +19,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch import Tensor
@@ -68,7 +69,7 @@ def listed(root: Path) -> list[Checkpoint]:
 
 def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, Any],
           model: Callable[[Path], None] | None = None, synced: tuple[Path, ...] = (),
-          world: World | None = None) -> int:
+          world: World | None = None, still_owned: Callable[[], None] = lambda: None) -> int:
     """Write a checkpoint. An earlier one of the same step stays valid until this one is complete.
 
     Args:
@@ -78,6 +79,7 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         model: writes a model directory to a path.
         synced: files whose size the checkpoint records. They are flushed to the disk before it is complete.
         world: processes that write their tensors and call this together; by default only this one.
+        still_owned: raises an OutputError if the run directory now belongs to another process or is gone.
 
     Returns:
         Its size in bytes.
@@ -91,6 +93,8 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
     path = place if only_staged else staged
 
     def make_room() -> None:
+        still_owned()
+        root.mkdir(exist_ok=True)  # not its parents: a run directory that is gone is not made anew
         remove(path)
         (path / "state").mkdir(parents=True)
 
@@ -112,10 +116,12 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         (path / "files.json").write_text(json.dumps(files, indent=1), encoding="utf-8")
         for file in (*synced, *path.rglob("*"), path):
             _sync(file)
+        still_owned()
         (path / "COMPLETE").write_text(file_hash(path / "files.json") + "\n", encoding="utf-8")
         for file in (path / "COMPLETE", path, root, root.parent):
             _sync(file)
     except (OSError, OutputError) as error:
+        still_owned()  # else what is there belongs to another process
         if world is None or world.is_main:
             shutil.rmtree(path, ignore_errors=True)
         free = _free(root)
@@ -140,6 +146,16 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def tidy(root: Path) -> None:
+    """Finish what a kill interrupted: give a complete `.new` the name of its step, and remove incomplete ones."""
+    complete = [one.path for one in listed(root)]
+    for path in list(root.iterdir()) if root.is_dir() else ():
+        if step_of(path) is not None and path not in complete:
+            remove(path)
+    for path in complete:
+        path.rename(path.with_name(path.name.removesuffix(_STAGED)))
+
+
 def invalidate(path: Path) -> None:
     """Make a checkpoint invalid. Its files stay until the next one is written."""
     for place in (_staged(path), path):
@@ -160,6 +176,15 @@ def verify(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: naming the file and what is wrong with it.
     """
+    try:
+        return _verified(path)
+    except OSError as error:  # the run may remove it at this moment
+        raise CheckpointError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: invalid checkpoint: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _verified(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"{path}: checkpoint not found")
     _check_version(path / "trainer.json")
@@ -170,8 +195,13 @@ def verify(path: Path) -> dict[str, Any]:
     if file_hash(path / "files.json") != (path / "COMPLETE").read_bytes().decode(errors="replace").strip():
         raise CheckpointError(f"{path / 'files.json'}: corrupted file: its hash is not the one in COMPLETE")
     files = _object(path / "files.json")
+    for file in (path / "state").rglob("*"):
+        if file.relative_to(path).as_posix() not in files and not file.is_dir():
+            raise CheckpointError(f"{file}: not part of this checkpoint. Remove it.")
     present = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     for name, entry in files.items():
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(f"{path / 'files.json'}: corrupted file: {name} is outside of the checkpoint")
         file = path / name
         if name not in present:  # also a name that leads out of the directory
             raise CheckpointError(f"{file}: not found")

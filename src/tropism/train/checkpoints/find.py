@@ -1,22 +1,22 @@
 """Finds the checkpoint that a run resumes from: the newest intact one, or the one that the user names."""
 
-import json
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tropism.errors import CheckpointError, UsageError, clause, first_line
-from tropism.observe.rundir import RunDirectory
+from tropism.errors import CheckpointError, DataError, UsageError, clause, first_line
+from tropism.observe.log_files import check_log
+from tropism.observe.manifest import read_manifest
+from tropism.observe.rundir import GROWING, RunDirectory
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.files import Checkpoint
 from tropism.train.run_state import RunState
 
-_MAPPINGS = {"options": (), "offsets": (), "guards": (), "random": ("torch", "numpy", "python"),
-             "optimizer": ("groups", "values"), "totals": ("examples", "tokens", "tokens/computed")}
-"""Entries of `trainer.json` that hold entries, and those that are used after the checkpoint was chosen."""
+FROZEN = ("policy", "reference", "teacher", "layout")
+"""Facts of the manifest that a checkpoint has among its fingerprints."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,27 @@ class Origin:
         """The step of the checkpoint; 0 without one."""
         return self.checkpoint.step if self.checkpoint else 0
 
+    @property
+    def in_manifest(self) -> dict[str, str]:
+        """The fingerprints in the manifest, which may be lost or edited."""
+        return {**self.manifest.get("fingerprints", {}),
+                **{name: self.manifest[name] for name in FROZEN if name in self.manifest}}
+
+    @property
+    def in_checkpoint(self) -> dict[str, str]:
+        """The fingerprints in the checkpoint."""
+        return dict((self.trainer or {}).get("fingerprints", {}))
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """All that is known of the run so far."""
+        return self.in_manifest | self.in_checkpoint
+
+    @property
+    def libraries(self) -> dict[str, str]:
+        """Versions of libraries when the run started, or at its checkpoint if the manifest does not say."""
+        return dict(self.manifest.get("libraries") or (self.trainer or {}).get("libraries", {}))
+
 
 def find(directory: RunDirectory, resume: str, fall_back: bool = False) -> Origin | None:
     """The state to resume from; None for a new run.
@@ -63,11 +84,13 @@ def find(directory: RunDirectory, resume: str, fall_back: bool = False) -> Origi
         fall_back: if the newest checkpoint is corrupted, use the newest intact one.
 
     Raises:
-        OutputExistsError: if the directory holds other files, or a run and `resume` is `never`.
+        OutputExistsError: if the directory holds other files, or a run and `resume` is `never`; if a file of the run is
+            a link, pipe or device.
         UsageError: if `resume` is neither the run directory nor a checkpoint in it, or there is no run.
         CheckpointError: if the checkpoint is not found or corrupted.
     """
     named = None
+    directory.check_kinds()
     if resume not in ("auto", "never"):
         named = Path(resume).expanduser().resolve()
         own = directory.path.resolve()
@@ -79,27 +102,60 @@ def find(directory: RunDirectory, resume: str, fall_back: bool = False) -> Origi
     if resume == "never" or not directory.holds_run:
         directory.refuse_if_used()
         return None
-    manifest = _read(directory.path / "manifest.json", json.loads)
-    options = _read(directory.path / "config.yaml", yaml.safe_load)
+    manifest, lost = _read(directory.path / "manifest.json", read_manifest)
+    options, unread = _read(directory.path / "config.yaml", _options)
     wanted = named if named is not None and named.parent == directory.checkpoints.resolve() else None
     try:
-        return _choose(directory, manifest, options, wanted, fall_back)
+        origin = _choose(directory, manifest, options, wanted, fall_back)
+        if origin.trainer is None:
+            if lost and directory.model.exists():
+                raise CheckpointError(f"{lost}, so whether the run is finished is unknown, and it has no checkpoint to "
+                                      f"resume from. Its model is in {directory.model}. Use --output NEW to start a "
+                                      "new run.")
+            return origin
+        notes = [f"{problem}. What the checkpoint recorded is used instead." for problem in (lost, unread) if problem]
+        return replace(origin, notes=(*notes, *origin.notes))
     except CheckpointError as error:
         if manifest.get("status") != "done" or wanted is not None:
             raise
         return Origin(manifest, options, problem=str(error))
 
 
-def _read(file: Path, parse: Any) -> dict[str, Any]:
-    """The content of a file of the run directory; empty if the run was stopped before it wrote the file."""
+def recorded_options(run: Path, named: Path) -> tuple[dict[str, Any], Path] | None:
+    """The options that a checkpoint of a run recorded, and the file that holds them; None without a checkpoint.
+
+    Args:
+        named: the run, or the checkpoint whose options are wanted.
+
+    Raises:
+        CheckpointError: if the checkpoint is corrupted.
+    """
+    directory = RunDirectory(run)
+    directory.check_kinds()
+    finished = {one.step: one for one in checkpoint.listed(directory.checkpoints)}
+    step = checkpoint.step_of(named) if named != run else max(finished, default=None)
+    if step not in finished:
+        return None
+    one = finished[step]
+    trainer = checkpoint.verify(one.path)
+    _check_content(one, trainer)
+    return trainer["options"], one.path / "trainer.json"
+
+
+def _read(file: Path, read: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """The content of a file of the run directory, empty if it has none, and why it has none."""
     try:
-        found = parse(file.read_text(encoding="utf-8"))
+        return read(file), ""
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{file}: cannot be read, so the run cannot be resumed: {first_line(error)}") from error
+        return {}, f"{file}: not found"
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        return {}, f"{file}: cannot be read: {clause(first_line(error))}"
+
+
+def _options(file: Path) -> dict[str, Any]:
+    found = yaml.safe_load(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
-        raise CheckpointError(f"{file}: invalid content, so the run cannot be resumed")
+        raise ValueError("not a mapping")
     return found
 
 
@@ -107,10 +163,11 @@ def _choose(directory: RunDirectory, manifest: dict[str, Any], options: dict[str
             fall_back: bool) -> Origin:
     """The newest checkpoint, or the newest intact one with `fall_back`, or the one that the user named."""
     finished = checkpoint.listed(directory.checkpoints)
-    if wanted is not None and wanted.name not in {one.path.name for one in finished}:
+    step = None if wanted is None else checkpoint.step_of(wanted)
+    if wanted is not None and step not in {one.step for one in finished}:
         checkpoint.verify(wanted)  # raises if something is wrong with it
         raise CheckpointError(f"{wanted}: not a checkpoint of this run")
-    tried = [one for one in reversed(finished) if wanted is None or one.path.name == wanted.name]
+    tried = [one for one in reversed(finished) if wanted is None or one.step == step]
     notes: list[str] = []
     for one in tried:
         try:
@@ -129,34 +186,45 @@ def _choose(directory: RunDirectory, manifest: dict[str, Any], options: dict[str
 
 
 def _verified(directory: RunDirectory, one: Checkpoint) -> dict[str, Any]:
+    """The content of `trainer.json`, if the checkpoint is intact, and the logs so far too: they are read at the end."""
     trainer = checkpoint.verify(one.path)
-    _check_content(trainer, one)
+    _check_content(one, trainer)
     for name, size in trainer["offsets"].items():
         file = directory.path / name
-        if (file.stat().st_size if file.is_file() else 0) < size:
+        try:
+            there = file.stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{file}: not found: it had {size:,} bytes when {one.path.name} was written. Restore "
+                                  "it to resume from this checkpoint") from None
+        if there < size:
             raise CheckpointError(f"{file}: truncated file: it had {size:,} bytes when {one.path.name} was written")
+        try:
+            check_log(file, size)
+        except DataError as error:
+            raise CheckpointError(f"{clause(error)}. Correct that line, and keep its length with spaces at its "
+                                  "end") from error
     return trainer
 
 
-def _check_content(trainer: dict[str, Any], one: Checkpoint) -> None:
-    """Check the content of `trainer.json`, which someone else may have written with right hashes.
-
-    Raises:
-        CheckpointError: with what is odd.
-    """
-    wrong = [name for name, keys in _MAPPINGS.items()
-             if not isinstance(trainer.get(name), dict) or not trainer[name].keys() >= set(keys)]
+def _check_content(one: Checkpoint, trainer: dict[str, Any]) -> None:
+    """Check that a checkpoint has what a run is restored from. Its hashes show that it is as it was written, and not by
+    which program."""
     try:
-        state = RunState()
-        state.restore(trainer)
-        wrong += [] if state.step == one.step else ["step"]
-        wrong += [] if math.isfinite(state.earlier_s) else ["seconds"]
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        wrong.append(first_line(error))
-    if not wrong and not all(isinstance(size, int) for size in trainer["offsets"].values()):
-        wrong = ["offsets"]
-    if wrong:
-        raise CheckpointError(f"{one.path / 'trainer.json'}: not what Tropism writes: {wrong[0]}")
+        RunState().restore(trainer)
+        texts = [trainer[name] for name in ("fingerprints", "libraries")]
+        sound = (trainer["step"] == one.step and isinstance(trainer["options"], dict)
+                 and all(isinstance(value, str) for text in texts for value in text.values())
+                 and all(name in GROWING and type(size) is int and size >= 0
+                         for name, size in trainer["offsets"].items())
+                 and all(isinstance(trainer[name], dict) for name in ("optimizer", "updater", "guards", "random"))
+                 and {"groups", "values"} <= trainer["optimizer"].keys()
+                 and {"torch", "numpy", "python"} <= trainer["random"].keys()
+                 and RunState().totals.keys() <= trainer["totals"].keys())
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(f"{one.path / 'trainer.json'}: invalid content: {type(error).__name__}: "
+                              f"{first_line(error)}") from error
+    if not sound:
+        raise CheckpointError(f"{one.path / 'trainer.json'}: invalid content")
 
 
 def _others(directory: RunDirectory, finished: list[Checkpoint], bad: Checkpoint) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tropism.distributed.training_state import TrainingState, read_tensors
-from tropism.errors import CheckpointError, count_of, first_line
+from tropism.errors import CheckpointError, OutputError, count_of, first_line
 from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory
@@ -17,6 +17,7 @@ from tropism.train.checkpoints.find import Origin
 from tropism.train.checkpoints.rng_state import set_random_state
 from tropism.train.engine import Engine
 from tropism.train.options import ParallelOptions
+from tropism.train.preemption import Preemption
 
 MAY_CHANGE = frozenset((
     # length of the run, intervals, and what is kept
@@ -55,7 +56,8 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
     """
     place, recorded = directory.path, origin.trainer or {}
     changed = check_options(recorded.get("options") or origin.options, options, place)
-    check_same(origin.manifest.get("fingerprints", {}), fingerprints, place)
+    _check_agreement(origin, place)
+    check_same(origin.fingerprints, fingerprints, place)
     planned = origin.manifest.get("planned_steps", origin.manifest.get("steps", 0))
     early = origin.finished and origin.manifest.get("stopped_by") == "stop_metric"
     if origin.finished and total <= planned and not (early and _stops_otherwise(origin.options or recorded, options)):
@@ -75,7 +77,7 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
         voice.say(f"resume: {origin.checkpoint.path}, after step {origin.step} of {total}")
     for entry in changed:
         voice.say(f"  changed: {entry}")
-    for entry in libraries_that_differ(origin.manifest.get("libraries", {})):
+    for entry in libraries_that_differ(origin.libraries):
         voice.warn(entry)
     return False
 
@@ -164,12 +166,29 @@ def check_same(recorded: Mapping[str, Any], now: Mapping[str, Any], place: Path,
     Raises:
         CheckpointError: naming everything that differs.
     """
+    if wrong := _differences(recorded, now):
+        raise CheckpointError(f"{place}: cannot resume: {wrong} changed since the run started{reasons}. Use --output "
+                              "NEW to start a new run.")
+
+
+def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs, in words; empty if nothing does."""
     wrong = [called for name, called in _CALLED.items()
              if name in recorded and name in now and recorded[name] != now[name]]
-    if wrong:
-        what = " and ".join(filter(None, (", ".join(wrong[:-1]), wrong[-1])))
-        raise CheckpointError(f"{place}: cannot resume: {what} changed since the run started{reasons}. Use --output "
-                              "NEW to start a new run.")
+    return " and ".join(filter(None, (", ".join(wrong[:-1]), *wrong[-1:])))
+
+
+def _check_agreement(origin: Origin, place: Path) -> None:
+    """Check that manifest and checkpoint are of the same run.
+
+    Raises:
+        CheckpointError: naming what they disagree about.
+    """
+    wrong = _differences(origin.in_manifest, origin.in_checkpoint)
+    if wrong and origin.checkpoint is not None:
+        raise CheckpointError(f"{place}: cannot resume: manifest.json and {origin.checkpoint.path.name} disagree about "
+                              f"{wrong}, so one of them was edited or is from another run. If the checkpoint is right, "
+                              "delete manifest.json and resume again.")
 
 
 def libraries_that_differ(recorded: Mapping[str, str]) -> list[str]:
@@ -185,25 +204,31 @@ def libraries_that_differ(recorded: Mapping[str, str]) -> list[str]:
     return differ
 
 
-def possible_reasons(manifest: Mapping[str, Any], device: str) -> str:
+def possible_reasons(origin: Origin, device: str) -> str:
     """Changes that can change a fingerprint: versions of libraries, and the kind of device."""
-    differ = libraries_that_differ(manifest.get("libraries", {}))
-    before = str(manifest.get("device", device)).partition(":")[0]
+    differ = libraries_that_differ(origin.libraries)
+    before = str(origin.manifest.get("device", device)).partition(":")[0]
     differ += [f"device {before} when the run started, {device} now"] if before != device else []
     return "".join(f"; {entry}" for entry in differ)
 
 
-def load(engine: Engine, origin: Origin) -> None:
+def load(engine: Engine, origin: Origin, preemption: Preemption) -> None:
     """Load a checkpoint into an engine that was built from the initial weights. All processes call this together.
 
     Raises:
+        StoppedEarly: if `preemption` requests it.
         CheckpointError: if something is missing or does not fit. Nothing is changed then.
     """
     one, trainer = origin.checkpoint, origin.trainer
     assert one is not None
     assert trainer is not None
+    with preemption.at_once():
+        _load(engine, trainer, one.state)
+
+
+def _load(engine: Engine, trainer: dict[str, Any], path: Path) -> None:
     updater, module = engine.updater, engine.model.module
-    kept, path = trainer["optimizer"], one.state
+    kept = trainer["optimizer"]
     state = TrainingState.of(module, updater.optimizer, updater.owned, kept.get("begun", True),
                              adapter_weight_names(module))
     if engine.world.mesh is not None:
@@ -211,16 +236,16 @@ def load(engine: Engine, origin: Origin) -> None:
     else:
         engine.world.on_main(lambda: read_tensors(state.tensors, path))
         engine.world.broadcast_into(state.tensors.values())
-    state.groups = [_group(mine, theirs, path) for mine, theirs in _paired(state.groups, kept["groups"], path)]
-    state.values = kept["values"]
     try:
+        state.groups = [_group(mine, theirs, path) for mine, theirs in _paired(state.groups, kept["groups"], path)]
+        state.values = kept["values"]
         state.apply(module, updater.optimizer, updater.owned)
-    except (RuntimeError, KeyError, ValueError) as error:
+        updater.restore(trainer["updater"])
+        engine.shift.restore(trainer["shift"], engine.model.device)
+        if torch.cuda.is_available() or "cuda" not in trainer["random"]:
+            set_random_state(trainer["random"])
+    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: does not match this run: {first_line(error)}") from error
-    updater.restore(trainer["updater"])
-    engine.shift.restore(trainer["shift"], engine.model.device)
-    if torch.cuda.is_available() or "cuda" not in trainer["random"]:
-        set_random_state(trainer["random"])
 
 
 def _paired(ours: list[Any], theirs: list[Any], path: Path) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
@@ -240,11 +265,17 @@ def _group(mine: dict[str, Any], theirs: dict[str, Any], path: Path) -> dict[str
 
 
 def begin_again(directory: RunDirectory, origin: Origin) -> None:
-    """Reset the run directory to its origin: remove later records, and invalidate later checkpoints.
+    """Reset the run directory to its origin: remove later records and incomplete checkpoints, and invalidate later
+    checkpoints.
 
     Raises:
         OutputError: if a file cannot be changed.
     """
+    directory.check_owned()
+    try:
+        checkpoint.tidy(directory.checkpoints)
+    except OSError as error:
+        raise OutputError.because(directory.checkpoints, error, what="cannot be tidied") from error
     for path in origin.aside:
         checkpoint.invalidate(path)
     directory.truncate(origin.trainer["offsets"] if origin.trainer else {})

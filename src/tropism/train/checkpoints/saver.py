@@ -180,6 +180,7 @@ class Saver:
                 f"{self.root}: the checkpoint could not be written: {type(failure).__name__}: {failure}")
 
     def _begin(self, state: RunState) -> None:
+        self.directory.check_owned()
         began = time.monotonic()
         updater = self.engine.updater
         module = self.engine.model.module
@@ -213,12 +214,17 @@ class Saver:
                     everything = whole | {name: whole[other] for name, other in tied.items() if other in whole}
                     write_model({name.removeprefix("model/"): tensor for name, tensor in everything.items()
                                  if name.startswith("model/")}, path)
-            size = checkpoint.write(self.root, step, tensors, trainer, model, self.directory.logs, self._background)
+            size = checkpoint.write(self.root, step, tensors, trainer, model, self.directory.logs, self._background,
+                                    self.directory.check_owned)
             if not self.world.is_main:
                 return
             self._publish(step)
         except BaseException as error:  # raised by the next `wait`
             self._failure = error
+            try:
+                self.directory.check_owned()
+            except OutputError as lost:  # says more
+                self._failure = lost
             return
         seconds = time.monotonic() - began
         self.preemption.record_time("save", trainer["stall_s"] + seconds)
@@ -227,6 +233,7 @@ class Saver:
 
     def _publish(self, step: int) -> None:
         """Record the best checkpoint, and remove those that are not kept."""
+        self.directory.check_owned()
         try:
             self._write_best()
             finished = checkpoint.listed(self.root)
@@ -259,9 +266,10 @@ class Saver:
         for one in checkpoint.listed(self.root) if self.retention.best else ():
             try:
                 evaluation = json.loads((one.path / "trainer.json").read_text(encoding="utf-8"))["evaluation"]
-            except (OSError, ValueError, KeyError):
+                better = self._beats(one.step, evaluation)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue
-            if self._beats(one.step, evaluation):
+            if better:
                 self.best = one.step, evaluation[str(self.retention.best)]
         try:
             self._write_best()

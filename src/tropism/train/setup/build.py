@@ -110,11 +110,11 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
         keep_freed_memory(world.mesh is None)
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
         world.on_main(partial(_check_store, inputs.store))
-    module, facts = inputs.policy.build(numerics, options.seed, inputs.voice,
-                                        method.needs_reference and inputs.reference is None)
-    preemption.check()
-    probes = probe_trees(inputs.data.train, numerics.microbatch_tokens)
-    model, probe = choose_layout(module, numerics.precision, world.device, probes, options.layout)
+    with preemption.at_once():
+        module, facts = inputs.policy.build(numerics, options.seed, inputs.voice,
+                                            method.needs_reference and inputs.reference is None)
+        probes = probe_trees(inputs.data.train, numerics.microbatch_tokens)
+        model, probe = choose_layout(module, numerics.precision, world.device, probes, options.layout)
     model = replace(model, sum_once=numerics.sum_once)
     inputs.voice.say(f"layout: {probe.layout}; log-probs differ from the model's own forward pass by at most "
                      f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))

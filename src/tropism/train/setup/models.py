@@ -211,7 +211,8 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
     Raises:
         ReferenceMismatchError: if stored scores cannot be used, or a score is not a log-prob.
     """
-    frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
+    with preemption.at_once():
+        frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with as_reference(policy.module):
         with voice.bar("reference") as report:
             built = references.build(frozen, trees, numerics.microbatch_tokens, store, world,
@@ -239,7 +240,8 @@ def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherO
     Raises:
         ReferenceMismatchError: if stored tokens cannot be used.
     """
-    model = numerics.frozen(named, probes, "auto", "teacher")
+    with preemption.at_once():
+        model = numerics.frozen(named, probes, "auto", "teacher")
     rows = [len(one.module.get_output_embeddings().weight) for one in (policy, model)]
     vocabulary = teachers.shared_vocabulary(tokenizer, *rows)
     comparison = teachers.compare_as(options, vocabulary)
