@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from tropism.commands.export import export
 from tropism.commands.verify import verify
 from tropism.config import KTOOptions
 from tropism.config_file import read_yaml
-from tropism.errors import ModelError, UsageError
+from tropism.errors import CheckpointError, ModelError, UsageError
 from tropism.observe.checksums import checksums, file_hash
+from tropism.observe.rundir import RunDirectory
 from tropism.runner import run
+from tropism.train.checkpoints import files as checkpoint
+from tropism.train.checkpoints import find
 
 CODE = """from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -132,6 +136,28 @@ def test_a_checkpoint_with_a_payload_and_right_hashes(inside: str, original: Pat
             assert f"{file}: contains {os.system.__module__}.system, which the metadata of a checkpoint never" in text
         assert not mark.exists(), tokens
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [None, 5, "x", [], {}, [None], float("nan"), -1])
+@pytest.mark.parametrize("key", ["step", "totals", "window", "tolerance", "options", "guards", "offsets", "random",
+                                 "optimizer", "seconds", "learning_rate", "baselines"])
+def test_a_checkpoint_with_odd_values_and_right_hashes(key: str, value: Any, original: Path, tmp_path: Path) -> None:
+    """C2: a sentence that names the file, or a value that means nothing; never another error."""
+    path = shutil.copytree(original / "run" / "checkpoints" / "step-00000001", tmp_path / "step-00000001")
+    (path / "trainer.json").write_text(json.dumps(json.loads((path / "trainer.json").read_text()) | {key: value}))
+    for name in ("files.json", "COMPLETE"):
+        (path / name).unlink()
+    (path / "files.json").write_text(json.dumps(checksums(path)))
+    (path / "COMPLETE").write_text(file_hash(path / "files.json") + "\n")
+    harmless = {(name, kind) for name, kind in (
+        ("options", dict), ("guards", dict), ("offsets", dict), ("baselines", dict), ("baselines", list),
+        ("learning_rate", int), ("learning_rate", float), ("seconds", int), ("seconds", float))}
+    with suppress(CheckpointError):
+        find._verified(RunDirectory(original / "run"), checkpoint.Checkpoint(path, 1))
+        assert (key, type(value)) in harmless
+        return
+    with pytest.raises(CheckpointError, match=f"{path / 'trainer.json'}: invalid content"):
+        find._verified(RunDirectory(original / "run"), checkpoint.Checkpoint(path, 1))
 
 
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {

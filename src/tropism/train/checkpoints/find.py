@@ -216,7 +216,10 @@ def _check_content(one: Checkpoint, trainer: dict[str, Any]) -> None:
                  and all(isinstance(value, str) for text in texts for value in text.values())
                  and all(name in GROWING and type(size) is int and size >= 0
                          for name, size in trainer["offsets"].items())
-                 and all(isinstance(trainer[name], dict) for name in ("optimizer", "updater", "guards", "random")))
+                 and all(isinstance(trainer[name], dict) for name in ("optimizer", "updater", "guards", "random"))
+                 and {"groups", "values"} <= trainer["optimizer"].keys()
+                 and {"torch", "numpy", "python"} <= trainer["random"].keys()
+                 and RunState().totals.keys() <= trainer["totals"].keys())
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise CheckpointError(f"{one.path / 'trainer.json'}: invalid content: {type(error).__name__}: "
                               f"{first_line(error)}") from error
