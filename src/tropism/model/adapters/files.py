@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tropism.borders import border, read_object
 from tropism.distributed.shard import give
-from tropism.errors import ModelError, first_line
+from tropism.errors import ModelError
 from tropism.model.adapters.create import allocate, make_structure
 from tropism.model.adapters.parameters import NAME, adapter_name, adapter_weight_names
 from tropism.model.adapters.peft_settings import check_known, check_served, check_values
+from tropism.model.finite_weights import check_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -56,12 +57,9 @@ def read_config(path: Path) -> Any:
         raise ModelError(f"{path}: adapters of type {kind} are unsupported: Tropism trains LORA")
     from peft import LoraConfig  # slow to import, and most runs have no adapter
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = LoraConfig.from_pretrained(str(path))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path / CONFIG}: the config could not be read: {first_line(error)}") from error
+    with border(f"{path / CONFIG}: the config could not be read"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = LoraConfig.from_pretrained(str(path))
     check_known(values, path / CONFIG)
     check_served(config, str(path))
     config.lora_dropout = 0.0  # Tropism trains without dropout
@@ -110,11 +108,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         ModelError: if they cannot be read.
     """
     file = weights_file(path)
-    try:
+    with border(f"{file}: the weights could not be read"):
         state = (load_file(file) if file.name == WEIGHTS else
                  torch.load(file, map_location="cpu", weights_only=True))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{file}: the weights could not be read: {first_line(error)}") from error
+    check_finite(state.items(), str(file))
     return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
 
 
@@ -190,11 +187,6 @@ def read_values(path: Path) -> dict[str, Any]:
     Raises:
         ModelError: if it cannot be read, or a setting has an invalid value.
     """
-    try:
-        values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path / CONFIG}: the config could not be read: {first_line(error)}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path / CONFIG}: not a JSON object")
+    values = read_object(path / CONFIG)
     check_values(values, path / CONFIG)
     return values
