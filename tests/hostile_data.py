@@ -65,6 +65,31 @@ def _arrow_nulls(rows: int, path: Path) -> None:
         file.write_batch(batch)
 
 
+def _arrow_of(prompts: pyarrow.Array, path: Path) -> None:
+    """Prompts as an Arrow array, with a completion each."""
+    batch = pyarrow.record_batch({"prompt": prompts, "completion": pyarrow.array(["a"] * len(prompts))})
+    with pyarrow.ipc.new_file(path, batch.schema) as file:
+        file.write_batch(batch)
+
+
+def _run_ends(path: Path) -> None:
+    _arrow_of(pyarrow.RunEndEncodedArray.from_arrays(pyarrow.array([9], pyarrow.int32()), pyarrow.array(["x"])), path)
+
+
+def _list_views(path: Path) -> None:
+    """Lists that all show the same values."""
+    offsets, sizes = pyarrow.array([0] * 999, pyarrow.int32()), pyarrow.array([999] * 999, pyarrow.int32())
+    _arrow_of(pyarrow.ListViewArray.from_arrays(offsets, sizes, pyarrow.array(["x"] * 999)), path)
+
+
+def _dictionary(path: Path) -> None:
+    indices = pyarrow.array([0] * 5_000_000, pyarrow.int8())
+    batch = pyarrow.record_batch({name: pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["x" * 1000]))
+                                  for name in ("prompt", "completion")})
+    with pyarrow.ipc.new_file(path, batch.schema) as file:
+        file.write_batch(batch)
+
+
 def _arrow_changed(old: bytes, new: bytes, path: Path) -> None:
     table = pyarrow.Table.from_pylist([{"prompt": "p ", "completion": "a"}] * 4)
     sink = pyarrow.BufferOutputStream()
@@ -160,8 +185,10 @@ DATA: dict[str, tuple[str, Any]] = {
     "Arrow cut": ("d.arrow", partial(_half, partial(_arrow_changed, b"", b""))),
     "Arrow with a long message": ("d.arrow", _bytes(b"\xff\xff\xff\xff" + struct.pack("<i", 2**31 - 1) + b"\0" * 64)),
     "Arrow with a negative message": ("d.arrow", _bytes(b"\xff\xff\xff\xff" + struct.pack("<i", -8) + b"\0" * 64)),
-    "Arrow of 2^40 nulls": ("d.arrow", partial(_arrow_nulls, 2**40)),
-    "Arrow of 2^62 nulls": ("d.arrow", partial(_arrow_nulls, 2**62)),
+    "Arrow of 2^31 nulls": ("d.arrow", partial(_arrow_nulls, 2**31 - 1)),
+    "Arrow of 2^28 nulls": ("d.arrow", partial(_arrow_nulls, 2**28)),
+    "Arrow of run ends": ("d.arrow", _run_ends), "Arrow of list views": ("d.arrow", _list_views),
+    "Arrow of one text": ("d.arrow", _dictionary),
     "Arrow of other names": ("d.arrow", partial(_arrow_changed, b"prompt", b"\xff\xfe\xff\xfe\xff\xfe"))}
 
 _LAUGHS = "\n".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]" for n in range(30))

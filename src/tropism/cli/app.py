@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from tropism.borders import is_out_of_memory
 from tropism.cli.help import requested
 from tropism.errors import StoppedEarly, TropismError
 from tropism.observe.torchrun_notes import follows_stop, note_stop, say_once
@@ -34,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             note_stop()
         _complain(str(error))
         return error.exit_code
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _complain("out of memory. Use a lower --microbatch-tokens or --max-length, a smaller model, or less data.")
+        return 1
     except KeyboardInterrupt:
         _complain("interrupted. Files written so far are readable.")
         return 1
