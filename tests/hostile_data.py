@@ -165,7 +165,6 @@ DATA: dict[str, tuple[str, Any]] = {
     "nested field": ("d.jsonl", _bytes(b'{"prompt": "p", "completion": ' + b'{"a":' * 20_000 + b"1" + b"}" * 20_001)),
     "long number": ("d.jsonl", _bytes(b'{"prompt": "p", "completion": ' + b"9" * 10_000 + b"}\n")),
     "number as completion": ("d.jsonl", _bytes(b'{"prompt": "p", "completion": NaN}\n')),
-    "surrogate as column": ("d.jsonl", _bytes(b'{"prompt": "p", "\\ud800": "a"}\n')),
     "latin-1": ("d.jsonl", _bytes('{"prompt": "p", "completion": "é"}\n'.encode("latin-1"))),
     "utf-16": ("d.jsonl", _bytes(ROW.decode().encode("utf-16"))),
     "array in a line": ("d.jsonl", _bytes(b"[1, 2]\n")), "text in a line": ("d.jsonl", _bytes(b'"text"\n')),

@@ -52,8 +52,10 @@ def reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     text = getattr(error, "strerror", None) or first_line(error)
-    if not isinstance(error, _SPEAKING) and type(error).__name__ not in ("Exception", "error") and text != type(error).__name__:
-        text = f"{type(error).__name__}: {text}"
+    name = type(error).__name__
+    if not isinstance(error, _SPEAKING) and name not in ("Exception", "error", text):
+        text = f"{name}: {text}"
+    text = text.encode("utf-8", "backslashreplace").decode()  # what the error quotes may be no text
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 

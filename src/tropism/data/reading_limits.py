@@ -18,7 +18,7 @@ class ReadingLimits(Options):
     heading: ClassVar[str] = "Data"
 
     max_record_bytes: int = Field(64 * _MIB, ge=1)
-    """Maximum size of a row in the file, in bytes. Default: 67108864 (64 MiB)."""
+    """Maximum size of a row in the file, in bytes. Raise it for rows above 64 MiB."""
     max_expansion: float = Field(200.0, gt=1.0)
     """Maximum ratio between the decompressed size of a data file and its size on disk. Applies to files that expand to
     more than 1 GiB."""

@@ -74,12 +74,18 @@ def check_architecture(config: Any) -> None:
 
 
 def check_rope(config: Any, max_length: int) -> None:
-    """Reject lengths at which rotary frequencies would depend on the other sequences of a pack.
+    """Reject lengths at which rotary frequencies would depend on the other sequences of a pack, or at which attention
+    is divided into chunks, which tree attention does not know.
 
     Raises:
         ModelError: with the longest safe length.
     """
     text = config.get_text_config()
+    chunk = getattr(text, "attention_chunk_size", None)
+    if isinstance(chunk, int) and max_length > chunk and "chunked_attention" in (
+            getattr(text, "layer_types", None) or ()):
+        raise ModelError(f"the model attends in chunks of {chunk} tokens, which longer sequences do not support. Use "
+                         f"--max-length {chunk} or less.")
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = rope.values() if rope and all(isinstance(entry, dict) for entry in rope.values()) else [rope]
     for kind in kinds:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tropism.borders import border
-from tropism.data.reading_limits import Expansion
 from tropism.data.rows import RawRow
 from tropism.errors import DataError
 

@@ -21,7 +21,7 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "pa
          ".feather": "arrow", ".csv": "csv", ".tsv": "tsv"}
 PACKINGS = (".gz", ".zst")
 _SCANNED_BYTES = 8 * 2**20
-"""A packed file up to this size is read once before its rows are used: what expands too much is then refused at once."""
+"""A packed file up to this size is read once before its rows are used, so that a bomb is refused at once."""
 _FIRST = re.compile(rb"\S")
 _PRINTED = re.compile(r"\[\{\s*['\"](?:role|content|from|value)['\"]\s*:")
 
@@ -85,7 +85,7 @@ class DataFile:
         if not self.packed:
             return self.path.open("rb")
         if packing == ".gz":
-            packed: Any = gzip.open(self.path, "rb")
+            packed: Any = gzip.GzipFile(self.path, "rb")
         else:
             import pyarrow  # slow to import, and most data is JSONL
 

@@ -11,6 +11,8 @@ from tropism.errors import ModelError, UsageError, did_you_mean
 from tropism.model.options import LoraOptions
 
 _KINDS = (torch.nn.Linear, Conv1D)
+_OF_MODELS = "transformers.models."
+"""Where subclasses of linear layers return more than a product, such as the router of Llama 4."""
 
 ON_EMBEDDING = ("which is unsupported. Use modules_to_save to train the embedding in full, or merge the adapter into "
                 "its base first.")
@@ -20,7 +22,8 @@ ON_EMBEDDING = ("which is unsupported. Use modules_to_save to train the embeddin
 def linear_names(module: Any) -> list[str]:
     """Names of the linear layers of a model, except its head."""
     head = module.get_output_embeddings()
-    return [name for name, layer in module.named_modules() if isinstance(layer, _KINDS) and layer is not head]
+    return [name for name, layer in module.named_modules() if isinstance(layer, _KINDS) and layer is not head
+            and not type(layer).__module__.startswith(_OF_MODELS)]
 
 
 def new_config(module: Any, options: LoraOptions, base: str | None) -> Any:

@@ -25,6 +25,7 @@ MAY_CHANGE = frozenset((
     "track", "log_dir", "export_dtype",
     # how it is computed: speed and memory, and results beyond their rounding never
     "microbatch_tokens", "workers", "prefetch", "store", *(f"parallel.{name}" for name in ParallelOptions.model_fields),
+    "max_record_bytes", "max_expansion",
     # how this sitting starts
     "output", "resume", "fall_back", "strict", "allow_reference_mismatch", "trust_remote_code"))
 """Options that may differ when a run goes on; `docs/checkpoints.md` lists them. All others decide results."""
