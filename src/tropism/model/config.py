@@ -51,6 +51,26 @@ def check_values(values: Mapping[str, Any], place: str) -> None:
             check_values(values[name], f"{place}: {name}")
 
 
+def check_generation(values: Mapping[str, Any], place: str) -> None:
+    """Reject settings of generation that would fail after training, when the model is sampled and saved.
+
+    Args:
+        values: content of a generation config.
+        place: the file.
+
+    Raises:
+        ModelError: with the name and the value.
+    """
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = values.get(name)
+        if value is not None and not all(type(one) is int for one in (value if isinstance(value, list) else [value])):
+            raise ModelError(f"{place}: {name} is {_shown(value)}, but must be an integer or a list of integers")
+    for name in ("num_beams", "num_return_sequences"):
+        value = values.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ModelError(f"{place}: {name} is {_shown(value)}, but must be an integer above 0")
+
+
 def _shown(value: Any) -> str:
     """A value as it is written in the file, shortened."""
     text = json.dumps(value)

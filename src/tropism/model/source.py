@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 from tropism.borders import CONFIG_BYTES, TOKENIZER_BYTES, border, check_regular, read_object
 from tropism.errors import ModelError, clause
 from tropism.model.adapters import files as adapter_files
-from tropism.model.config import check_values
+from tropism.model.config import check_generation, check_values
 from tropism.model.gguf_header import check_gguf
 from tropism.model.options import is_adapter
 from tropism.observe.console import Voice
@@ -127,6 +127,8 @@ class ModelSource:
                 values = read_object(file)
                 if file.name == "config.json":
                     check_values(values, str(file))
+                elif file.name == "generation_config.json":
+                    check_generation(values, str(file))
 
     def weight_files(self) -> dict[str, str] | None:
         """The safetensors file of each weight; None for a GGUF file, an adapter, or a model without such files.
