@@ -125,7 +125,7 @@ def test_the_memory_that_is_short_is_named(tmp_path: Path, error: BaseException,
     """X1: a CPU is no GPU, also under torchrun; the pack is said, with what to do."""
     directory = RunDirectory(tmp_path / "run")
     directory.create()
-    with pytest.raises(TropismError, match="this machine is out of memory.*--microbatch-tokens below 2048") as raised:
+    with pytest.raises(TropismError, match=r"this machine is out of memory.*--microbatch-tokens below 2048") as raised:
         record_failure(directory, Manifest(directory, {}), error, World(0, size, torch.device("cpu")), 2048, True)
     assert "GPU" not in str(raised.value)
 
