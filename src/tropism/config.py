@@ -21,6 +21,7 @@ from tropism.train.options import ParallelOptions, ReferenceOptions, RunOptions,
 
 Weight = Annotated[float, Field(gt=0.0)] | Literal["auto"]
 _PATHS = ("output", "store", "model", "reference", "teacher", "log_dir", "chat_template")
+_SHOWN = 200  # characters of a value in an error
 _MADE_BY_US = ("output", "store", "log_dir")
 
 
@@ -305,7 +306,7 @@ def check_name(options: type[MethodOptions], name: str, known: Iterable[str], pl
     if info is not None and isinstance(info.annotation, type) and issubclass(info.annotation, Options):
         first = next(iter(info.annotation.model_fields))
         raise UsageError(f"{place}{name}: is a group of options. Write {name}: {{{first}: ...}}")
-    raise UsageError(f"{place}unknown option {name}. {did_you_mean(name.replace('-', '_'), sorted(names))}")
+    raise UsageError(f"{place}unknown option {name[:100]}. {did_you_mean(name.replace('-', '_'), sorted(names))}")
 
 
 def place_of(problem: Any, fields: Any) -> str:
@@ -320,7 +321,8 @@ def explain(problem: Any) -> str:
     if message.startswith("Value error, "):  # one of our validators, which names the value itself
         return message.removeprefix("Value error, ")
     message = message.partition(", unable to parse")[0].replace("Input should be", "must be")
-    return f"{message} (got {problem['input']!r})"
+    value = repr(problem["input"])
+    return f"{message} (got {value if len(value) <= _SHOWN else f'{value[:_SHOWN]} ...'})"
 
 
 def takes_bool(annotation: Any) -> bool:

@@ -34,7 +34,7 @@ def did_you_mean(name: str, known: Iterable[str], style: str = "{}") -> str:
         known: valid names.
         style: how a name is shown, such as `--{}`.
     """
-    names = list(known)
+    names, name = list(known), name[:100]  # comparing takes the square of the length
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"Did you mean {style.format(close[0])}?" if close else f"Known: {', '.join(map(style.format, names))}"
 

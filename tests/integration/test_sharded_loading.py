@@ -81,7 +81,7 @@ def test_what_one_process_loads(tiny_model_dir: Path, fixture_tokenizer: Any, tm
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     model.config.tie_word_embeddings = True
     model.save_pretrained(tmp_path / "pieces", max_shard_size=8000)
-    for name in ("differ", "damaged"):
+    for name in ("differ", "damaged", "nan"):
         model.save_pretrained(tmp_path / name)
     file = tmp_path / "differ" / "model.safetensors"
     state = load_file(file)
@@ -92,15 +92,21 @@ def test_what_one_process_loads(tiny_model_dir: Path, fixture_tokenizer: Any, tm
     config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
     damaged = tmp_path / "damaged" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-4000])
+    file = tmp_path / "nan" / "model.safetensors"
+    state = load_file(file)
+    state["model.layers.1.mlp.up_proj.weight"][-1, :2] = torch.nan  # a row of the second process
+    save_file(state, file, metadata={"format": "pt"})
     linear = sum(layer.weight.numel() for layer in model.model.modules() if isinstance(layer, torch.nn.Linear))
     wide = 4 * sum(weight.numel() for weight in model.parameters()) - 2 * linear
-    places = [str(tmp_path / name) for name in ("glm", "pieces", "differ", "damaged")]
+    places = [str(tmp_path / name) for name in ("glm", "pieces", "differ", "damaged", "nan")]
     for found in ranks(_load, tmp_path, [str(tiny_model_dir), *places]):
         assert found[0][0] == found[1][0] == found[2][0] == 0.0
         assert "lm_head.weight" in found[3]
         assert "tie_word_embeddings" in found[3]
         assert str(damaged) in found[4] or "damaged" in found[4]
-        assert found[5] == [True, wide // 2]
+        assert "2 of the" in found[5]
+        assert "model.layers.1.mlp.up_proj.weight are NaN or infinite" in found[5]
+        assert found[6] == [True, wide // 2]
 
 
 def _run(rank: int, size: int, port: int, folder: str, what: str, method: str, settings: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from tropism.borders import is_out_of_memory
 from tropism.cli.help import requested
 from tropism.cli.library_output import clean_library_output
 from tropism.errors import StoppedEarly, TropismError
@@ -40,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _complain(f"{os.fsdecode(error.filename)}: cannot be used: {error.strerror}")
         return 2 if isinstance(error, PermissionError) else 1
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _complain("out of memory. Use a lower --microbatch-tokens or --max-length, a smaller model, or less data.")
+        return 1
     except KeyboardInterrupt:
         _complain("interrupted. Files written so far are readable.")
         return 1

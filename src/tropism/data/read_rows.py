@@ -135,7 +135,7 @@ class _PartWithHead:
 def _open(source: DataSource, options: FormatOptions, most: int | None = None) -> list[_PartWithHead]:
     """The parts of a source, each with a format of its own."""
     head = _HEAD if most is None else min(_HEAD, most)
-    parts = [_PartWithHead(part.name, part.read(), options.renames, head) for part in resolve_source(source)]
+    parts = [_PartWithHead(part.name, part.read(), options.renames, head) for part in resolve_source(source, options)]
     for column in options.renames:
         if not any(column in part.columns for part in parts):
             found = dict.fromkeys(key for part in parts for key in part.columns)

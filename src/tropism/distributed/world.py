@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from tropism.borders import is_out_of_memory
 from tropism.distributed.mesh import Mesh
 from tropism.distributed.rendezvous import meeting_place
 from tropism.errors import TropismError, UsageError
@@ -205,6 +206,8 @@ def _portable(error: Exception, rank: int) -> TropismError:
     """An error in a form that other processes can raise."""
     if isinstance(error, TropismError):
         return error
+    if is_out_of_memory(error):
+        return TropismError(f"process {rank} is out of memory. Its own error says what to do.")
     return TropismError(f"process {rank}: {type(error).__name__}: {error}")
 
 

@@ -123,7 +123,7 @@ class LanguageModel:
         if routed is not None:
             kwargs["output_router_logits"] = True
         with computing(self.module, self.precision, self.device):
-            output = self.module.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids,
+            output = _backbone(self.module)(input_ids=batch.input_ids, position_ids=batch.position_ids,
                                             use_cache=False, **kwargs)
         if routed is not None:
             routed.keep(output)
@@ -197,3 +197,8 @@ def summed(per_token: PerToken, batch: Batch) -> PerCompletion:
     """`[C]` sums over the supervised tokens of each completion, in float64."""
     total = torch.zeros(len(batch.lengths), dtype=torch.float64, device=per_token.device)
     return total.index_add(0, batch.completion_index, per_token.double())
+
+
+def _backbone(module: Any) -> Any:
+    """The model below the head. `base_model` is the module itself if its class names a missing attribute (Llama 4)."""
+    return module.model if module.base_model is module else module.base_model

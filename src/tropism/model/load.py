@@ -1,23 +1,28 @@
 """Load models, tokenizers and configs from a directory, a hub id or a GGUF file."""
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging
 
-from tropism.errors import ModelError, TropismError, first_line
+from tropism.borders import border
+from tropism.errors import ModelError
 from tropism.model import quantization as quantized
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
 from tropism.model.config import check_architecture
+from tropism.model.finite_weights import check_finite
 from tropism.model.language_model import Precision
 from tropism.model.remote_code import check_kernels, without_code
 from tropism.model.source import ModelSource
+from tropism.model.weights_check import check_layers, check_memory, check_stored, mismatch
 
-disable_progress_bar()  # transformers' own bars for every load and save would hide ours
+logging.disable_progress_bar()  # transformers' own bars for every load and save would hide ours
 
 
 @without_code
@@ -30,10 +35,11 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> A
     if source.adapter and (Path(source.adapter) / "tokenizer_config.json").is_file():
         source = ModelSource(source.adapter)
     _need_gguf(source)
-    try:
-        return AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(f"{source.name}: the tokenizer could not be loaded: {first_line(error)}") from error
+    source.check_files()
+    with border(f"{source.name}: the tokenizer could not be loaded"), _quietly():
+        tokenizer = AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
+    check_tokenizer(tokenizer, source.name)
+    return tokenizer
 
 
 @without_code
@@ -44,14 +50,12 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
         ModelError: for an unsupported architecture, or if the config is not found or cannot be read.
     """
     _need_gguf(source)
-    try:
+    source.check_files()
+    hint = (f"It is the base of {source.adapter}. {adapter_files.base_advice(Path(source.adapter))}"
+            if source.adapter else "")
+    where = "" if Path(source.name).is_dir() else "directory not found, and "
+    with border(f"{source.name}: {where}the model config could not be loaded", advice=hint), _quietly():
         config = AutoConfig.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.kwargs)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        hint = (f". It is the base of {source.adapter}. {adapter_files.base_advice(Path(source.adapter))}"
-                if source.adapter else "")
-        where = "" if Path(source.name).is_dir() else "directory not found, and "
-        raise ModelError(f"{source.name}: {where}the model config could not be loaded: {first_line(error)}{hint}"
-                         ) from error
     check_kernels(config, trust_remote_code)
     check_architecture(config)
     return config
@@ -80,13 +84,15 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
         extra["quantization_config"] = GgufConfig(dequantize=True)
     if quantize is not None:
         extra |= quantized.loader_arguments(quantize, device, plain)
-    try:
+    config = load_config(source, trust_remote_code=trust_remote_code)
+    check_layers(config, source)
+    empty = skeleton(config, trust_remote_code=trust_remote_code)
+    check_memory(empty, source.name, quantized.bytes_per_weight(quantize) or dtype.itemsize, device)
+    if quantize is None:
+        check_stored(empty, source)
+    with border(f"{source.name}: the model could not be loaded"), _quietly(), mismatch(empty, source):
         model, report = AutoModelForCausalLM.from_pretrained(
             source.name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **extra)
-    except TropismError:
-        raise
-    except Exception as error:  # a damaged or hostile file may end in any error
-        raise ModelError(f"{source.name}: the model could not be loaded: {first_line(error)}") from error
     missing = sorted(report.get("missing_keys") or [])
     if missing:
         raise ModelError(f"{source.name}: {len(missing)} weights are missing in its files: {missing[0]}, ...")
@@ -95,6 +101,7 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
         model.is_quantized = False
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
+    check_finite((*model.named_parameters(), *quantized.scales(model)), source.name)
     if quantize is not None:
         return quantized.make_exact(model).eval()
     if source.adapter is not None:
@@ -117,13 +124,41 @@ def skeleton(config: Any, *, dtype: torch.dtype | None = None, trust_remote_code
     from accelerate import init_empty_weights  # slow to import, and not every run needs it
 
     chosen = {} if dtype is None else {"dtype": dtype}
-    try:
+    with border(f"{config.name_or_path}: cannot build a model from its config"), _quietly():
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **chosen)
         model.tie_weights()
-    except (OSError, ValueError, ImportError, KeyError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"{config.name_or_path}: cannot build a model from its config: {first_line(error)}") from error
     return model
+
+
+def check_tokenizer(tokenizer: Any, name: str) -> None:
+    """Try a tokenizer, since some files load and fail only when they are used.
+
+    Args:
+        name: where it comes from, for an error.
+
+    Raises:
+        ModelError: if it cannot encode and decode, or has settings of a wrong type.
+    """
+    template = tokenizer.chat_template
+    for text in template.values() if isinstance(template, dict) else [template]:
+        if not isinstance(text, str | None):
+            raise ModelError(f"{name}: the chat template of the tokenizer is not text")
+    with border(f"{name}: the tokenizer fails on a simple text"), _quietly():
+        tokenizer.decode(tokenizer("a b")["input_ids"])
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Mute the notes of libraries while they load: what matters is checked here."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def weights_dtype(precision: Precision) -> torch.dtype:

@@ -4,21 +4,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig
 
+from tropism.borders import border
 from tropism.distributed.shard import Sharding, fill, region_of, shard
 from tropism.distributed.tensor_parallel import divide
 from tropism.distributed.vocab_group import Peers
 from tropism.distributed.world import World
-from tropism.errors import ModelError, first_line
+from tropism.errors import ModelError
 from tropism.model.adapters.parameters import base_name
+from tropism.model.finite_weights import check_finite
 from tropism.model.head.vocab_parallel import Divided
 from tropism.model.language_model import Precision
 from tropism.model.load import load_config, load_model, skeleton, weights_dtype
 from tropism.model.source import ModelSource
 from tropism.model.tied_weights import names_by_tensor, stored_tensors
+from tropism.model.weights_check import check_layers, check_memory, check_stored
 
 Read = Callable[[str, Tensor, tuple[slice, ...]], Tensor]
 """(name, weight, region) of a weight to the values of that region."""
@@ -40,7 +43,11 @@ def load_sharded(source: ModelSource, precision: Precision, world: World, shardi
     """
     config = load_config(source, trust_remote_code=trust_remote_code)
     dtype = weights_dtype(precision)
+    check_layers(config, source)
     module = skeleton(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    check_memory(module, source.name, dtype.itemsize, world.device if not sharding.offload else torch.device("cpu"),
+                 world.size)
+    check_stored(module, source)
     names = names_by_tensor(module)
     change(module)
     module.to(dtype=dtype).eval()  # for the buffers, which are real
@@ -64,6 +71,7 @@ def load_sharded(source: ModelSource, precision: Precision, world: World, shardi
         _fill(module, read, names, device)
 
     world.together(fill_all) if direct else fill_all()  # reading files needs no other process
+    world.together(lambda: check_finite(module.named_parameters(), source.name))
     for name in summed:
         module.get_parameter(name).summed_over_tensor = True
     for name, buffer in module.named_buffers():
@@ -105,15 +113,13 @@ def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:
 
     def part_of(name: str, weight: Tensor, region: tuple[slice, ...]) -> Tensor:
         file = files[name]
-        try:
+        with border(f"{file}: the model could not be loaded"):
             if file not in opened:
                 opened[file] = safe_open(file, framework="pt")
             kept = opened[file].get_slice(name)
             if tuple(kept.get_shape()) == tuple(weight.shape):
                 part: Tensor = kept[region] if region else opened[file].get_tensor(name)
                 return part.clone()  # a copy, since the mapped file may change or disappear
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file}: the model could not be loaded: {first_line(error)}") from error
         raise ModelError(f"{file}: {name} is {list(kept.get_shape())}, but {list(weight.shape)} in the model")
 
     def read(name: str, weight: Tensor, region: tuple[slice, ...]) -> Tensor:
@@ -152,7 +158,8 @@ def _from_main(source: ModelSource, precision: Precision, world: World, module: 
 
 def _generation_config(source: ModelSource, module: Any) -> Any:
     """The generation config in the model's files, or the module's own."""
-    try:
-        return GenerationConfig.from_pretrained(source.name)
-    except OSError:
-        return module.generation_config
+    with border(f"{source.name}: the generation config could not be loaded"):
+        try:
+            return GenerationConfig.from_pretrained(source.name)
+        except OSError:
+            return module.generation_config

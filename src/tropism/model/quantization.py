@@ -6,7 +6,7 @@ bitsandbytes' own 8-bit product also rounds the inputs, so results would depend 
 
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,20 @@ def check_installed() -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError("--lora.quantize needs the package bitsandbytes. Install it with "
                          "`pip install 'tropism[quant]'`.")
+
+
+def bytes_per_weight(kind: Quantization | None) -> float:
+    """Memory of a quantized weight; 0 if it is not quantized."""
+    return {"nf4": 0.5, "int8": 1.0}[kind] if kind else 0.0
+
+
+def scales(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Name and scales of each quantized weight. They are not finite if one of its values was not."""
+    for name, weight in model.named_parameters():
+        state = getattr(weight, "quant_state", None)
+        for found in (getattr(state, "offset", None), getattr(state, "absmax", None), getattr(weight, "SCB", None)):
+            if isinstance(found, Tensor):
+                yield name, found
 
 
 def loader_arguments(kind: Quantization, device: torch.device, plain: Iterable[str]) -> dict[str, Any]:

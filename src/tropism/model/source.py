@@ -1,22 +1,30 @@
 """Resolve the name of a model: a directory, a hub id, a GGUF file or an adapter."""
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers.utils import cached_file
 
-from tropism.errors import ModelError, clause, first_line
+from tropism.borders import CONFIG_BYTES, TOKENIZER_BYTES, border, check_regular, read_object
+from tropism.errors import ModelError, clause
 from tropism.model.adapters import files as adapter_files
+from tropism.model.config import check_generation, check_values
+from tropism.model.gguf_header import check_gguf
 from tropism.model.options import is_adapter
 from tropism.observe.console import Voice
+
+_INDEX = "model.safetensors.index.json"
+_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+            "added_tokens.json", _INDEX, "pytorch_model.bin.index.json")
+"""Files of a model that hold a JSON object and are small."""
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,11 @@ class ModelSource:
     @classmethod
     def _of_adapter(cls, path: Path) -> "ModelSource":
         base = adapter_files.base_of(path)
+        with border(f"{path}: the adapter's base was not found"):
+            below = is_adapter(base)
+        if below:
+            raise ModelError(f"{path}: the base of this adapter is {base}, which is an adapter itself. Merge that one "
+                             f"into its own base, and name the result. {adapter_files.base_advice(path)}")
         try:
             return replace(cls.of(base), adapter=str(path))
         except ModelError as error:
@@ -89,19 +102,46 @@ class ModelSource:
         """The name by which another process finds it."""
         return self.adapter or (str(Path(self.name) / self.gguf_file) if self.gguf_file else self.name)
 
+    def check_files(self) -> None:
+        """Check a local model's files before a library reads them: regular files of a plausible size, and configs that
+        are JSON objects with plausible sizes in them.
+
+        Raises:
+            ModelError: with the file.
+        """
+        path = Path(self.name)
+        if self.gguf_file:
+            check_gguf(path / self.gguf_file)
+        if not path.is_dir() or self.gguf_file:
+            return
+        for file in sorted(path.iterdir()):
+            named = file.name in _OBJECTS
+            if not file.is_dir() or named:
+                with border(f"{file}: cannot be read"):
+                    found = file.stat() if named or file.exists() else file.lstat()
+                if not file.is_symlink() or file.exists():
+                    check_regular(file, found)
+            if file.suffix in _TEXTS and found.st_size > (most := CONFIG_BYTES if named else TOKENIZER_BYTES):
+                raise ModelError(f"{file}: too large: at most {most / 2**20:g} MiB are read")
+            if named:
+                values = read_object(file)
+                if file.name == "config.json":
+                    check_values(values, str(file))
+                elif file.name == "generation_config.json":
+                    check_generation(values, str(file))
 
     def weight_files(self) -> dict[str, str] | None:
         """The safetensors file of each weight; None for a GGUF file, an adapter, or a model without such files.
 
         Raises:
-            ModelError: if the files cannot be read.
+            ModelError: if the files cannot be read, or the index names files outside of the model's directory.
         """
         if self.gguf_file or self.adapter:
             return None
-        try:
-            index = cached_file(self.name, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+        with border(f"{self.name}: the model could not be loaded"):
+            index = cached_file(self.name, _INDEX, _raise_exceptions_for_missing_entries=False)
             if index is not None:
-                places: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+                places = _weight_map(Path(index))
                 files = {file: str(cached_file(self.name, file)) for file in sorted(set(places.values()))}
                 return {weight: files[file] for weight, file in places.items()}
             single = cached_file(self.name, "model.safetensors", _raise_exceptions_for_missing_entries=False)
@@ -109,8 +149,21 @@ class ModelSource:
                 return None
             with safe_open(single, framework="pt") as opened:
                 return dict.fromkeys(opened.keys(), str(single))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise ModelError(f"{self.name}: the model could not be loaded: {first_line(error)}") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each weight, by the index of a model.
+
+    Raises:
+        ModelError: if it is anything else, or a file is not inside the model's directory.
+    """
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise ModelError(f"{index}: weight_map must name a file for each weight")
+    for file in sorted(set(places.values())):
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts or not file.endswith(".safetensors"):
+            raise ModelError(f"{index}: {file[:100]!r} is not the name of a safetensors file in this directory")
+    return places
 
 
 def public_name(name: str) -> str:

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import torch
 
+from tropism.borders import is_out_of_memory
 from tropism.distributed.world import World, lost_another
 from tropism.errors import OutputError, StoppedEarly, TropismError, clause
 from tropism.observe.manifest import Manifest
@@ -62,7 +63,10 @@ def _in_words(error: BaseException, world: World, microbatch_tokens: int) -> Tro
     first, _, _ = str(error).partition("\n")
     if world.size > 1 and lost_another(error):
         return TropismError(f"another process of the run failed ({first}). The first error in the log is the cause.")
-    if isinstance(error, torch.OutOfMemoryError):
-        return TropismError(f"the GPU is out of memory ({first}). Use --microbatch-tokens below {microbatch_tokens}: "
-                            "it needs less memory and does not change results.")
+    if is_out_of_memory(error):
+        gpu = world.device.type == "cuda" and isinstance(error, torch.OutOfMemoryError)
+        detail = f" ({first})" if first else ""
+        return TropismError(f"{'the GPU' if gpu else 'this machine'} is out of memory{detail}. Use --microbatch-tokens "
+                            f"below {microbatch_tokens}: it needs less memory and does not change results. If that "
+                            "does not help, use a lower --max-length or a smaller model.")
     return None

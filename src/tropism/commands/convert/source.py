@@ -101,7 +101,7 @@ def open_parts(source: sources.DataSource, options: ConvertOptions) -> list[Conv
         DataError: if one is missing, empty, or cannot be converted to the wanted shape.
     """
     opened = []
-    for part in sources.resolve_source(source):
+    for part in sources.resolve_source(source, options):
         rest = part.read()
         opened.append((part, list(islice(rest, PEEKED)), rest))
     for part, head, _ in opened:

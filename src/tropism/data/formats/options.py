@@ -4,13 +4,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from tropism.options import Options
+from tropism.data.reading_limits import ReadingLimits
 
 FormatName = Literal["trl", "openai", "sharegpt", "alpaca", "openrlhf", "coati", "nemo", "anthropic-hh", "axolotl",
                      "ultrafeedback", "oasst", "rating", "feedback"]
 
 
-class FormatOptions(Options):
+class FormatOptions(ReadingLimits):
     """How the records of a file are read."""
 
     heading: ClassVar[str] = "Data"

@@ -5,21 +5,24 @@ import gzip
 import io
 import json
 import re
-import sys
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tropism.borders import border, check_regular
+from tropism.data.reading_limits import Expansion, ReadingLimits
 from tropism.data.rows import RawRow
+from tropism.data.sources import columnar
+from tropism.data.sources.streams import Lines, Unpacked
 from tropism.errors import DataError
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
          ".feather": "arrow", ".csv": "csv", ".tsv": "tsv"}
 PACKINGS = (".gz", ".zst")
-# Errors that pyarrow raises. A corrupted file may also request too much memory, or contain invalid dates.
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, NotImplementedError, OverflowError, MemoryError)
+_SCANNED_BYTES = 8 * 2**20
+"""A packed file up to this size is read once before its rows are used, so that a bomb is refused at once."""
+_FIRST = re.compile(rb"\S")
 _PRINTED = re.compile(r"\[\{\s*['\"](?:role|content|from|value)['\"]\s*:")
 
 
@@ -30,10 +33,12 @@ class DataFile:
     Args:
         path: of the file.
         name: shown in the places of its rows.
+        limits: of what is read.
     """
 
     path: Path
     name: str
+    limits: ReadingLimits = field(default_factory=ReadingLimits)
 
     @property
     def kind(self) -> str | None:
@@ -52,24 +57,43 @@ class DataFile:
         if self.kind is None:
             raise DataError(f"{self.path}: unsupported file type '{self.path.suffix}'. Known: {', '.join(KINDS)}, each "
                             f"optionally with {' or '.join(PACKINGS)}")
-        try:
+        with border(f"{self.path}: cannot be read", DataError):
+            check_regular(self.path, self.path.stat(), DataError)
+            if self.packed and self.size <= _SCANNED_BYTES:
+                with self.open() as stream:
+                    while stream.read(2**20):
+                        pass
             yield from _READERS[self.kind](self)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{self.path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+    @property
+    def packed(self) -> bool:
+        """Whether the file is compressed as a whole."""
+        return self.path.suffix.lower() in PACKINGS
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk."""
+        return self.path.stat().st_size
+
+    def expansion(self) -> Expansion:
+        """Counts what the file expands to."""
+        return Expansion(self.name, self.size, self.limits)
 
     def open(self) -> BinaryIO:
         """The decompressed bytes of the file."""
         packing = self.path.suffix.lower()
-        if packing == ".gz":
-            return gzip.open(self.path, "rb")  # type: ignore[return-value]
-        if packing != ".zst":
+        if not self.packed:
             return self.path.open("rb")
-        import pyarrow  # slow to import, and most data is JSONL
+        if packing == ".gz":
+            packed: Any = gzip.GzipFile(self.path, "rb")
+        else:
+            import pyarrow  # slow to import, and most data is JSONL
 
-        if not pyarrow.Codec.is_available("zstd"):
-            raise DataError(f"{self.path}: this build of pyarrow cannot decompress zstd. Install pyarrow from PyPI, or "
-                            "decompress the file.")
-        return io.BufferedReader(pyarrow.input_stream(str(self.path), compression="zstd"))
+            if not pyarrow.Codec.is_available("zstd"):
+                raise DataError(f"{self.path}: this build of pyarrow cannot decompress zstd. Install pyarrow from "
+                                "PyPI, or decompress the file.")
+            packed = pyarrow.input_stream(str(self.path), compression="zstd")
+        return Unpacked(packed, self.expansion()).buffered()
 
 
 def mapping(record: Any, place: str) -> dict[str, Any]:
@@ -105,7 +129,8 @@ def _parse(content: bytes, name: str, line: int = 1) -> Any:
 
 
 def _jsonl(file: DataFile) -> Iterator[RawRow]:
-    with file.open() as lines:
+    with file.open() as stream:
+        lines: Lines[bytes] = Lines(stream, file.name, file.limits)
         for number, line in enumerate(lines, start=1):
             text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if text.strip():
@@ -116,9 +141,13 @@ def _jsonl(file: DataFile) -> Iterator[RawRow]:
 def _json(file: DataFile) -> Iterator[RawRow]:
     """A JSON array of rows, an object with such an array under `data`, or JSONL in a file named .json."""
     with file.open() as stream:
-        content = stream.read().removeprefix(b"\xef\xbb\xbf")
-    first = content.lstrip()[:1]
-    if first == b"{" and _is_jsonl(content.lstrip()):
+        content = stream.read(file.limits.max_record_bytes).removeprefix(b"\xef\xbb\xbf")
+        found = _FIRST.search(content)
+        if found is None or found.group() in b"[{":  # else it is no JSON of rows, however long it is
+            if found is None and len(content) == file.limits.max_record_bytes:
+                raise DataError(f"{file.name}: begins with {len(content):,} spaces")
+            content += stream.read()
+    if found is not None and found.group() == b"{" and _is_jsonl(content[found.start():]):
         yield from _jsonl(file)
         return
     value = _parse(content, file.name)
@@ -141,68 +170,17 @@ def _is_jsonl(content: bytes) -> bool:
     return bool(rest.strip()) or not isinstance(row.get("data"), list)
 
 
-def _parquet(file: DataFile) -> Iterator[RawRow]:
-    import pyarrow.parquet as parquet
-
-    try:
-        with file.open() as stream:
-            # Parquet needs random access, which compressed files do not have.
-            source = stream if file.path.suffix.lower() not in PACKINGS else io.BytesIO(stream.read())
-            yield from _of_batches(file, parquet.ParquetFile(source).iter_batches(batch_size=1024))
-    except _UNREADABLE as error:
-        raise DataError(f"{file.name}: not readable as Parquet: {error}") from None
-
-
-def _arrow(file: DataFile) -> Iterator[RawRow]:
-    """Arrow's file format (also Feather), or its stream format, which the datasets library writes."""
-    import pyarrow
-
-    try:
-        with file.open() as stream:
-            if file.path.suffix.lower() not in PACKINGS and stream.read(6) == b"ARROW1":
-                reader = pyarrow.ipc.open_file(stream)
-                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-                yield from _of_batches(file, batches)
-                return
-        with file.open() as stream:
-            content = stream.read()
-        if content.startswith(b"ARROW1"):
-            reader = pyarrow.ipc.open_file(io.BytesIO(content))
-            yield from _of_batches(file, (reader.get_batch(number) for number in range(reader.num_record_batches)))
-        else:
-            yield from _of_batches(file, pyarrow.ipc.open_stream(io.BytesIO(content)))
-    except _UNREADABLE as error:
-        raise DataError(f"{file.name}: not readable as Arrow: {error}") from None
-
-
-def _of_batches(file: DataFile, batches: Any) -> Iterator[RawRow]:
-    number = 0
-    for batch in batches:
-        batch.validate(full=True)  # offsets of a corrupted file may point outside of it
-        for record in batch.to_pylist():
-            number += 1
-            # Null columns are kept. Null keys of nested objects are removed: they come from other rows.
-            yield RawRow(f"{file.name}:row {number}", {key: _nested(entry) for key, entry in record.items()})
-
-
-def _nested(value: Any) -> Any:
-    """The value without None entries in nested objects, which columnar files add."""
-    if isinstance(value, dict):
-        return {key: _nested(entry) for key, entry in value.items() if entry is not None}
-    if isinstance(value, list):
-        return [_nested(entry) for entry in value]
-    return value
-
-
 def _csv(file: DataFile) -> Iterator[RawRow]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    csv.field_size_limit(min(file.limits.max_record_bytes, 2**31 - 1))
     try:
-        with io.TextIOWrapper(file.open(), encoding="utf-8-sig", newline="") as lines:
+        with io.TextIOWrapper(file.open(), encoding="utf-8-sig", newline="") as stream:
+            lines: Lines[str] = Lines(stream, file.name, file.limits, several=True)
             reader = csv.reader(lines, strict=True, delimiter="\t" if file.kind == "tsv" else ",")
             header = next(reader, [])
             end = reader.line_num
             for cells in reader:
                 place, end = f"{file.name}:{end + 1}", reader.line_num
+                lines.used = 0
                 if len(cells) > len(header):
                     raise DataError(f"{place}: more fields than in the header. Quote fields that contain the "
                                     "separator.")
@@ -212,7 +190,9 @@ def _csv(file: DataFile) -> Iterator[RawRow]:
     except UnicodeDecodeError:
         raise DataError(_undecodable(file)) from None
     except csv.Error as error:
-        raise DataError(f"{file.name}:{reader.line_num}: not readable as CSV: {error}") from None
+        raise DataError(f"{file.name}:{reader.line_num}: not readable as CSV: {error}"
+                        + (". Raise --max-record-bytes if it is meant to be this long."
+                           if "field limit" in str(error) else "")) from None
 
 
 def _undecodable(file: DataFile) -> str:
@@ -242,4 +222,6 @@ def _cell(value: str, column: str, place: str) -> Any:
     return value
 
 
-_READERS = {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "arrow": _arrow, "csv": _csv, "tsv": _csv}
+_READERS: dict[str, Callable[[DataFile], Iterator[RawRow]]] = {
+    "jsonl": _jsonl, "json": _json, "parquet": columnar.parquet_rows, "arrow": columnar.arrow_rows, "csv": _csv,
+    "tsv": _csv}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tropism.data.sources.files import _nested
+from tropism.data.sources.columnar import without_none
 from tropism.errors import DataError
 
 _PLAIN = frozenset((str, int, bool, float, bytes, type(None), np.float64))
@@ -41,7 +41,7 @@ def _rows_of_table(table: Any) -> Iterator[dict[str, Any]] | None:
     """The rows of a table of pyarrow or pandas; None for anything else."""
     if hasattr(table, "to_pylist") and hasattr(table, "column_names"):
         parts = table.to_batches(1024) if hasattr(table, "to_batches") else [table]
-        return ({name: _from_column(_nested(value)) for name, value in row.items()}
+        return ({name: _from_column(without_none(value)) for name, value in row.items()}
                 for part in parts for row in part.to_pylist())
     if hasattr(table, "itertuples"):
         names = [str(name) for name in table.columns]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tropism.data.reading_limits import ReadingLimits
 from tropism.data.rows import RawRow
 from tropism.data.sources.files import KINDS, PACKINGS, DataFile, mapping
 from tropism.data.sources.python_values import plain_records
@@ -66,12 +67,13 @@ def read(source: DataSource) -> Iterator[RawRow]:
         yield from part.read()
 
 
-def resolve_source(source: DataSource) -> list[SourcePart]:
+def resolve_source(source: DataSource, limits: ReadingLimits | None = None) -> list[SourcePart]:
     """The parts of a source.
 
     Args:
         source: rows as dicts, a path, or text: comma-separated files, directories and datasets on the hub. The
             suffix `:2` uses the rows of a part twice, `:0.5` half of them.
+        limits: of each file.
 
     Raises:
         DataError: if a part is not found.
@@ -86,7 +88,8 @@ def resolve_source(source: DataSource) -> list[SourcePart]:
     parts = []
     for name, weight in named:
         label = _text(name if base_names[Path(name).name] > 1 else Path(name).name)
-        parts.append(_part(name, label, weight, prefix=f"{label}/" if len(named) > 1 else ""))
+        parts.append(_part(name, label, weight, f"{label}/" if len(named) > 1 else "",
+                           limits or ReadingLimits()))
     return parts
 
 
@@ -125,33 +128,35 @@ def _weighted(entry: str, source: str) -> tuple[str, float]:
     return match.group(1), weight
 
 
-def _part(name: str, label: str, weight: float, prefix: str) -> SourcePart:
+def _part(name: str, label: str, weight: float, prefix: str, limits: ReadingLimits) -> SourcePart:
     path = Path(name).expanduser()
     if path.is_dir():
-        files = _in_directory(path, prefix)
+        files = _in_directory(path, prefix, limits)
         if not files:
             raise DataError(f"{path}: no data file in this directory. Known: {', '.join(KINDS)}")
         return SourcePart(label, files, weight)
     if path.is_file():
-        return SourcePart(label, (DataFile(path, label),), weight)
+        return SourcePart(label, (DataFile(path, label, limits),), weight)
     if _HUB_NAME.fullmatch(name) and DataFile(path, label).kind is None:
-        return SourcePart(name, _from_hub(name, prefix), weight)
+        return SourcePart(name, _from_hub(name, prefix, limits), weight)
+    if path.exists():
+        raise DataError(f"{path}: is not a regular file. Save the data in a file or a directory.")
     raise DataError(f"{path}: file not found")
 
 
-def _in_directory(path: Path, prefix: str) -> tuple[DataFile, ...]:
+def _in_directory(path: Path, prefix: str, limits: ReadingLimits) -> tuple[DataFile, ...]:
     """Data files below a directory in order of their names, without hidden files and metadata of datasets."""
     found = []
     for entry in sorted(path.rglob("*")):
         inside = entry.relative_to(path)
-        file = DataFile(entry, prefix + _text(inside.as_posix()))
+        file = DataFile(entry, prefix + _text(inside.as_posix()), limits)
         if (file.kind and entry.is_file() and entry.name not in _NOT_ROWS
                 and not any(piece.startswith(".") for piece in inside.parts)):
             found.append(file)
     return tuple(found)
 
 
-def _from_hub(name: str, prefix: str) -> tuple[DataFile, ...]:
+def _from_hub(name: str, prefix: str, limits: ReadingLimits) -> tuple[DataFile, ...]:
     """Data files of a dataset on the hub; only those named `train...`, or in such a folder, if there are any."""
     try:
         from huggingface_hub import snapshot_download
@@ -165,7 +170,7 @@ def _from_hub(name: str, prefix: str) -> tuple[DataFile, ...]:
         raise DataError(f"{name}: file not found, and the dataset could not be downloaded from the Hub "
                         f"({type(error).__name__}: {reason}). Check the name, log in, or download the files and give "
                         "their directory.") from None
-    files = _in_directory(path, prefix)
+    files = _in_directory(path, prefix, limits)
     train = tuple(file for file in files
                   if any(piece.startswith("train") for piece in file.path.relative_to(path).parts))
     if not files:

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tropism.borders import border
 from tropism.distributed.shard import give, is_sharded
-from tropism.errors import ModelError, UsageError
+from tropism.errors import UsageError
 from tropism.model.adapters.parameters import NAME, PARTS, adapter_name, adapter_weight_names
+from tropism.model.adapters.targets import check_rank
 
 # peft imports bitsandbytes if it is installed, which then warns about a missing kernel that nothing here uses.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -41,14 +43,12 @@ def make_structure(module: Any, config: Any) -> None:
     wanted, start = list(config.modules_to_save or ()), config.init_lora_weights
     config.init_lora_weights = False  # `set_initial_values` sets them
     config.inference_mode = False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about kinds of layers, which peft detects correctly
-            # For DoRA peft dequantizes weights and restores them, which would lose them on the meta device.
-            inject_adapter_in_model(config, module, adapter_name=NAME,
-                                    low_cpu_mem_usage=not getattr(module, "is_quantized", False))
-    except (ValueError, TypeError) as error:
-        raise ModelError(f"the adapter does not match the model: {' '.join(str(error).split())}") from error
+    check_rank(module, config)
+    with border("the adapter does not match the model"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about kinds of layers, which peft detects correctly
+        # For DoRA peft dequantizes weights and restores them, which would lose them on the meta device.
+        inject_adapter_in_model(config, module, adapter_name=NAME,
+                                low_cpu_mem_usage=not getattr(module, "is_quantized", False))
     config.init_lora_weights = start
     config.modules_to_save = wanted or None  # without the tied ones, which peft adds again on loading
     names = adapter_weight_names(module) or set()

@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tropism.borders import border, read_object
 from tropism.distributed.shard import give
-from tropism.errors import ModelError, first_line, not_only_tensors
+from tropism.errors import ModelError, not_only_tensors
 from tropism.model.adapters.create import allocate, make_structure
 from tropism.model.adapters.parameters import NAME, adapter_name, adapter_weight_names
 from tropism.model.adapters.peft_settings import check_known, check_served, check_values
+from tropism.model.finite_weights import check_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -55,12 +57,9 @@ def read_config(path: Path) -> Any:
         raise ModelError(f"{path}: adapters of type {kind} are unsupported: Tropism trains LORA")
     from peft import LoraConfig  # slow to import, and most runs have no adapter
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = LoraConfig.from_pretrained(str(path))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path / CONFIG}: the config could not be read: {first_line(error)}") from error
+    with border(f"{path / CONFIG}: the config could not be read"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = LoraConfig.from_pretrained(str(path))
     check_known(values, path / CONFIG)
     check_served(config, str(path))
     config.lora_dropout = 0.0  # Tropism trains without dropout
@@ -109,17 +108,19 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         ModelError: if they cannot be read.
     """
     file = weights_file(path)
-    try:
-        state = (load_file(file) if file.name == WEIGHTS else
-                 torch.load(file, map_location="cpu", weights_only=True))
-    except Exception as error:  # a damaged file may end in any error
-        if not_only_tensors(error):
-            raise ModelError(f"{file}: not a pickle of tensors alone. Nothing in it was run. Use an adapter with "
-                             f"{WEIGHTS}.") from None
-        raise ModelError(f"{file}: the weights could not be read: {first_line(error)}") from error
-    if not (isinstance(state, dict) and all(isinstance(name, str) and isinstance(tensor, Tensor)
-                                            for name, tensor in state.items())):
-        raise ModelError(f"{file}: not a file of weights by name")
+    with border(f"{file}: the weights could not be read"):
+        try:
+            state = (load_file(file) if file.name == WEIGHTS else
+                     torch.load(file, map_location="cpu", weights_only=True))
+        except Exception as error:
+            if not_only_tensors(error):
+                raise ModelError(f"{file}: not a pickle of tensors alone. Nothing in it was run. Use an adapter with "
+                                 f"{WEIGHTS}.") from None
+            raise
+        if not (isinstance(state, dict) and all(isinstance(name, str) and isinstance(tensor, Tensor)
+                                                for name, tensor in state.items())):
+            raise ModelError(f"{file}: not a file of weights by name")
+    check_finite(state.items(), str(file))
     return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
 
 
@@ -195,11 +196,6 @@ def read_values(path: Path) -> dict[str, Any]:
     Raises:
         ModelError: if it cannot be read, or a setting has an invalid value.
     """
-    try:
-        values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path / CONFIG}: the config could not be read: {first_line(error)}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path / CONFIG}: not a JSON object")
+    values = read_object(path / CONFIG)
     check_values(values, path / CONFIG)
     return values

@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from tropism.errors import ModelError, clause, first_line
+from tropism.borders import border
+from tropism.errors import ModelError, first_line
 from tropism.model.adapters.files import CONFIG, read_values, read_weights
 from tropism.model.adapters.parameters import adapter_name
 from tropism.model.adapters.peft_module import check_trainable, inner
 from tropism.model.adapters.peft_settings import check_known, check_served
+from tropism.model.finite_weights import check_finite
 from tropism.model.tied_weights import adapts_tied, is_tied, tie, tie_if_equal, untie
 
 _TOLERANCE = 1e-3
 """Largest change of a logit, as a share of the largest one. Merging in float32 costs 1e-6; a wrong merge far more."""
-
-_FAILURES = (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError, SafetensorError)
 
 
 def merged(module: Any, path: Path) -> Any:
@@ -35,14 +34,13 @@ def merged(module: Any, path: Path) -> Any:
 
     check_known(read_values(path), path / CONFIG)
     read_weights(path)  # raises for a file that peft must not read
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            wrapped = PeftModel.from_pretrained(module, str(path))
-            if left := wrapped.load_adapter(str(path), wrapped.active_adapter).unexpected_keys:
-                raise ModelError(f"{path}: the adapter does not match the model: {min(left)} belongs to no module")
-    except _FAILURES as error:
-        raise ModelError(f"{path}: the adapter cannot be merged: {first_line(error)}") from error
+    with border(f"{path}: the adapter cannot be merged"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrapped = PeftModel.from_pretrained(module, str(path))
+        if left := wrapped.load_adapter(str(path), wrapped.active_adapter).unexpected_keys:
+            raise ModelError(f"{path}: the adapter does not match the model: {min(left)} belongs to no module")
+    name = wrapped.active_adapter
+    check_finite(((key, weight) for key, weight in wrapped.named_parameters() if name in key.split(".")), str(path))
     if missing := [str(entry.message) for entry in caught if "missing adapter keys" in str(entry.message)]:
         raise ModelError(f"{path}: the adapter does not match the model: {first_line(Exception(missing[0]))}")
     return folded(wrapped.eval(), str(path), "Name its base instead, or merge it with peft")
@@ -147,7 +145,7 @@ def _merge_checked(model: Any, place: str, instead: str, merge: Callable[[], Any
     """Merge, and return the plain model if its logits are the same as before."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     was_tied = is_tied(base)
-    try:
+    with border(f"{place}: the adapter cannot be merged", advice=f"{instead}."):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about tied weights, which are handled here
             before = _logits(model)
@@ -163,8 +161,6 @@ def _merge_checked(model: Any, place: str, instead: str, merge: Callable[[], Any
                              f"one. {instead}.")
         if was_tied:
             tie_if_equal(plain)
-    except _FAILURES as error:
-        raise ModelError(f"{place}: the adapter cannot be merged: {clause(first_line(error))}. {instead}.") from error
     return plain
 
 

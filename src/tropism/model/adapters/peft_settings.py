@@ -1,5 +1,6 @@
 """Check the settings in `adapter_config.json`: valid values, settings peft knows, and those that Tropism supports."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +22,7 @@ _SERVED = frozenset((
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _rank(value: Any) -> bool:

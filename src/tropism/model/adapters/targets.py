@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from tropism.borders import border
 from tropism.errors import ModelError, UsageError, did_you_mean
 from tropism.model.options import LoraOptions
 
 _KINDS = (torch.nn.Linear, Conv1D)
+_OF_MODELS = "transformers.models."
+"""Where subclasses of linear layers return more than a product, such as the router of Llama 4."""
 
 ON_EMBEDDING = ("which is unsupported. Use modules_to_save to train the embedding in full, or merge the adapter into "
                 "its base first.")
@@ -19,7 +22,8 @@ ON_EMBEDDING = ("which is unsupported. Use modules_to_save to train the embeddin
 def linear_names(module: Any) -> list[str]:
     """Names of the linear layers of a model, except its head."""
     head = module.get_output_embeddings()
-    return [name for name, layer in module.named_modules() if isinstance(layer, _KINDS) and layer is not head]
+    return [name for name, layer in module.named_modules() if isinstance(layer, _KINDS) and layer is not head
+            and not type(layer).__module__.startswith(_OF_MODELS)]
 
 
 def new_config(module: Any, options: LoraOptions, base: str | None) -> Any:
@@ -59,12 +63,47 @@ def check_ends(module: Any, config: Any, place: str) -> None:
 
     head = module.get_output_embeddings()
     for name, layer in module.named_modules():
-        if not (layer is head or isinstance(layer, torch.nn.Embedding)) or not check_target_module_exists(config, name):
+        with border(f"{place}: target_modules is invalid"):
+            targeted = check_target_module_exists(config, name)
+        if not targeted or not (layer is head or isinstance(layer, torch.nn.Embedding)):
             continue
         if layer is head:
             raise ModelError(f"{place}: has an adapter on the head ({name}), which is unsupported: the head's weight "
                              "is used directly, so the adapter would never be trained. Merge it into its base first.")
         raise ModelError(f"{place}: has an adapter on an embedding ({name}), {ON_EMBEDDING}")
+
+
+def check_rank(module: Any, config: Any) -> None:
+    """Reject an adapter that is larger than the weights it adapts, and modules to save that the model does not have,
+    before peft allocates them.
+
+    Args:
+        config: peft's configuration of the adapter.
+
+    Raises:
+        ModelError: with the largest rank that makes sense, or the name of the module.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists  # slow to import, as above
+
+    with border("the adapter does not match the model"):
+        targets = {name: layer for name, layer in module.named_modules() if check_target_module_exists(config, name)}
+    sides = [(max(sides), min(sides)) for layer in targets.values() if (sides := _sides(layer))]
+    rank = max(config.r, *(config.rank_pattern or {}).values(), 1)
+    if sides and rank > max(sides)[0]:
+        raise ModelError(f"the adapter's rank {rank:,} exceeds both sides of every weight that it adapts. Use a "
+                         f"rank of {max(side for _, side in sides):,} or less (--lora.rank).")
+    names = [name for name, _ in module.named_modules()]
+    for wanted in config.modules_to_save or ():
+        if not any(_ends(name, [wanted]) for name in names):
+            raise ModelError(f"the adapter does not match the model: modules_to_save names {wanted}, which the model "
+                             "does not have")
+
+
+def _sides(layer: Any) -> tuple[int, ...]:
+    """Input and output size of a layer that can have an adapter; nothing for others."""
+    if hasattr(layer, "in_features"):  # the weight of a quantized one has another shape
+        return layer.in_features, layer.out_features
+    return tuple(layer.weight.shape) if isinstance(layer, Conv1D) else ()
 
 
 def _targets(module: Any, options: LoraOptions, full: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ MAY_CHANGE = frozenset((
     "checkpoint_model", "on_nonfinite", "stop_metric", "stop_patience", "stop_delta",
     "track", "log_dir", "export_dtype",
     # how it is computed: speed and memory, and results beyond their rounding never
-    "microbatch_tokens", "workers", "prefetch", "store", "store_limit",
+    "microbatch_tokens", "workers", "prefetch", "store", "store_limit", "max_record_bytes", "max_expansion",
     *(f"parallel.{name}" for name in ParallelOptions.model_fields),
     # how this sitting starts
     "output", "resume", "fall_back", "strict", "allow_reference_mismatch", "trust_remote_code"))

@@ -18,6 +18,7 @@ from tropism.model import moe_router as router
 from tropism.model.adapters.peft_module import inner
 from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.config import check_architecture, dropout_of
+from tropism.model.finite_weights import check_finite
 from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.layout_check import Layout, choose_layout
 from tropism.model.load_sharded import load_sharded
@@ -72,6 +73,7 @@ class Numerics:
                                     trust_remote_code=self.trust_remote_code, change=change)
             return load.load_model(named, self.precision, self.device, trust_remote_code=self.trust_remote_code)
         check_architecture(named.config)
+        check_finite(named.named_parameters(), f"the {type(named).__name__} that was passed as a module")
         return named.to(device=self.device, dtype=load.weights_dtype(self.precision)).eval()
 
     def frozen(self, named: ModelOrModule, probes: Sequence[PromptTree], layout: Layout | Literal["auto"],
