@@ -48,6 +48,8 @@ def differences(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list
             return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
+        except (KeyError, TypeError, ValueError):
+            return f"{name} has an invalid checksum"
         return None
 
     with ThreadPoolExecutor() as pool:
