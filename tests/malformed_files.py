@@ -4,12 +4,10 @@ import copy
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from format_examples import KINDS, MADE, content, packed
-from hostile_inputs import hostile_inputs as inputs
 
 VIEWS = ("unpaired", "paired", "single")
 DEEP = 300  # nested calls of the tokenizer's template engine end at fewer than Python's own limit
@@ -135,15 +133,3 @@ def well_said(message: str, path: Path) -> bool:
     return path.name in message and (
         re.search(re.escape(path.name) + r":(row )?\d+: ", message) is not None
         or _WHOLE_FILE.search(message) is not None) and len(message) < 3000
-
-
-def hostile_inputs(model: Path) -> Iterator[tuple[str, str, Callable[[Path], list[str]]]]:
-    """Name, kind and maker of each of some 500 inputs that must be refused.
-
-    A maker gets an empty directory and returns options of `tropism sft`, with `--model` and `--data` and without
-    `--output`. The command must end before its first step with exit code 1 or 2 and one message.
-
-    Args:
-        model: a directory with a Llama of two layers and its tokenizer, in one safetensors file (`tiny_model_dir`).
-    """
-    return inputs(model)

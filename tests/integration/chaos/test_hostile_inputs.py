@@ -2,6 +2,7 @@
 
 import resource
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from malformed_files import hostile_inputs
+from hostile_inputs import hostile_inputs
 from tropism.cli.app import main
 
 SLOWEST_S = 30
@@ -56,7 +57,8 @@ def test_there_are_enough() -> None:
     assert set(_NAMED) == set(SHARE)
 
 
-def run_all(kind: str, chosen: set[str], model: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def run_all(kind: str, chosen: set[str], model: Path, path: Path, capsys: pytest.CaptureFixture[str],
+            figures: Counter[str]) -> None:
     for number, (name, of_kind, make) in enumerate(hostile_inputs(model)):
         if of_kind == kind and name in chosen:
             folder = path / str(number)
@@ -65,18 +67,20 @@ def run_all(kind: str, chosen: set[str], model: Path, path: Path, capsys: pytest
                 refused(make(folder), folder / "run", capsys)
             except AssertionError as error:
                 raise AssertionError(f"{kind}: {name}: {error}") from error
+            figures[f"hostile inputs ({kind})"] += 1
 
 
 @pytest.mark.parametrize("kind", SHARE)
-def test_hostile_inputs(kind: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_inputs(kind: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                        figures: Counter[str]) -> None:
     """X1, D1: a share of every kind. Bombs, which take seconds, are left to the full pass."""
     names = [name for name in _NAMED[kind] if "bomb" not in name and "gigabyte" not in name]
-    run_all(kind, set(names[:: SHARE[kind]]), tiny_model_dir, tmp_path, capsys)
+    run_all(kind, set(names[:: SHARE[kind]]), tiny_model_dir, tmp_path, capsys, figures)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SHARE)
 def test_every_hostile_input(kind: str, tiny_model_dir: Path, tmp_path: Path,
-                             capsys: pytest.CaptureFixture[str]) -> None:
+                             capsys: pytest.CaptureFixture[str], figures: Counter[str]) -> None:
     """X1, D1: all of them."""
-    run_all(kind, set(_NAMED[kind]), tiny_model_dir, tmp_path, capsys)
+    run_all(kind, set(_NAMED[kind]), tiny_model_dir, tmp_path, capsys, figures)
