@@ -67,7 +67,7 @@ def test_a_run_of_the_earlier_comparison_is_not_resumed(tiny_model_dir: Path, wr
     before = found["fingerprints"] | {"data": digest.hexdigest()}
     assert before != found["fingerprints"]
     manifest.write_text(json.dumps(found | {"fingerprints": before}))
-    with pytest.raises(CheckpointError, match="cannot resume: the training data changed"):
+    with pytest.raises(CheckpointError, match=r"cannot resume: .*the training data"):
         run(again)
     manifest.write_text(json.dumps(found))
     assert run(again).steps == 3

@@ -29,6 +29,7 @@ def _child(where: str, argv: list[str], log: Path, prepare: Callable[[], Any]) -
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the tests may run where the shell ignores it
     prepare()
     from tropism import runner
     from tropism.train import loop

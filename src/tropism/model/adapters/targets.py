@@ -74,8 +74,8 @@ def check_ends(module: Any, config: Any, place: str) -> None:
 
 
 def check_rank(module: Any, config: Any) -> None:
-    """Reject an adapter that is larger than the weights it adapts, and modules to save that the model does not have,
-    before peft allocates them.
+    """Reject an adapter that is larger than the model without any use of its rank, and modules to save that the model
+    does not have, before peft allocates them.
 
     Args:
         config: peft's configuration of the adapter.
@@ -90,8 +90,11 @@ def check_rank(module: Any, config: Any) -> None:
     sides = [(max(sides), min(sides)) for layer in targets.values() if (sides := _sides(layer))]
     rank = max(config.r, *(config.rank_pattern or {}).values(), 1)
     if sides and rank > max(sides)[0]:
-        raise ModelError(f"the adapter's rank {rank:,} exceeds both sides of every weight that it adapts. Use a "
-                         f"rank of {max(side for _, side in sides):,} or less (--lora.rank).")
+        size = rank * sum(map(sum, sides))
+        own = sum(weight.numel() for weight in module.parameters())
+        if size > own:
+            raise ModelError(f"the adapter's rank {rank:,} is too large: it makes {size:,} weights for a model of "
+                             f"{own:,}. Use --lora.rank {max(side for _, side in sides):,} or less.")
     names = [name for name, _ in module.named_modules()]
     for wanted in config.modules_to_save or ():
         if not any(_ends(name, [wanted]) for name in names):
