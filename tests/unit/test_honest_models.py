@@ -54,6 +54,19 @@ def test_the_loaded_weights_are_compared_if_there_are_others(model: Path) -> Non
     assert {name for name in before if before[name] != after[name]} == {"model.safetensors"}
 
 
+def test_a_config_may_name_the_file_of_the_weights(model: Path) -> None:
+    """transformers reads it in place of model.safetensors."""
+    state = load_file(model / "model.safetensors")
+    save_file({name: weight + 1 for name, weight in state.items()}, model / "own.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "transformers_weights": "own.safetensors"}))
+    weights = ModelSource.of(str(model)).weight_files()
+    assert weights is not None
+    assert set(weights.values()) == {str(model / "own.safetensors")}
+    name = "model.embed_tokens.weight"
+    assert torch.equal(loaded(model).get_parameter(name), state[name].float() + 1)
+
+
 def test_data_of_any_size_may_lie_beside_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "TOKENIZER_BYTES", 10**6)
     for name in ("train.json", "notes.txt", "trainer_state.json"):

@@ -21,7 +21,7 @@ from tropism.model.gguf_header import check_gguf
 from tropism.model.options import is_adapter
 from tropism.observe.console import Voice
 
-_INDEX = "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
             "added_tokens.json", _INDEX, "pytorch_model.bin.index.json")
 """Files of a model that hold a JSON object and are small."""
@@ -144,16 +144,25 @@ class ModelSource:
             return None
         with border(f"{self.name}: the model could not be loaded"):
             # In transformers' order: an index beside a single file is a leftover that is not read.
-            single = cached_file(self.name, "model.safetensors", _raise_exceptions_for_missing_entries=False)
-            if single is not None:
-                with safe_open(single, framework="pt") as opened:
-                    return dict.fromkeys(opened.keys(), str(single))
-            index = cached_file(self.name, _INDEX, _raise_exceptions_for_missing_entries=False)
-            if index is None:
+            named = self._named_weights()
+            for name in [named] if named else [_SINGLE, _INDEX]:
+                index = cached_file(self.name, name, _raise_exceptions_for_missing_entries=False)
+                if index is not None:
+                    break
+            else:
                 return None
+            if not name.endswith(".index.json"):
+                with safe_open(index, framework="pt") as opened:
+                    return dict.fromkeys(opened.keys(), str(index))
             places = _weight_map(Path(index))
             files = {file: str(cached_file(self.name, file)) for file in sorted(set(places.values()))}
             return {weight: files[file] for weight, file in places.items()}
+
+    def _named_weights(self) -> str | None:
+        """The file of weights, or their index, that the config names in place of the usual ones."""
+        config = cached_file(self.name, "config.json", _raise_exceptions_for_missing_entries=False)
+        named = read_object(Path(config)).get("transformers_weights") if config else None
+        return named if isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json")) else None
 
 
 def _weight_map(index: Path) -> dict[str, str]:
