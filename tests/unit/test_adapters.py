@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tropism.errors import ModelError, UsageError
@@ -109,6 +110,18 @@ def test_names_have_no_prefix_and_the_model_stays_itself() -> None:
     assert head.weight is model.get_input_embeddings().weight  # tied ones learn as one
     assert head.weight.requires_grad
     assert head.weight is not head.original_module.weight
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(["norm", "score"], True), (["layernorm"], True), (["score"], False),
+                                               (["score", "martian"], False)])
+def test_modules_to_save_match_as_peft_matches_them(wanted: list[str], found: bool) -> None:
+    """Ends of names. Lists are shared between models, so a model need not have all of them."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=wanted)
+    if found:
+        make_structure(llama(), config)
+    else:
+        with pytest.raises(ModelError, match=f"modules_to_save names {', '.join(wanted)}, which the model does not"):
+            make_structure(llama(), config)
 
 
 @pytest.mark.parametrize("build", [llama, gpt2], ids=["linear", "conv1d"])

@@ -43,6 +43,8 @@ def check_values(values: Mapping[str, Any], place: str) -> None:
         raise ModelError(f"{place}: architectures is {_shown(names)}, but must be a list of names")
     quantized = values.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    if isinstance(quantized, dict) and (quantized.get("load_in_4bit") or quantized.get("load_in_8bit")):
+        method = "bitsandbytes_4bit"  # as transformers does: these files say "bitsandbytes", and old ones nothing
     if quantized is not None and (not isinstance(method, str) or method not in AUTO_QUANTIZATION_CONFIG_MAPPING):
         raise ModelError(f"{place}: quantization_config has the method {_shown(method)}, which transformers does "
                          "not know")

@@ -22,7 +22,10 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], place: str) -> None:
     for name, weight in weights:
         part = part_of(weight.detach())
         # A sum is finite only if each of its terms is, and costs a tenth of looking at each.
-        if not part.is_floating_point() or part.is_meta or torch.isfinite(part.sum()):
+        if not part.is_floating_point() or part.is_meta:
+            continue
+        part = part.float() if part.itemsize == 1 else part  # 8-bit floats have no sum
+        if torch.isfinite(part.sum()):
             continue
         if bad := int((~torch.isfinite(part)).sum()):
             raise ModelError(f"{place}: the weights are corrupted: {bad:,} of the {part.numel():,} values of {name} "

@@ -87,7 +87,8 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
     config = load_config(source, trust_remote_code=trust_remote_code)
     check_layers(config, source)
     empty = skeleton(config, trust_remote_code=trust_remote_code)
-    check_memory(empty, source.name, quantized.bytes_per_weight(quantize) or dtype.itemsize, device)
+    if quantize is not None or getattr(config, "quantization_config", None) is None:  # else the files decide
+        check_memory(empty, source.name, quantized.bytes_per_weight(quantize) or dtype.itemsize, device)
     if quantize is None:
         check_stored(empty, source)
     with border(f"{source.name}: the model could not be loaded"), _quietly(), mismatch(empty, source):

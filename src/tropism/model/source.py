@@ -1,6 +1,7 @@
 """Resolve the name of a model: a directory, a hub id, a GGUF file or an adapter."""
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,11 +21,13 @@ from tropism.model.gguf_header import check_gguf
 from tropism.model.options import is_adapter
 from tropism.observe.console import Voice
 
-_INDEX = "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
             "added_tokens.json", _INDEX, "pytorch_model.bin.index.json")
 """Files of a model that hold a JSON object and are small."""
-_TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_TOKENIZER = re.compile(r"(tokenizer|vocab|merges|special_tokens|chat_template|(pre)?processor).*|"
+                        r".*\.(jinja|model|tiktoken)")
+"""Names of the other files that a tokenizer is read from. A model's directory may also hold data of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,9 @@ class ModelSource:
                     found = file.stat() if named or file.exists() else file.lstat()
                 if not file.is_symlink() or file.exists():
                     check_regular(file, found)
-            if file.suffix in _TEXTS and found.st_size > (most := CONFIG_BYTES if named else TOKENIZER_BYTES):
-                raise ModelError(f"{file}: too large: at most {most / 2**20:g} MiB are read")
+                most = CONFIG_BYTES if named else TOKENIZER_BYTES
+                if (named or _TOKENIZER.fullmatch(file.name)) and found.st_size > most:
+                    raise ModelError(f"{file}: too large: at most {most / 2**20:g} MiB are read")
             if named:
                 values = read_object(file)
                 if file.name == "config.json":
@@ -139,16 +143,26 @@ class ModelSource:
         if self.gguf_file or self.adapter:
             return None
         with border(f"{self.name}: the model could not be loaded"):
-            index = cached_file(self.name, _INDEX, _raise_exceptions_for_missing_entries=False)
-            if index is not None:
-                places = _weight_map(Path(index))
-                files = {file: str(cached_file(self.name, file)) for file in sorted(set(places.values()))}
-                return {weight: files[file] for weight, file in places.items()}
-            single = cached_file(self.name, "model.safetensors", _raise_exceptions_for_missing_entries=False)
-            if single is None:
+            # In transformers' order: an index beside a single file is a leftover that is not read.
+            named = self._named_weights()
+            for name in [named] if named else [_SINGLE, _INDEX]:
+                index = cached_file(self.name, name, _raise_exceptions_for_missing_entries=False)
+                if index is not None:
+                    break
+            else:
                 return None
-            with safe_open(single, framework="pt") as opened:
-                return dict.fromkeys(opened.keys(), str(single))
+            if not name.endswith(".index.json"):
+                with safe_open(index, framework="pt") as opened:
+                    return dict.fromkeys(opened.keys(), str(index))
+            places = _weight_map(Path(index))
+            files = {file: str(cached_file(self.name, file)) for file in sorted(set(places.values()))}
+            return {weight: files[file] for weight, file in places.items()}
+
+    def _named_weights(self) -> str | None:
+        """The file of weights, or their index, that the config names in place of the usual ones."""
+        config = cached_file(self.name, "config.json", _raise_exceptions_for_missing_entries=False)
+        named = read_object(Path(config)).get("transformers_weights") if config else None
+        return named if isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json")) else None
 
 
 def _weight_map(index: Path) -> dict[str, str]:

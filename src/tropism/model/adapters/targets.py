@@ -74,8 +74,8 @@ def check_ends(module: Any, config: Any, place: str) -> None:
 
 
 def check_rank(module: Any, config: Any) -> None:
-    """Reject an adapter that is larger than the model without any use of its rank, and modules to save that the model
-    does not have, before peft allocates them.
+    """Reject an adapter that is larger than the model without any use of its rank, and modules to save of which the
+    model has none, before peft allocates them.
 
     Args:
         config: peft's configuration of the adapter.
@@ -95,11 +95,11 @@ def check_rank(module: Any, config: Any) -> None:
         if size > own:
             raise ModelError(f"the adapter's rank {rank:,} is too large: it makes {size:,} weights for a model of "
                              f"{own:,}. Use --lora.rank {max(side for _, side in sides):,} or less.")
-    names = [name for name, _ in module.named_modules()]
-    for wanted in config.modules_to_save or ():
-        if not any(_ends(name, [wanted]) for name in names):
-            raise ModelError(f"the adapter does not match the model: modules_to_save names {wanted}, which the model "
-                             "does not have")
+    wanted = tuple(config.modules_to_save or ())
+    # As peft matches: ends of names, of which the model need not have all, since lists are shared between models.
+    if wanted and not any(name.endswith(wanted) for name, _ in module.named_modules()):
+        raise ModelError(f"the adapter does not match the model: modules_to_save names {', '.join(wanted)}, which the "
+                         "model does not have")
 
 
 def _sides(layer: Any) -> tuple[int, ...]:
