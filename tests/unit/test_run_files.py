@@ -206,5 +206,5 @@ def test_the_other_files_are_in_order_too(tmp_path: Path, name: str, steps: tupl
     '{"planned_steps": true}', '{"policy": null}', '{"seconds": "1"}'])
 def test_a_manifest_of_no_run(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match=r"invalid|JSON|Expecting|recursion"):
+    with pytest.raises(ValueError, match=r"invalid|JSON"):
         read_manifest(tmp_path / "manifest.json")

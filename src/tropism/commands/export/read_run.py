@@ -1,17 +1,16 @@
 """Read a run directory, and choose what to export: the result or a checkpoint."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from tropism.borders import read_mapping, read_object
 from tropism.distributed.training_state import model_names
 from tropism.errors import CheckpointError, UsageError, clause
 from tropism.observe.checksums import differences
+from tropism.observe.manifest import read_manifest
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
 
@@ -104,24 +103,17 @@ def read_run(path: Path) -> ExportedRun:
             hint = f". It is the model of a run: use `tropism export {path.parent}`."
         raise UsageError(f"{path}: not a run directory (no manifest.json){hint}")
     RunDirectory(path).check_kinds()
-    manifest = _read(path / "manifest.json", json.loads)
-    options = _read(path / "config.yaml", yaml.safe_load)
-    audit = _read(path / "audit.json", json.loads) if (path / "audit.json").is_file() else {}
+    try:
+        manifest = read_manifest(path / "manifest.json")
+    except ValueError as error:
+        raise UsageError(f"{path / 'manifest.json'}: cannot be read: {error}") from error
+    options, _ = read_mapping(path / "config.yaml")
+    audit = read_object(path / "audit.json", kind=UsageError) if (path / "audit.json").is_file() else {}
     try:
         records = RunDirectory(path).records()
     except (OSError, ValueError) as error:
         raise UsageError(f"{path / 'metrics.jsonl'}: cannot be read: {error}") from error
     return ExportedRun(path, manifest, options, audit, records)
-
-
-def _read(file: Path, parse: Any) -> dict[str, Any]:
-    try:
-        found = parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{file}: cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{file}: cannot be read: not a mapping")
-    return found
 
 
 def choose(run: ExportedRun, named: str | None) -> Chosen:
@@ -186,7 +178,7 @@ def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]
         if not (root / "best.json").is_file():
             raise UsageError(f"--checkpoint best: {root / 'best.json'}: not found. Only a run with --keep-best METRIC "
                              f"keeps its best checkpoint. {there}")
-        best = _read(root / "best.json", json.loads)
+        best = read_object(root / "best.json", kind=UsageError)
         if best.get("step") not in finished:
             raise UsageError(f"--checkpoint best: {root / str(best.get('checkpoint'))}: not found. {there}")
         return finished[best["step"]], (str(best["metric"]), float(best["value"]))
