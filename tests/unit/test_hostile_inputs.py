@@ -69,7 +69,7 @@ def run_all(kind: str, chosen: set[str], model: Path, path: Path, capsys: pytest
 
 @pytest.mark.parametrize("kind", SHARE)
 def test_hostile_inputs(kind: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """X1, D1: a share of every kind. Bombs, which take seconds, are left to the full pass."""
+    """G2: a share of every kind. Bombs, which take seconds, are left to the full pass."""
     names = [name for name in _NAMED[kind] if "bomb" not in name and "gigabyte" not in name]
     run_all(kind, set(names[:: SHARE[kind]]), tiny_model_dir, tmp_path, capsys)
 
@@ -78,5 +78,5 @@ def test_hostile_inputs(kind: str, tiny_model_dir: Path, tmp_path: Path, capsys:
 @pytest.mark.parametrize("kind", SHARE)
 def test_every_hostile_input(kind: str, tiny_model_dir: Path, tmp_path: Path,
                              capsys: pytest.CaptureFixture[str]) -> None:
-    """X1, D1: all of them."""
+    """G2: all of them."""
     run_all(kind, set(_NAMED[kind]), tiny_model_dir, tmp_path, capsys)

@@ -46,7 +46,7 @@ def run(tiny_model_dir: Path, tmp_path: Path) -> Path:
     ("config.yaml", NESTED), ("config.yaml", BOMB), ("config.yaml", "- 1"), ("audit.json", NESTED),
     ("audit.json", "[]"), ("manifest.json", NESTED), ("manifest.json", '{"steps": "many"}')])
 def test_export_reads_no_more_than_a_run_writes(run: Path, name: str, content: str) -> None:
-    """X1: a sentence that names the file, for nesting, aliases and other types."""
+    """G2: a sentence that names the file, for nesting, aliases and other types."""
     (run / name).write_text(content)
     with pytest.raises(UsageError, match=name):
         read_run(run)
@@ -60,7 +60,7 @@ def test_the_best_checkpoint(run: Path, content: str) -> None:
 
 
 def test_the_config_of_a_result(run: Path, tmp_path: Path) -> None:
-    """X1: whoever wrote it may have written its checksum too."""
+    """G2: whoever wrote it may have written its checksum too."""
     (run / "model" / "config.json").write_text(NESTED)
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps({**manifest, "model_files": checksums(run / "model")}))
@@ -78,7 +78,7 @@ def test_a_config_that_cannot_be_read_is_empty(run: Path, content: str) -> None:
 
 
 def test_a_pipe_in_a_checkpoint(run: Path) -> None:
-    """S1: it is not opened, which would wait for its other end."""
+    """G2: it is not opened, which would wait for its other end."""
     file = run / "checkpoints" / "step-00000002" / "trainer.json"
     file.unlink()
     os.mkfifo(file)
@@ -88,7 +88,7 @@ def test_a_pipe_in_a_checkpoint(run: Path) -> None:
 
 
 def test_a_manifest_beside_an_adapter(run: Path) -> None:
-    """S1: the manifest is only a hint there."""
+    """G2: the manifest is only a hint there."""
     for make in (os.mkfifo, lambda path: path.write_text(NESTED), lambda path: path.write_text("[]")):
         (run / "manifest.json").unlink()
         make(run / "manifest.json")
@@ -96,7 +96,7 @@ def test_a_manifest_beside_an_adapter(run: Path) -> None:
 
 
 def test_the_counts_of_rows(run: Path) -> None:
-    """X1: they only explain a difference."""
+    """G2: they only explain a difference."""
     (run / "audit.json").write_text(NESTED)
     assert _row_counts(run, "data", 3) == "its rows changed"
 
