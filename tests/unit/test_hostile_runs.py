@@ -44,7 +44,9 @@ def run(tiny_model_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "content"), [
     ("config.yaml", NESTED), ("config.yaml", BOMB), ("config.yaml", "- 1"), ("audit.json", NESTED),
-    ("audit.json", "[]"), ("manifest.json", NESTED), ("manifest.json", '{"steps": "many"}')])
+    ("audit.json", "[]"), ("manifest.json", NESTED), ("manifest.json", '{"steps": "many"}'),
+    ("manifest.json", '{"given": "x"}'), ("config.yaml", "lora: 5"), ("audit.json", '{"labels": 5}'),
+    ("audit.json", '{"rows": {"dropped": []}}'), ("audit.json", '{"eval": {"split": "x"}}')])
 def test_export_reads_no_more_than_a_run_writes(run: Path, name: str, content: str) -> None:
     """G2: a sentence that names the file, for nesting, aliases and other types."""
     (run / name).write_text(content)
@@ -97,8 +99,9 @@ def test_a_manifest_beside_an_adapter(run: Path) -> None:
 
 def test_the_counts_of_rows(run: Path) -> None:
     """G2: they only explain a difference."""
-    (run / "audit.json").write_text(NESTED)
-    assert _row_counts(run, "data", 3) == "its rows changed"
+    for content in (NESTED, "[]", '{"split": 5}', '{"split": {"train": null}}', '{"split": {"train": "x"}}'):
+        (run / "audit.json").write_text(content)
+        assert _row_counts(run, "data", 3) == "its rows changed"
 
 
 def test_a_mapping(tmp_path: Path) -> None:

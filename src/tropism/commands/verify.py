@@ -176,6 +176,8 @@ def _row_counts(directory: Path, name: str, now: int) -> str:
         then = split["train" if name == "data" else "eval"]
     except (UsageError, KeyError, TypeError):
         return "its rows changed"
+    if type(then) is not int:
+        return "its rows changed"
     if then != now:
         return f"was {count_of(then, 'row')}, now {now:,}"
     return f"{count_of(now, 'row')} as before, but content or order changed"

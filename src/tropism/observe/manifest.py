@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1]
 _KINDS: dict[str, Any] = {
     "status": str, "fingerprints": dict, "libraries": dict, "steps": int, "planned_steps": int, "seconds": (int, float),
     "resumed": list, "model_files": dict, "device": str, "precision": str, "policy": str, "reference": str,
-    "teacher": str, "layout": str}
+    "teacher": str, "layout": str, "given": dict}
 """Types of the facts that a resumed run relies on."""
 _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft")
 

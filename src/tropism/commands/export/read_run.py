@@ -108,12 +108,32 @@ def read_run(path: Path) -> ExportedRun:
     except ValueError as error:
         raise UsageError(f"{path / 'manifest.json'}: cannot be read: {error}") from error
     options, _ = read_mapping(path / "config.yaml")
+    _check_mappings(path / "config.yaml", options, "lora")
     audit = read_object(path / "audit.json", kind=UsageError) if (path / "audit.json").is_file() else {}
+    _check_audit(path / "audit.json", audit)
     try:
         records = RunDirectory(path).records()
     except (OSError, ValueError) as error:
         raise UsageError(f"{path / 'metrics.jsonl'}: cannot be read: {error}") from error
     return ExportedRun(path, manifest, options, audit, records)
+
+
+def _check_audit(file: Path, audit: Mapping[str, Any]) -> None:
+    _check_mappings(file, audit, "rows", "labels", "split", "eval")
+    _check_mappings(file, audit.get("rows") or {}, "dropped")
+    if audit.get("eval"):
+        _check_audit(file, {**audit["eval"], "eval": None})
+
+
+def _check_mappings(file: Path, values: Mapping[str, Any], *names: str) -> None:
+    """Check that these values are mappings or absent.
+
+    Raises:
+        UsageError: for one that is not.
+    """
+    for name in names:
+        if not isinstance(values.get(name, {}), dict | None):
+            raise UsageError(f"{file}: {name!r} is not a mapping")
 
 
 def choose(run: ExportedRun, named: str | None) -> Chosen:
