@@ -114,3 +114,11 @@ def test_a_mapping(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(UsageError, match=text):
             read_mapping(file)
+
+
+def test_a_checkpoint_may_hold_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    """C2: a run whose loss was NaN can still be read."""
+    values = {"evaluation": {"loss": float("inf")}, "why": float("nan")}
+    checkpoint.write(tmp_path, 2, {"model/weight": torch.ones(3)}, values)
+    assert "NaN" in (tmp_path / "step-00000002" / "trainer.json").read_text()
+    assert checkpoint.verify(tmp_path / "step-00000002")["evaluation"]["loss"] == float("inf")

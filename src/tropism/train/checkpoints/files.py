@@ -28,6 +28,7 @@ from tropism.borders import read_object
 from tropism.distributed.training_state import write_tensors
 from tropism.distributed.world import World
 from tropism.errors import CheckpointError, OutputError, clause, first_line
+from tropism.files import free_bytes
 from tropism.observe.checksums import checksums, file_hash
 
 SCHEMA_VERSION = 1
@@ -125,7 +126,7 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         still_owned()  # else what is there belongs to another process
         if world is None or world.is_main:
             shutil.rmtree(path, ignore_errors=True)
-        free = _free(root)
+        free = free_bytes(root)
         needed = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
         reason = clause((error.strerror or error) if isinstance(error, OSError) else error)
         raise OutputError(f"{place}: the checkpoint could not be written: {reason}. Its tensors need {needed:,} bytes, "
@@ -244,8 +245,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _free(path: Path) -> int:
-    place = next(place for place in (path, *path.parents) if place.exists())
-    return shutil.disk_usage(place).free
