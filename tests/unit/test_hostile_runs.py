@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,15 @@ def test_a_config_that_cannot_be_read_is_empty(run: Path, content: str) -> None:
     origin = find(RunDirectory(run), "auto")
     assert origin is not None
     assert origin.options == {}
+
+
+@pytest.mark.parametrize("values", [
+    {"step": "x"}, {"step": None}, {"stop_ids": 5}, {"stop_ids": ["x"]}, {"stop_ids": [10**30]}, {"fingerprints": [1]}])
+def test_what_an_export_takes_from_a_checkpoint(run: Path, values: dict[str, Any]) -> None:
+    """G2: a sentence, though its hashes are right."""
+    checkpoint.write(run / "checkpoints", 2, {"model/weight": torch.ones(3)}, {"step": 2, "fingerprints": {}} | values)
+    with pytest.raises(CheckpointError, match=r"trainer\.json: invalid content"):
+        choose(read_run(run), "last")
 
 
 def test_a_pipe_in_a_checkpoint(run: Path) -> None:

@@ -177,6 +177,7 @@ def _checkpoint(run: ExportedRun, named: str) -> Chosen:
         others = [one.path.name for one in checkpoint.listed(run.directory.checkpoints) if one.path != path]
         rest = f"Other checkpoints of the run: {', '.join(others)}" if others else "The run has no other checkpoint."
         raise CheckpointError(f"{clause(error)}. {rest}") from error
+    _check_trainer(path / "trainer.json", trainer)
     _check_same(run, path, trainer)
     # The names tell, not the options: `model` may have been an adapter.
     is_adapter = any(".lora_" in name or ".modules_to_save." in name for name in model_names(path / "state"))
@@ -210,6 +211,14 @@ def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]
     if not path.is_dir():
         raise UsageError(f"--checkpoint {named}: not best, last, a step or a directory. {there}")
     return path, None
+
+
+def _check_trainer(file: Path, trainer: Mapping[str, Any]) -> None:
+    """Check what an export needs of it: the hashes of a checkpoint do not say which program wrote it."""
+    stops = [] if (found := trainer.get("stop_ids")) is None else found
+    if not (type(trainer.get("step")) is int and isinstance(trainer.get("fingerprints", {}), dict | None)
+            and isinstance(stops, list) and all(type(token) is int and 0 <= token < 2**31 for token in stops)):
+        raise CheckpointError(f"{file}: invalid content")
 
 
 def _check_same(run: ExportedRun, path: Path, trainer: Mapping[str, Any]) -> None:
