@@ -12,12 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tropism.errors import ModelError, TropismError, clause, first_line
+import yaml
+
+from tropism.errors import ModelError, TropismError, UsageError, clause, first_line
 
 CONFIG_BYTES = 64 * 2**20
 """Largest config that is read. An index of the weights of the largest models has 20 MiB."""
 TOKENIZER_BYTES = 2**28
 """Largest file of a tokenizer that is read."""
+_YAML_BYTES, _YAML_VALUES = 2**18, 10_000
+"""Largest YAML file, and number of values in it with its aliases written out."""
 _DEEPEST = 64
 _LONGEST = 400
 _SPEAKING = (OSError, ValueError, ImportError, RuntimeError, EOFError)
@@ -92,8 +96,14 @@ def check_regular(path: Path, found: os.stat_result, kind: type[TropismError] = 
         raise kind(f"{path}: is not a regular file")
 
 
-def read_object(path: Path, most: int = CONFIG_BYTES, kind: type[TropismError] = ModelError) -> dict[str, Any]:
+def read_object(path: Path, most: int = CONFIG_BYTES, kind: type[TropismError] = ModelError, nan: bool = False,
+                ) -> dict[str, Any]:
     """The JSON object in a file.
+
+    Args:
+        most: largest number of bytes.
+        kind: class of the error.
+        nan: accept NaN.
 
     Raises:
         TropismError: of class `kind`, if it is anything else, nested too deeply, contains NaN, or sets a key to two
@@ -101,12 +111,52 @@ def read_object(path: Path, most: int = CONFIG_BYTES, kind: type[TropismError] =
     """
     content = read_bytes(path, most, kind)
     with border(f"{path}: not valid JSON", kind):
-        value = json.loads(content, object_pairs_hook=_unambiguous, parse_constant=_constant)
+        value = json.loads(content, object_pairs_hook=_unambiguous, parse_constant=float if nan else _constant)
     if not isinstance(value, dict):
         raise kind(f"{path}: not a JSON object")
     if _depth(value) > _DEEPEST:
         raise kind(f"{path}: the JSON is nested too deeply: more than {_DEEPEST} levels")
     return value
+
+
+def read_mapping(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
+    """The mapping in a YAML file, and its tree of nodes, which have line numbers. Both are empty if the file is.
+
+    Raises:
+        UsageError: if it is anything else, too large, not UTF-8, or its aliases expand to too many values.
+    """
+    try:
+        text = read_bytes(path, _YAML_BYTES, UsageError).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    with border(f"{path}: not valid YAML", UsageError):
+        try:
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            if _expanded(node, {}) > _YAML_VALUES:
+                raise UsageError(f"{path}: the aliases in it expand to more than {_YAML_VALUES:,} values")
+            values = yaml.safe_load(text) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: not a mapping. Write one `option: value` per line.")
+    return values, node
+
+
+def _expanded(node: Any, known: dict[int, int]) -> int:
+    """Number of values in a node with its aliases written out.
+
+    Raises:
+        ValueError: for an alias inside of what it stands for.
+    """
+    if id(node) in known:
+        if not known[id(node)]:
+            raise ValueError("an alias refers to a value that contains it")
+        return known[id(node)]
+    known[id(node)] = 0
+    inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+    children = [child for entry in inner for child in (entry if isinstance(entry, tuple) else (entry,))]
+    known[id(node)] = 1 + sum(_expanded(child, known) for child in children)
+    return known[id(node)]
 
 
 def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

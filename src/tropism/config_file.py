@@ -7,14 +7,12 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from tropism.borders import border, read_bytes
+from tropism.borders import read_mapping
 from tropism.config import METHODS, MethodOptions, check_name, explain, place_of, takes_bool
 from tropism.errors import UsageError, did_you_mean
 from tropism.options import shown
 
 _TRUST = "trust_remote_code"
-_MOST_BYTES, _MOST_VALUES = 2**18, 10_000
-"""Size of a file, and number of values in it with its aliases written out."""
 
 
 def read_yaml(path: str | Path, default: str | None = None,
@@ -32,21 +30,7 @@ def read_yaml(path: str | Path, default: str | None = None,
         UsageError: with file and line, for an unknown key (naming the closest known one) or an invalid value.
     """
     path = Path(path)
-    content = read_bytes(path, _MOST_BYTES, UsageError)
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
-    with border(f"{path}: not valid YAML", UsageError):
-        try:
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
-            if _expanded(node, {}) > _MOST_VALUES:
-                raise UsageError(f"{path}: the aliases in it expand to more than {_MOST_VALUES:,} values")
-            values = yaml.safe_load(text) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(" ".join(str(error).split())) from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{path}: not a mapping. Write one `option: value` per line.")
+    values, node = read_mapping(path)
     lines = _lines_of(path, node)
     return checked(values, lambda key: f"{path}:{lines.get(str(key), 1)}: ", default, decided)
 
@@ -73,23 +57,6 @@ def checked(values: dict[str, Any], place: Callable[[Any], str], default: str | 
         raise UsageError(f"{place(_TRUST)}{_TRUST}: a file cannot allow the code of a model to run. If you trust the "
                          "models of this run, pass --trust-remote-code, else --no-trust-remote-code.")
     return method, values
-
-
-def _expanded(node: Any, known: dict[int, int]) -> int:
-    """Number of values in a node with its aliases written out.
-
-    Raises:
-        ValueError: for an alias inside of what it stands for.
-    """
-    if id(node) in known:
-        if not known[id(node)]:
-            raise ValueError("an alias refers to a value that contains it")
-        return known[id(node)]
-    known[id(node)] = 0
-    inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-    children = [child for entry in inner for child in (entry if isinstance(entry, tuple) else (entry,))]
-    known[id(node)] = 1 + sum(_expanded(child, known) for child in children)
-    return known[id(node)]
 
 
 def _lines_of(path: Path, node: Any, group: str = "") -> dict[str, int]:

@@ -230,9 +230,14 @@ def check_space(place: Path, needed_bytes: int, what: str) -> None:
     Raises:
         OutputError: with the bytes that are needed and free.
     """
-    free = shutil.disk_usage(_that_exists(place)).free
+    free = free_bytes(place)
     if free < needed_bytes:
         raise OutputError(f"{place}: {what}: {needed_bytes:,} bytes are needed, {free:,} are free")
+
+
+def free_bytes(place: Path) -> int:
+    """Free space on the disk of a path, which need not exist."""
+    return shutil.disk_usage(_that_exists(place)).free
 
 
 def _that_exists(place: Path) -> Path:

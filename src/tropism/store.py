@@ -179,7 +179,9 @@ def _is_ours(name: str) -> bool:
 
 def size_text(size_bytes: int) -> str:
     """A size for people."""
-    return f"{size_bytes / 2**10:,.0f} KiB" if size_bytes < 2**20 else f"{size_bytes / 2**20:,.1f} MiB"
+    if size_bytes < 2**20:
+        return f"{size_bytes / 2**10:,.0f} KiB"
+    return f"{size_bytes / 2**20:,.1f} MiB" if size_bytes < 2**30 else f"{size_bytes / 2**30:,.1f} GiB"
 
 
 def remove(directory: Path) -> None:

@@ -160,7 +160,7 @@ def one_rank(rank: int, size: int, port: int, jobs: list[Job], folder: Path) -> 
 
 
 def test_each_difference_is_named_on_both_within_seconds(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
-    """X1: options, files, versions, data, and what a caller in Python passes; one pair of processes tries them all."""
+    """X3: options, files, versions, data, and what a caller in Python passes; one pair of processes tries them all."""
     start_fork_server()
     jobs = jobs_of(tiny_model_dir, feedback, tmp_path)
     assert run_ranks(2, one_rank, jobs, tmp_path) == [0, 0]
@@ -211,7 +211,7 @@ def assert_refused(found: list[tuple[int, str]], named: str) -> None:
 
 
 def test_two_command_lines_that_differ(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
-    """X1: two things at once; sharded, as is the default."""
+    """X3: two things at once; sharded, as is the default."""
     common = ["--model", str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "run"), "--samples=0"]
     found = started([["kto", *common, "--seed=1", "--max-steps=2"], ["kto", *common, "--seed=2", "--max-steps=3"]],
                     [""] * 2, tmp_path)
@@ -262,7 +262,7 @@ def places(tiny_model_dir: Path, feedback: Path, tmp_path_factory: pytest.TempPa
 @pytest.mark.parametrize(("named", "one", "other"), REAL, ids=[entry[0] for entry in REAL])
 def test_whatever_differs_between_command_lines(places: dict[str, str], named: str, one: list[str], other: list[str],
                                                 tmp_path: Path) -> None:
-    """X1: named on both, with exit code 2."""
+    """X3: named on both, with exit code 2."""
     lines, folders = [], []
     for own in (one, other):
         own = [entry.format(**places) for entry in own]

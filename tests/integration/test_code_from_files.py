@@ -105,7 +105,7 @@ class Payload:
 @pytest.mark.parametrize("inside", ["alone", "in good metadata", "in the tensors"])
 def test_a_checkpoint_with_a_payload_and_right_hashes(inside: str, original: Path, tmp_path: Path, mark: Path,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
-    """C2: hashes lie inside the checkpoint, so they prove nothing about who wrote it. Nothing of it is run."""
+    """G1: hashes lie inside the checkpoint, so they prove nothing about who wrote it. Nothing of it is run."""
     root = tmp_path / "theirs"
     shutil.copytree(original, root)
     path = root / "run" / "checkpoints" / "step-00000001"
@@ -142,7 +142,7 @@ def test_a_checkpoint_with_a_payload_and_right_hashes(inside: str, original: Pat
 @pytest.mark.parametrize("key", ["step", "totals", "window", "tolerance", "options", "guards", "offsets", "random",
                                  "optimizer", "seconds", "learning_rate", "baselines"])
 def test_a_checkpoint_with_odd_values_and_right_hashes(key: str, value: Any, original: Path, tmp_path: Path) -> None:
-    """C2: a sentence that names the file, or a value that means nothing; never another error."""
+    """G1, G2: a sentence that names the file, or a value that means nothing; never another error."""
     path = shutil.copytree(original / "run" / "checkpoints" / "step-00000001", tmp_path / "step-00000001")
     (path / "trainer.json").write_text(json.dumps(json.loads((path / "trainer.json").read_text()) | {key: value}))
     for name in ("files.json", "COMPLETE"):

@@ -1,4 +1,4 @@
-"""Text of data, templates, stores and run directories on its way through commands."""
+"""G3: text of data, templates, stores and run directories on its way through commands."""
 
 import json
 import shutil

@@ -111,11 +111,11 @@ def test_a_damaged_store_is_repaired(distill: Callable[..., Any], passes: list[i
     done, said = len(passes), Said()
     repaired = distill(voice=said, top_k=4)
     assert len(passes) == 2 * done
-    assert "the teacher store has 1 corrupted file (first: " in said.text
+    assert "the teacher store has 1 unusable file (first: " in said.text
     assert distance(weights(repaired.model), weights(whole.model)) == 0.0
     distill(voice=(quiet := Said()), top_k=4)
     assert len(passes) == 2 * done
-    assert "corrupted file" not in quiet.text
+    assert "unusable file" not in quiet.text
 
 
 def test_a_half_filled_store_continues(distill: Callable[..., Any], passes: list[int], tmp_path: Path,

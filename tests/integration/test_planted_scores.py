@@ -135,7 +135,7 @@ def test_scores_of_another_fingerprint_are_not_taken(go: Callable[..., Any], tmp
     copy.write_bytes(other.read_bytes())
     said = Said()
     result = go(said=said)
-    assert f"the reference store has 1 corrupted file (first: {copy})" in said.text
+    assert f"the reference store has 1 unusable file (first: {copy})" in said.text
     assert not copy.exists()
     assert distance(weights(result.model), weights(wanted.model)) == 0.0
 
@@ -268,7 +268,7 @@ def test_a_run_keeps_what_it_needs_and_removes_the_rest(go: Callable[..., Any], 
     said = Said()
     go(said=said, store_limit="1KB")
     assert [path.name for path in (tmp_path / "store").iterdir() if path == old] == []
-    assert "store: removed the 1 least recently used file" in said.text
+    assert "store: removed 1 file used least recently (" in said.text
     assert "which exceeds --store-limit 1KB, because all of it is in use" in said.text
     assert not list((tmp_path / "store").glob("*/.*"))
 

@@ -114,7 +114,7 @@ def test_manifest_and_checkpoint_that_disagree(name: str, output: Path, start: S
 
 
 def test_a_finished_run_without_manifest_and_checkpoint_keeps_its_model(start: Start, tmp_path: Path) -> None:
-    """S1: it is not begun again over the model."""
+    """C2: it is not begun again over the model."""
     output = start("dpo", tmp_path / "run", max_steps=2).directory
     (output / "manifest.json").unlink()
     before = content(output)
@@ -224,7 +224,7 @@ def test_leftovers_are_removed_without_a_checkpoint(output: Path, start: Start) 
 @pytest.mark.parametrize("options", [{"log_every": 1}, {"log_every": 100, "save_every": 3, "eval_every": 100}])
 def test_an_output_that_goes_during_a_run(where: str, options: dict[str, Any], start: Start,
                                           during: Callable[..., None], tmp_path: Path) -> None:
-    """C2: the run stops at its next record or save, leaves other directories alone, and tells where its own is."""
+    """G5: the run stops at its next record or save, leaves other directories alone, and tells where its own is."""
     output = tmp_path / "run"
 
     def go() -> None:
@@ -257,7 +257,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("change", HOSTILE)
 def test_a_checkpoint_with_right_hashes_and_wrong_content(change: str, output: Path, start: Start) -> None:
-    """S1: hashes say that nothing changed since it was written, and not what was written."""
+    """G2: hashes say that nothing changed since it was written, and not what was written."""
     place = output / "checkpoints" / "step-00000004"
     trainer = json.loads((place / "trainer.json").read_text())
     HOSTILE[change](trainer)

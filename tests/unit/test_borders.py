@@ -38,7 +38,7 @@ CPU_ALLOCATION = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. Def
     (OSError(13, "Permission denied"), "Permission denied"), (ValueError("wrong\nin detail"), "wrong"),
     (Exception("untagged enum"), "untagged enum"), (ValueError("\ud800"), r"\\ud800"), (TypeError(), "TypeError$")])
 def test_whatever_a_library_raises_is_an_error_for_users(error: BaseException, sentence: str) -> None:
-    """X1: of the class that was asked for, with the file."""
+    """G2: of the class that was asked for, with the file."""
     with pytest.raises(DataError, match=f"^FILE: not readable: {sentence}") as raised, border("FILE: not readable",
                                                                                               DataError):
         raise error
@@ -61,7 +61,7 @@ def test_messages_are_short() -> None:
 
 
 def test_a_real_panic_is_caught(tmp_path: Path, tiny_model_dir: Path, fixture_tokenizer: Any) -> None:
-    """D1: tokenizers panics at a template that names a token which it does not have."""
+    """G2: tokenizers panics at a template that names a token which it does not have."""
     from tropism.model.load import load_tokenizer
     from tropism.model.source import ModelSource
 
@@ -80,7 +80,7 @@ def test_a_real_panic_is_caught(tmp_path: Path, tiny_model_dir: Path, fixture_to
 
 
 def test_only_regular_files_of_a_plausible_size_are_read(tmp_path: Path) -> None:
-    """X1: a fifo would be waited for, and a device has no end."""
+    """G2: a fifo would be waited for, and a device has no end."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/dev/zero")
     (tmp_path / "large").write_bytes(b"x" * 11)
@@ -122,7 +122,7 @@ def test_what_runs_out_of_memory() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("error", [MemoryError(), CPU_ALLOCATION, torch.OutOfMemoryError("out of memory")])
 def test_the_memory_that_is_short_is_named(tmp_path: Path, error: BaseException, size: int) -> None:
-    """X1: a CPU is no GPU, also under torchrun; the pack is said, with what to do."""
+    """G2: a CPU is no GPU, also under torchrun; the pack is said, with what to do."""
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     with pytest.raises(TropismError, match=r"this machine is out of memory.*--microbatch-tokens below 2048") as raised:
@@ -132,7 +132,7 @@ def test_the_memory_that_is_short_is_named(tmp_path: Path, error: BaseException,
 
 def test_a_command_without_memory_says_so(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           capsys: pytest.CaptureFixture[str]) -> None:
-    """X1: outside of training too."""
+    """G2: outside of training too."""
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError
 

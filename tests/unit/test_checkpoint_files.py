@@ -68,7 +68,7 @@ def test_files_of_someone_else_whose_hashes_are_right(name: str, number: int, wr
     if name == "trainer.json" and HOSTILE[number].startswith('{"'):
         assert checkpoint.verify(path) == json.loads(HOSTILE[number])
         return
-    with pytest.raises(CheckpointError, match=r"JSON object|cannot be read|not found|no size and hash|not part of"):
+    with pytest.raises(CheckpointError, match=r"JSON|not found|no size and hash|not part of"):
         checkpoint.verify(path)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of someone else runs no code: its metadata is a pickle, and is read as data."""
+"""G1: a checkpoint of someone else runs no code: its metadata is a pickle, and is read as data."""
 
 import functools
 import os

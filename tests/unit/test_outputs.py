@@ -1,4 +1,4 @@
-"""Outputs under names that a user chose: written through what is no regular file, and atomic where it is one."""
+"""G4: outputs under names that a user chose: written through what is no regular file, and atomic where it is one."""
 
 import json
 import os

@@ -31,7 +31,7 @@ __all__ = ["short_watch"]
 @pytest.mark.parametrize("silent_s", [0, 120, 590])
 def test_an_owner_that_cannot_be_seen_is_kept_while_it_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                              changes: dict[str, str], silent_s: int) -> None:
-    """S1: whatever they share, also a name, and however recently this machine was booted."""
+    """G5: whatever they share, also a name, and however recently this machine was booted."""
     monkeypatch.setattr(time, "monotonic", lambda: 60.0)  # seconds since then
     write(tmp_path, pid=str(2**22 + 1), **changes)
     be_silent(tmp_path, silent_s)
@@ -150,7 +150,7 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("write", WRITES)
 def test_who_lost_a_directory_writes_nothing(tmp_path: Path, loss: str, write: str) -> None:
-    """C2: the next write of any kind is an error that says what happened, and makes no directory anew."""
+    """G5: the next write of any kind is an error that says what happened, and makes no directory anew."""
     run = tmp_path / "run"
     run.mkdir()
     lose, sentence = LOSSES[loss]

@@ -1,4 +1,4 @@
-"""Weights in a pickle: those of honest models load, and a payload is refused in a sentence and never run."""
+"""G1: weights in a pickle: those of honest models load, and a payload is refused in a sentence and never run."""
 
 import json
 import os

@@ -83,7 +83,7 @@ def test_an_error_is_clean_wherever_it_goes() -> None:
 
 @pytest.mark.parametrize("payload", PAYLOADS[:-1])
 def test_keys_and_values_of_a_configuration_file(tmp_path: Path, payload: str) -> None:
-    """H2: named with the line, as text."""
+    """H2, G3: named with the line, as text."""
     file = tmp_path / "c.yaml"
     for content in ({payload: 1}, {"method": payload}, {"beta": payload}, {"lora": {payload: 1}}, {"loss": payload},
                     {"model": f"{payload}\0"}):

@@ -71,7 +71,7 @@ def run_with(tmp_path: Path, name: str, make: Callable[[Path], Any]) -> RunDirec
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FILES + DIRECTORIES)
 def test_what_is_no_file_or_directory_is_refused(tmp_path: Path, name: str, kind: str) -> None:
-    """S1: by every reader, before it opens anything."""
+    """G2: by every reader, before it opens anything."""
     run = run_with(tmp_path, name, KINDS[kind])
     for read in (lambda: find(run, "auto"), lambda: verify(run.path), lambda: read_run(run.path)):
         with pytest.raises(TropismError) as error:
@@ -186,7 +186,7 @@ def records(*steps: Any) -> list[bytes]:
     ((0, 1, 0), ["line 3: step 0 follows step 1"]), ((1, -1, -1), ["line 3: step 1 follows step 1"]),
     ((1, 2, -1, 3), ["line 3: step 1 follows step 2"])])
 def test_steps_rise(tmp_path: Path, steps: tuple[int, ...], wrong: list[str]) -> None:
-    """S1: two processes that write one file leave their steps out of order."""
+    """G5: two processes that write one file leave their steps out of order."""
     assert disorder(logged(tmp_path, *records(*steps))) == wrong
 
 
@@ -206,5 +206,5 @@ def test_the_other_files_are_in_order_too(tmp_path: Path, name: str, steps: tupl
     '{"planned_steps": true}', '{"policy": null}', '{"seconds": "1"}'])
 def test_a_manifest_of_no_run(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match=r"invalid|JSON|Expecting|recursion"):
+    with pytest.raises(ValueError, match=r"invalid|JSON"):
         read_manifest(tmp_path / "manifest.json")

@@ -261,3 +261,9 @@ def test_a_lease_without_the_right_to_write_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store.use(tmp_path / "file" / ONE)
     assert store._leases == {}
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 KiB"), (2**20 - 2**10, "1,023 KiB"), (2**20, "1.0 MiB"),
+                                            (20 * 10**9, "18.6 GiB")])
+def test_a_size_is_told_in_a_unit_that_fits(size: int, text: str) -> None:
+    assert store.size_text(size) == text

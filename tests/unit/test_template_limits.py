@@ -1,4 +1,4 @@
-"""A chat template that does not end, or takes all memory, is ended with a sentence that names the row."""
+"""G2: a chat template that does not end, or takes all memory, is ended with a sentence that names the row."""
 
 import io
 import json

@@ -1,5 +1,6 @@
 """The store of a teacher's likeliest tokens: what is written is read, and nothing else ever is."""
 
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,6 @@ from safetensors import safe_open
 
 from tropism.cli.app import main
 from tropism.errors import OutputError, ReferenceMismatchError
-from tropism.train.frozen import topk_store as topk
 from tropism.train.frozen.score_store import ScoreStore, clean, entries
 from tropism.train.frozen.topk_store import TopkEntry, TopKStore, bytes_per_token
 
@@ -265,7 +265,7 @@ def test_space_is_checked_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """R4: what it will take, what is free, and what to do; the folder need not exist yet."""
     store = TopKStore(tmp_path / "not" / "yet", NAME, {})
     store.check_space(1)
-    monkeypatch.setattr(topk.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
     store.check_space(9 * 2**30)
     with pytest.raises(OutputError) as caught:
         store.check_space(10 * 2**30)

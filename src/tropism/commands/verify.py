@@ -1,6 +1,5 @@
 """`tropism verify`: check that a run directory is intact and that the run is reproducible on this machine."""
 
-import json
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tropism.borders import read_object
 from tropism.commands.files import write_json
 from tropism.commands.run_files import Check, State, check_output
 from tropism.config import METHODS, MethodOptions
@@ -172,9 +172,11 @@ def _of_data(options: MethodOptions, manifest: Mapping[str, Any], tokenizer: Any
 
 def _row_counts(directory: Path, name: str, now: int) -> str:
     try:
-        split = json.loads((directory / "audit.json").read_text(encoding="utf-8"))["split"]
+        split = read_object(directory / "audit.json", kind=UsageError)["split"]
         then = split["train" if name == "data" else "eval"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UsageError, KeyError, TypeError):
+        return "its rows changed"
+    if type(then) is not int:
         return "its rows changed"
     if then != now:
         return f"was {count_of(then, 'row')}, now {now:,}"

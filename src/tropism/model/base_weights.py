@@ -1,7 +1,6 @@
 """Check whether an adapter's base still has the weights that the adapter was trained on."""
 
 import hashlib
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tropism.borders import read_object
 from tropism.distributed.shard import each_whole
 from tropism.errors import ModelError
 from tropism.model.adapters.switch import active_state, adapter_off
@@ -46,8 +46,8 @@ def recorded_hash(directory: Path) -> str | None:
     """
     above = directory.resolve().parents
     for run in (above[0], *(above[2:3] if len(above) > 1 and above[1].name == "checkpoints" else ())):
-        with suppress(OSError, ValueError, AttributeError):
-            if found := json.loads((run / "manifest.json").read_text(encoding="utf-8")).get("base_weights"):
+        with suppress(ModelError):
+            if found := read_object(run / "manifest.json").get("base_weights"):
                 return str(found)
     return None
 

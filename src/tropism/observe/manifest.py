@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tropism.errors import first_line
+from tropism.borders import read_object
+from tropism.errors import UsageError, first_line
 from tropism.observe.rundir import RunDirectory
 
 SCHEMA_VERSION = 1
@@ -19,7 +20,7 @@ PACKAGE = Path(__file__).parents[1]
 _KINDS: dict[str, Any] = {
     "status": str, "fingerprints": dict, "libraries": dict, "steps": int, "planned_steps": int, "seconds": (int, float),
     "resumed": list, "model_files": dict, "device": str, "precision": str, "policy": str, "reference": str,
-    "teacher": str, "layout": str}
+    "teacher": str, "layout": str, "given": dict}
 """Types of the facts that a resumed run relies on."""
 _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft")
 
@@ -46,13 +47,12 @@ def read_manifest(file: Path) -> dict[str, Any]:
         ValueError: with the reason, if it cannot be read or is not the manifest of a run.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        file.stat()
+        found = read_object(file, kind=UsageError)
     except FileNotFoundError:
         raise
-    except (OSError, RecursionError) as error:
-        raise ValueError(first_line(error)) from error
-    if not isinstance(found, dict):
-        raise ValueError("not a JSON object")
+    except (OSError, UsageError) as error:
+        raise ValueError(first_line(error).removeprefix(f"{file}: ")) from error
     needed = ("steps", "seconds") if found.get("status") == "done" else ()
     for name, kinds in _KINDS.items():
         if name in found or name in needed:

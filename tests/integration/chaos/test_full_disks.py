@@ -1,4 +1,4 @@
-"""S1, H3: a full disk ends a run with a sentence; with room again it resumes to the same bytes."""
+"""C1: a full disk ends a run with a sentence; with room again it resumes to the same bytes."""
 
 import re
 import shutil

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tropism.borders import read_object
 from tropism.commands.export.output_directory import check_tensors, unreadable
 from tropism.commands.export.read_run import ADAPTER_CONFIG, Chosen, ExportedRun
 from tropism.commands.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
@@ -65,7 +66,7 @@ def _of_result(run: ExportedRun, chosen: Chosen) -> Adapter:
     config = _config_in(chosen.path)
     try:
         weights = load_file(chosen.path / WEIGHTS)
-        written = json.loads((chosen.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        written = read_object(chosen.path / ADAPTER_CONFIG)
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"{chosen.path}: the adapter cannot be read: {error}") from error
     base = _base(run, chosen)

@@ -136,7 +136,7 @@ def _data(run: ExportedRun) -> list[dict[str, Any]]:
     for title, audit in (("Training data", run.audit), ("Evaluation data", run.audit.get("eval"))):
         if not audit:
             continue
-        rows = audit.get("rows", {})
+        rows = audit.get("rows") or {}
         facts: list[tuple[str, Any]] = [("rows read", rows.get("read", "?")), ("rows kept", rows.get("kept", "?"))]
         dropped = rows.get("dropped") or {}
         facts.append(("rows dropped", ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or 0))

@@ -1,17 +1,16 @@
 """Read a run directory, and choose what to export: the result or a checkpoint."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from tropism.borders import read_mapping, read_object
 from tropism.distributed.training_state import model_names
 from tropism.errors import CheckpointError, UsageError, clause
 from tropism.observe.checksums import differences
+from tropism.observe.manifest import read_manifest
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
 
@@ -104,9 +103,14 @@ def read_run(path: Path) -> ExportedRun:
             hint = f". It is the model of a run: use `tropism export {path.parent}`."
         raise UsageError(f"{path}: not a run directory (no manifest.json){hint}")
     RunDirectory(path).check_kinds()
-    manifest = _read(path / "manifest.json", json.loads)
-    options = _read(path / "config.yaml", yaml.safe_load)
-    audit = _read(path / "audit.json", json.loads) if (path / "audit.json").is_file() else {}
+    try:
+        manifest = read_manifest(path / "manifest.json")
+    except ValueError as error:
+        raise UsageError(f"{path / 'manifest.json'}: cannot be read: {error}") from error
+    options, _ = read_mapping(path / "config.yaml")
+    _check_mappings(path / "config.yaml", options, "lora")
+    audit = read_object(path / "audit.json", kind=UsageError) if (path / "audit.json").is_file() else {}
+    _check_audit(path / "audit.json", audit)
     try:
         records = RunDirectory(path).records()
     except (OSError, ValueError) as error:
@@ -114,14 +118,22 @@ def read_run(path: Path) -> ExportedRun:
     return ExportedRun(path, manifest, options, audit, records)
 
 
-def _read(file: Path, parse: Any) -> dict[str, Any]:
-    try:
-        found = parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{file}: cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{file}: cannot be read: not a mapping")
-    return found
+def _check_audit(file: Path, audit: Mapping[str, Any]) -> None:
+    _check_mappings(file, audit, "rows", "labels", "split", "eval")
+    _check_mappings(file, audit.get("rows") or {}, "dropped")
+    if audit.get("eval"):
+        _check_audit(file, {**audit["eval"], "eval": None})
+
+
+def _check_mappings(file: Path, values: Mapping[str, Any], *names: str) -> None:
+    """Check that these values are mappings or absent.
+
+    Raises:
+        UsageError: for one that is not.
+    """
+    for name in names:
+        if not isinstance(values.get(name, {}), dict | None):
+            raise UsageError(f"{file}: {name!r} is not a mapping")
 
 
 def choose(run: ExportedRun, named: str | None) -> Chosen:
@@ -165,6 +177,7 @@ def _checkpoint(run: ExportedRun, named: str) -> Chosen:
         others = [one.path.name for one in checkpoint.listed(run.directory.checkpoints) if one.path != path]
         rest = f"Other checkpoints of the run: {', '.join(others)}" if others else "The run has no other checkpoint."
         raise CheckpointError(f"{clause(error)}. {rest}") from error
+    _check_trainer(path / "trainer.json", trainer)
     _check_same(run, path, trainer)
     # The names tell, not the options: `model` may have been an adapter.
     is_adapter = any(".lora_" in name or ".modules_to_save." in name for name in model_names(path / "state"))
@@ -186,7 +199,7 @@ def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]
         if not (root / "best.json").is_file():
             raise UsageError(f"--checkpoint best: {root / 'best.json'}: not found. Only a run with --keep-best METRIC "
                              f"keeps its best checkpoint. {there}")
-        best = _read(root / "best.json", json.loads)
+        best = read_object(root / "best.json", kind=UsageError)
         if best.get("step") not in finished:
             raise UsageError(f"--checkpoint best: {root / str(best.get('checkpoint'))}: not found. {there}")
         return finished[best["step"]], (str(best["metric"]), float(best["value"]))
@@ -198,6 +211,14 @@ def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]
     if not path.is_dir():
         raise UsageError(f"--checkpoint {named}: not best, last, a step or a directory. {there}")
     return path, None
+
+
+def _check_trainer(file: Path, trainer: Mapping[str, Any]) -> None:
+    """Check what an export needs of it: the hashes of a checkpoint do not say which program wrote it."""
+    stops = [] if (found := trainer.get("stop_ids")) is None else found
+    if not (type(trainer.get("step")) is int and isinstance(trainer.get("fingerprints", {}), dict | None)
+            and isinstance(stops, list) and all(type(token) is int and 0 <= token < 2**31 for token in stops)):
+        raise CheckpointError(f"{file}: invalid content")
 
 
 def _check_same(run: ExportedRun, path: Path, trainer: Mapping[str, Any]) -> None:

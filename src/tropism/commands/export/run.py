@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tropism.borders import read_object
 from tropism.commands.export import adapter as adapters
 from tropism.commands.export import card
 from tropism.commands.export.output_directory import check_target, read_back, shard_bytes, space_of, whole
@@ -178,7 +179,7 @@ class _Work:
     def _usual(self) -> torch.dtype:
         """The dtype of the run's result; for a checkpoint, the dtype that the result would have."""
         if self.chosen.trainer is None and not self.chosen.is_adapter:
-            config = json.loads((self.chosen.path / "config.json").read_text(encoding="utf-8"))
+            config = read_object(self.chosen.path / "config.json")
             return dtype_named(str(config.get("dtype") or config.get("torch_dtype") or "float32"))
         return dtype_named(str(self.run.options.get("export_dtype") or "float32"))
 

@@ -30,7 +30,8 @@ def say_options(model: str, options: ScoringOptions, renderer: Renderer, precisi
     names = _NAMES + (tuple(TemplateOptions.model_fields) if renderer.saw_messages else ())
     given = {name: getattr(options, name) for name in names}
     used = {**given, "max_length": renderer.limits.max_length, "precision": precision}
-    line = f"options in use: {_as_typed(used)}"
+    shown_now = {name: value for name, value in used.items() if value is not None or name == "reference"}
+    line = f"options in use: {_as_typed(shown_now)}"
     run = _run_of(model)
     if run is None:
         voice.say(line)

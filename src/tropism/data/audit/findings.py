@@ -208,8 +208,8 @@ def _duplicates(rows: Sequence[EncodedRow], facts: RowFacts) -> Iterator[Finding
     if count := int(again.sum()):
         places = _places(rows, np.flatnonzero(again))
         yield Finding("duplicates", "notice" if count > 0.01 * len(rows) else "info",
-                      f"the data contains {count_of(count, 'duplicate row')}, with prompt, completions and label of an "
-                      f"earlier row (first {places[0]}). Each copy is used. Remove the copies if that is not intended.",
+                      f"the data contains {count_of(count, 'duplicate row')} with the prompt, completions and label of "
+                      f"another (first {places[0]}). Each copy is used. Remove the copies if that is not intended.",
                       places, {"rows": count})
 
 

@@ -24,15 +24,17 @@ from typing import Any
 
 from torch import Tensor
 
+from tropism.borders import read_object
 from tropism.distributed.training_state import write_tensors
 from tropism.distributed.world import World
 from tropism.errors import CheckpointError, OutputError, clause, first_line
+from tropism.files import free_bytes
 from tropism.observe.checksums import checksums, file_hash
 
 SCHEMA_VERSION = 1
 _STAGED = ".new"
 _NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_STAGED)})?")
-_CHUNK_BYTES = 2**22
+_MOST_BYTES = 2**29  # of a JSON file that is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         still_owned()  # else what is there belongs to another process
         if world is None or world.is_main:
             shutil.rmtree(path, ignore_errors=True)
-        free = _free(root)
+        free = free_bytes(root)
         needed = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
         reason = clause((error.strerror or error) if isinstance(error, OSError) else error)
         raise OutputError(f"{place}: the checkpoint could not be written: {reason}. Its tensors need {needed:,} bytes, "
@@ -194,7 +196,7 @@ def _verified(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / 'files.json'}: not found")
     if file_hash(path / "files.json") != (path / "COMPLETE").read_bytes().decode(errors="replace").strip():
         raise CheckpointError(f"{path / 'files.json'}: corrupted file: its hash is not the one in COMPLETE")
-    files = _object(path / "files.json")
+    files = recorded(path / "files.json")
     present = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     for name, entry in files.items():
         file = path / name
@@ -211,25 +213,24 @@ def _verified(path: Path) -> dict[str, Any]:
         for name, digest in zip(files, pool.map(lambda name: file_hash(path / name), files), strict=True):
             if digest != files[name]["blake2b"]:
                 raise CheckpointError(f"{path / name}: corrupted file: its hash is not the one in files.json")
-    return _object(path / "trainer.json")
+    return recorded(path / "trainer.json")
 
 
-def _object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Its hash may be right and the content still anything, if someone else wrote both."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {first_line(error)}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file}: not a JSON object")
-    return found
+def recorded(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint. Its hash may be right and the content still anything, if someone else
+    wrote both.
+
+    Raises:
+        CheckpointError: if it is anything else.
+    """
+    return read_object(file, _MOST_BYTES, CheckpointError, nan=True)
 
 
 def _check_version(file: Path) -> None:
     """Runs before the hashes are checked, since another version may hash differently. Skips unreadable files."""
     try:
-        version = json.loads(file.read_text(encoding="utf-8"))["schema_version"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        version = recorded(file)["schema_version"]
+    except (CheckpointError, KeyError):
         return
     if version != SCHEMA_VERSION:
         raise CheckpointError(f"{file}: unsupported schema version {version} (this version of Tropism reads version "
@@ -244,8 +245,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _free(path: Path) -> int:
-    place = next(place for place in (path, *path.parents) if place.exists())
-    return shutil.disk_usage(place).free

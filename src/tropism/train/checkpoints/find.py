@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from tropism.borders import read_mapping
 from tropism.errors import CheckpointError, DataError, UsageError, clause, first_line
 from tropism.observe.log_files import check_log
 from tropism.observe.manifest import read_manifest
@@ -148,13 +147,16 @@ def _read(file: Path, read: Callable[[Path], dict[str, Any]]) -> tuple[dict[str,
         return read(file), ""
     except FileNotFoundError:
         return {}, f"{file}: not found"
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except UsageError as error:
+        return {}, clause(error)
+    except (OSError, ValueError) as error:
         return {}, f"{file}: cannot be read: {clause(first_line(error))}"
 
 
 def _options(file: Path) -> dict[str, Any]:
-    found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    file.stat()  # raises FileNotFoundError
+    found, _ = read_mapping(file)
+    if not found:
         raise ValueError("not a mapping")
     return found
 

@@ -15,7 +15,7 @@ import torch
 
 from tropism.distributed.training_state import TrainingState, check_plain, read_whole
 from tropism.distributed.world import World
-from tropism.errors import OutputError, TropismError, UsageError, clause
+from tropism.errors import CheckpointError, OutputError, TropismError, UsageError, clause
 from tropism.files import bytes_on_disk, write_whole
 from tropism.methods import Method
 from tropism.model.adapters.parameters import adapter_weight_names
@@ -265,9 +265,9 @@ class Saver:
         """Find the best of the complete checkpoints of the run."""
         for one in checkpoint.listed(self.root) if self.retention.best else ():
             try:
-                evaluation = json.loads((one.path / "trainer.json").read_text(encoding="utf-8"))["evaluation"]
+                evaluation = checkpoint.recorded(one.path / "trainer.json")["evaluation"]
                 better = self._beats(one.step, evaluation)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
                 continue
             if better:
                 self.best = one.step, evaluation[str(self.retention.best)]

@@ -10,7 +10,6 @@ A step reads its rows from the disk, so memory does not grow with the store.
 """
 
 import hashlib
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from safetensors.numpy import save
 
 from tropism import store
 from tropism.errors import OutputError, ReferenceMismatchError
+from tropism.files import free_bytes
 from tropism.train.frozen.write_store import advice, publish
 
 TopkEntry = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
@@ -152,8 +152,7 @@ class TopKStore:
         Raises:
             OutputError: with the required and the free space.
         """
-        parent = next(path for path in (self.path, *self.path.parents) if path.exists())
-        free = shutil.disk_usage(parent).free
+        free = free_bytes(self.path)
         if free < needed_bytes * 1.05:
             raise OutputError(f"{self.path.parent}: the teacher's top-k tokens need {needed_bytes / 2**30:.2f} GiB, "
                               f"but only {free / 2**30:.2f} GiB are free. Use a lower --top-k, or another --store.")

@@ -100,7 +100,7 @@ def tidy_store(options: StoreOptions, say: Callable[[str], None]) -> None:
     tidied = store.tidy(options.store_root, options.store_bytes)
     limit = f"--store-limit {options.store_limit}"
     if tidied.files:
-        say(f"store: removed the {count_of(tidied.files, 'least recently used file')} "
+        say(f"store: removed {count_of(tidied.files, 'file')} used least recently "
             f"({store.size_text(tidied.size_bytes)}), because {options.store_root} exceeded {limit}")
     if options.store_bytes is not None and tidied.left_bytes > options.store_bytes:
         say(f"store: {options.store_root} holds {store.size_text(tidied.left_bytes)}, which exceeds {limit}, because "

@@ -298,9 +298,9 @@ def _judge(sample: Sample, what: str, stored: int, needed: str, store: ScoreStor
         ReferenceMismatchError: naming the first row that differs, and its file.
     """
     if store.damaged:
-        voice.warn(f"the {what} store has {count_of(len(store.damaged), 'corrupted file')} (first: "
-                   f"{store.damaged[0]}): damaged, copied from elsewhere, or from an earlier version. The scores in "
-                   "question were computed again.")
+        voice.warn(f"the {what} store has {count_of(len(store.damaged), 'unusable file')} (first: "
+                   f"{store.damaged[0]}): damaged, copied from elsewhere, or from an earlier version. Missing "
+                   "scores were computed again.")
     if not stored:
         return
     heard = f"{what}: {stored:,} of {needed} from the store; {sample.count} recomputed in {sample.seconds:.1f} s"
