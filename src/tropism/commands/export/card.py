@@ -57,7 +57,8 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
     return template.render(
         front_matter=_Markdown(yaml.safe_dump(_front_matter(facts, method, adapter), sort_keys=False)), name=name,
         directory=name, base=facts["base"], method=METHOD_NAMES.get(method, method), loss=options.get("loss"),
-        what=_what(adapter, bool(facts["merged"]), options), versions=run.manifest.get("libraries", {"tropism": ""}),
+        what=_what(adapter, bool(facts["merged"]), options),
+        versions={"tropism": "", **run.manifest.get("libraries", {})},
         checkpoint=chosen.trainer is not None, step=chosen.step, best=chosen.best, planned=_planned(run),
         adapter=adapter, dtype=facts["dtype"], rounding=facts["rounding"],
         stops=list(facts["stop_tokens"].items()),
@@ -136,7 +137,7 @@ def _data(run: ExportedRun) -> list[dict[str, Any]]:
     for title, audit in (("Training data", run.audit), ("Evaluation data", run.audit.get("eval"))):
         if not audit:
             continue
-        rows = audit.get("rows", {})
+        rows = audit.get("rows") or {}
         facts: list[tuple[str, Any]] = [("rows read", rows.get("read", "?")), ("rows kept", rows.get("kept", "?"))]
         dropped = rows.get("dropped") or {}
         facts.append(("rows dropped", ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or 0))

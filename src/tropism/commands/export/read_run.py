@@ -10,12 +10,17 @@ from typing import Any
 import yaml
 
 from tropism.distributed.training_state import model_names
-from tropism.errors import CheckpointError, UsageError, clause
+from tropism.errors import CheckpointError, UsageError, clause, first_line
 from tropism.observe.checksums import differences
+from tropism.observe.manifest import read_manifest
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
+from tropism.train.checkpoints.content import invalid_entries
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+_USED = ("step", "stop_ids", "fingerprints")  # of a checkpoint
+_TABLES = ("rows", "labels", "split")  # of an audit
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,16 @@ def read_run(path: Path) -> ExportedRun:
             hint = f". It is the model of a run: use `tropism export {path.parent}`."
         raise UsageError(f"{path}: not a run directory (no manifest.json){hint}")
     RunDirectory(path).check_kinds()
-    manifest = _read(path / "manifest.json", json.loads)
+    try:
+        manifest = read_manifest(path / "manifest.json")
+    except ValueError as error:
+        raise UsageError(f"{path / 'manifest.json'}: cannot be read: {first_line(error)}") from error
     options = _read(path / "config.yaml", yaml.safe_load)
     audit = _read(path / "audit.json", json.loads) if (path / "audit.json").is_file() else {}
+    for one in (audit, audit.get("eval") or {}):
+        if not isinstance(one, dict) or not all(isinstance(one.get(name) or {}, dict) for name in _TABLES) or not (
+                isinstance((one.get("rows") or {}).get("dropped") or {}, dict)):
+            raise UsageError(f"{path / 'audit.json'}: cannot be read: not the audit of a run")
     try:
         records = RunDirectory(path).records()
     except (OSError, ValueError) as error:
@@ -117,7 +129,7 @@ def read_run(path: Path) -> ExportedRun:
 def _read(file: Path, parse: Any) -> dict[str, Any]:
     try:
         found = parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{file}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise UsageError(f"{file}: cannot be read: not a mapping")
@@ -165,6 +177,10 @@ def _checkpoint(run: ExportedRun, named: str) -> Chosen:
         others = [one.path.name for one in checkpoint.listed(run.directory.checkpoints) if one.path != path]
         rest = f"Other checkpoints of the run: {', '.join(others)}" if others else "The run has no other checkpoint."
         raise CheckpointError(f"{clause(error)}. {rest}") from error
+    if wrong := [name for name in invalid_entries(trainer) if name in trainer and name in _USED]:
+        raise CheckpointError(f"{path / 'trainer.json'}: invalid content of {', '.join(wrong)}")
+    if "step" not in trainer:
+        raise CheckpointError(f"{path / 'trainer.json'}: has no step")
     _check_same(run, path, trainer)
     # The names tell, not the options: `model` may have been an adapter.
     is_adapter = any(".lora_" in name or ".modules_to_save." in name for name in model_names(path / "state"))
@@ -187,9 +203,12 @@ def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]
             raise UsageError(f"--checkpoint best: {root / 'best.json'}: not found. Only a run with --keep-best METRIC "
                              f"keeps its best checkpoint. {there}")
         best = _read(root / "best.json", json.loads)
-        if best.get("step") not in finished:
+        step, value = best.get("step"), best.get("value")
+        if type(step) is not int or not isinstance(value, int | float) or "metric" not in best:
+            raise UsageError(f"--checkpoint best: {root / 'best.json'}: not the record of a checkpoint. {there}")
+        if step not in finished:
             raise UsageError(f"--checkpoint best: {root / str(best.get('checkpoint'))}: not found. {there}")
-        return finished[best["step"]], (str(best["metric"]), float(best["value"]))
+        return finished[step], (str(best["metric"]), float(value))
     if found := re.fullmatch(r"(?:step-)?(\d+)", named):
         if int(found[1]) not in finished:
             raise UsageError(f"--checkpoint {named}: {root}: no checkpoint of this step. {there}")
