@@ -1,11 +1,14 @@
 """Odd values in a checkpoint whose hashes are right: named, or without effect."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tropism.errors import CheckpointError
 from tropism.train.checkpoints.content import group_fits, invalid_entries
+from tropism.train.checkpoints.files import verify
 from tropism.train.checkpoints.resume import check_options
 from tropism.train.checkpoints.rng_state import random_state
 from tropism.train.evaluation.samples import Sampler
@@ -45,9 +48,20 @@ def test_groups_of_another_optimizer() -> None:
         assert not group_fits(mine, mine | {name: value}), (name, value)
 
 
-def test_an_odd_rank_is_another_option(tmp_path: Any) -> None:
+def test_an_odd_rank_is_another_option(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lora\.rank"):
         check_options({"lora": {"rank": "x"}}, {"lora": {"rank": 4}}, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["trainer.json", "COMPLETE", "state/.metadata", "other"])
+def test_a_named_pipe_in_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    """Reading it would wait for a writer."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "trainer.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name}: not a regular file"):
+        verify(tmp_path)
 
 
 def test_another_number_of_completions() -> None:

@@ -201,6 +201,9 @@ def verify(path: Path) -> dict[str, Any]:
 def _verified(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"{path}: checkpoint not found")
+    for file in path.rglob("*"):
+        if file.exists() and not (file.is_file() or file.is_dir()):  # reading a named pipe would wait
+            raise CheckpointError(f"{file}: not a regular file. Remove it.")
     _check_version(path / "trainer.json")
     if not (path / "COMPLETE").is_file():
         raise CheckpointError(f"{path}: incomplete checkpoint (no file COMPLETE)")
