@@ -5,6 +5,7 @@ names that a user chose: links are followed, and devices, pipes and open descrip
 """
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -103,8 +104,9 @@ def _look_like(temporary: Path, path: Path, before: os.stat_result) -> None:
 def output(path: Path, needed_bytes: int = 0) -> Iterator[Path]:
     """Write what a user asked for under a name. A regular file, and the one that a symbolic link points to, is
     replaced as by `replacing`. Into a device, a pipe or an open descriptor (`/dev/stdout`, `/dev/fd/3`) the content is
-    copied at the end of the block; a named pipe then waits for its reader. So it is into a file of another user, or in
-    a directory that cannot be written: replaced, it would change its owner. Creates missing directories.
+    copied at the end of the block; a named pipe then waits for its reader, and one that has read enough is no error. So
+    it is into a file of another user, or in a directory that cannot be written: replaced, it would change its owner.
+    Creates missing directories.
 
     Args:
         needed_bytes: size of the file; 0 if unknown.
@@ -119,14 +121,14 @@ def output(path: Path, needed_bytes: int = 0) -> Iterator[Path]:
         with replacing(target, needed_bytes=needed_bytes, parents=True) as temporary:
             yield temporary
         return
-    with tempfile.TemporaryDirectory() as directory:
-        content = Path(directory) / "content"
-        yield content
-        try:
-            with content.open("rb") as source, _opened(path) as stream:
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            content = Path(directory) / "content"
+            yield content
+            with suppress(BrokenPipeError), content.open("rb") as source, _opened(path) as stream:
                 shutil.copyfileobj(source, stream)
-        except OSError as error:
-            raise OutputError.because(path, error) from error
+    except OSError as error:
+        raise OutputError.because(path, error) from error
 
 
 def check_output(path: Path) -> None:
@@ -137,8 +139,7 @@ def check_output(path: Path) -> None:
     """
     try:
         if is_stream(path):
-            if descriptor(path) is None and not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            _check_stream(path)
             return
         target = _target(path)
         if target.is_dir():
@@ -149,6 +150,30 @@ def check_output(path: Path) -> None:
         raise OutputError.because(path, error) from error
     if not _must_stay(target):
         check_writable(target.parent, path)
+
+
+def _check_stream(path: Path) -> None:
+    """Check what can be known without opening a stream: that has effects, and waits for the reader of a named pipe.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    number = descriptor(path)
+    if number is None:
+        if stat.S_ISSOCK(path.stat().st_mode):
+            raise OSError(errno.ENXIO, "it is a socket")
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return
+    standard = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    if number < len(standard) and standard[number] is None:  # closed at the start; the number may be another file's now
+        raise OSError(errno.EBADF, "it is closed")
+    try:
+        mode = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE
+    except (OSError, OverflowError):
+        raise OSError(errno.EBADF, "it is closed") from None
+    if mode == os.O_RDONLY:
+        raise OSError(errno.EBADF, "it is open only for reading")
 
 
 def is_stream(path: Path) -> bool:
@@ -185,11 +210,13 @@ def descriptor(path: Path) -> int | None:
 
 def _opened(path: Path) -> BinaryIO:
     """A stream, for writing. A descriptor is shared, not opened again: that would begin at the start of its file."""
+    _check_stream(path)
     number = descriptor(path)
     if number is None:
         return path.open("wb")
     for printed in (sys.stdout, sys.stderr):
-        printed.flush()  # what was said before stands before
+        if printed is not None:
+            printed.flush()  # what was said before stands before
     return os.fdopen(os.dup(number), "wb")
 
 

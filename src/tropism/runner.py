@@ -209,6 +209,7 @@ class Run:
                 state.samples_before = sampler.ask_together(engine)
         else:
             state.restore(trainer)
+            sampler.check(state.samples_before)
             if state.step == inputs.schedule.total_steps != state.evaluation.get("step"):
                 state.evaluation_due = True  # its length was changed, so that it ends here
             observers.restore(trainer["guards"])

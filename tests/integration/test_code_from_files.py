@@ -140,7 +140,8 @@ def test_a_checkpoint_with_a_payload_and_right_hashes(inside: str, original: Pat
 
 @pytest.mark.parametrize("value", [None, 5, "x", [], {}, [None], float("nan"), -1])
 @pytest.mark.parametrize("key", ["step", "totals", "window", "tolerance", "options", "guards", "offsets", "random",
-                                 "optimizer", "seconds", "learning_rate", "baselines"])
+                                 "optimizer", "seconds", "learning_rate", "baselines", "shift", "answers", "updater",
+                                 "evaluation", "stop_ids"])
 def test_a_checkpoint_with_odd_values_and_right_hashes(key: str, value: Any, original: Path, tmp_path: Path) -> None:
     """G1, G2: a sentence that names the file, or a value that means nothing; never another error."""
     path = shutil.copytree(original / "run" / "checkpoints" / "step-00000001", tmp_path / "step-00000001")
@@ -150,7 +151,8 @@ def test_a_checkpoint_with_odd_values_and_right_hashes(key: str, value: Any, ori
     (path / "files.json").write_text(json.dumps(checksums(path)))
     (path / "COMPLETE").write_text(file_hash(path / "files.json") + "\n")
     harmless = {(name, kind) for name, kind in (
-        ("options", dict), ("guards", dict), ("offsets", dict), ("baselines", dict), ("baselines", list),
+        ("options", dict), ("guards", dict), ("offsets", dict), ("baselines", dict), ("evaluation", dict),
+        ("updater", dict), ("answers", list), ("stop_ids", list), ("shift", type(None)),
         ("learning_rate", int), ("learning_rate", float), ("seconds", int), ("seconds", float))}
     with suppress(CheckpointError):
         find._verified(RunDirectory(original / "run"), checkpoint.Checkpoint(path, 1))

@@ -206,7 +206,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(start: Start, 
     try:
         with monkeypatch.context() as patch:
             patch.setattr(loop, "train_step", filling)
-            with pytest.raises(OutputError, match=r"tensors need [\d,]+ bytes, and [\d,]+ bytes are free"):
+            with pytest.raises(OutputError, match=r"[\d,]+ bytes are needed, [\d,]+ are free"):
                 start("dpo", disk / "run", save_every=2)
         (disk / "ballast").unlink()
         assert sorted(path.name for path in (disk / "run" / "checkpoints").iterdir()) == [

@@ -126,6 +126,14 @@ def test_other_versions_and_devices_are_told(finished: Path) -> None:
     assert verdict.intact
 
 
+def test_a_device_that_torch_does_not_know_is_told(finished: Path) -> None:
+    path = finished / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "toaster"}))
+    verdict = verify(finished)
+    assert (states(verdict)["initial weights"], states(verdict)["device"]) == ("unknown", "differs")
+    assert "no device of torch: toaster" in how(verdict, "initial weights")
+
+
 def test_reference_and_teacher_are_weighed_too(train: Callable[..., Any], copies: dict[str, str], tmp_path: Path,
                                                tiny_model_dir: Path) -> None:
     """Also a teacher whose likeliest tokens are all that is kept of it."""

@@ -1,6 +1,7 @@
 """Exports in parts: sizes, rounding, what is chosen and refused, and that a directory is whole or not there."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -289,3 +290,24 @@ def test_a_disk_that_fills_up(run: Path, small_disk: Path, monkeypatch: pytest.M
     with pytest.raises(OutputError, match=r"the model could not be written.*bytes are needed"):
         export(run, small_disk / "out")
     assert [path.name for path in small_disk.iterdir()] == ["ballast"]
+
+
+@pytest.mark.parametrize("tokenizer_bytes", [0, 300_000])
+def test_an_export_that_passes_the_check_of_space_fits(tiny_model_dir: Path, small_disk: Path, tmp_path: Path,
+                                                       tokenizer_bytes: int) -> None:
+    """Also with a tokenizer that is larger than the weights."""
+    shutil.copytree(tiny_model_dir, tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.chat_template = "{# " + "x" * tokenizer_bytes + " #}" + (tokenizer.chat_template or "")
+    tokenizer.save_pretrained(tmp_path / "run" / "model")
+    run = filled_run(tmp_path / "run", tiny_model_dir)
+    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
+    with pytest.raises(OutputError, match="are needed") as error:
+        export(run, small_disk / "out")
+    found = re.search(r"([\d,]+) bytes are needed", str(error.value))
+    assert found is not None
+    needed = int(found[1].replace(",", ""))
+    assert needed > tokenizer_bytes
+    (small_disk / "ballast").unlink()
+    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - needed))
+    export(run, small_disk / "out")

@@ -1,8 +1,10 @@
 """G4: outputs under names that a user chose: written through what is no regular file, and atomic where it is one."""
 
+import errno
 import json
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -221,6 +223,57 @@ def test_standard_output_that_is_a_file_is_not_replaced(data: Path, tmp_path: Pa
     text = out.read_text()
     assert text.startswith("before\n{")
     assert text.endswith("}\nafter\n")
+
+
+def test_a_descriptor_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("kept")
+    with (tmp_path / "in").open("rb") as file:
+        for number, reason in ((file.fileno(), "open only for reading"), (987, "closed"), (10**30, "closed")):
+            for call in (check_output, check_new, lambda path: write_text(path, "new")):
+                with pytest.raises(OutputError, match=reason):
+                    call(Path(f"/dev/fd/{number}"))
+    assert (tmp_path / "in").read_text() == "kept"
+
+
+def test_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("target")
+        for call in (check_output, check_new, lambda path: write_text(path, "new")):
+            with pytest.raises(OutputError, match="it is a socket"):
+                call(Path("target"))
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    read, write_end = os.pipe()
+    os.close(read)
+    try:
+        write_text(Path(f"/dev/fd/{write_end}"), "new")
+    finally:
+        os.close(write_end)
+
+
+def test_a_full_temporary_directory_is_an_error(tmp_path: Path) -> None:
+    """What goes into a stream is gathered there first."""
+    with (tmp_path / "out").open("wb") as file, pytest.raises(OutputError, match="cannot be written: No space left"), \
+            output(Path(f"/dev/fd/{file.fileno()}")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(("rest", "code", "said"), [
+    ("--output /dev/stdout | true", 0, ""), ("--output new.jsonl --json report.json | true", 0, ""),
+    ("--output new.jsonl > full", 1, "standard output: cannot be written: No space left on device"),
+    ("--help > full", 1, "standard output: cannot be written: No space left on device"),
+    ("--output new.jsonl 2> full > full", 1, ""),
+    ("--output new.jsonl --json /dev/stdout >&-", 1, "/dev/stdout: cannot be written: it is closed")])
+def test_standard_output_that_fails_is_no_traceback(data: Path, rest: str, code: int, said: str) -> None:
+    """The command does its work in any case, and its exit code tells of what was lost."""
+    _device(data.parent / "full", 7)
+    command = f"set -o pipefail; {sys.executable} -m tropism convert {data} --to unpaired {rest}"
+    done = subprocess.run(["bash", "-c", command], cwd=data.parent, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr, "roken" in done.stderr) == (code, False, False), done.stderr
+    assert said in done.stderr
+    assert (data.parent / "new.jsonl").exists() == ("new.jsonl" in rest and "closed" not in said)
 
 
 def test_what_is_read_is_never_written(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from tropism.borders import is_out_of_memory
 from tropism.cli.help import requested
 from tropism.cli.library_output import clean_library_output
 from tropism.errors import StoppedEarly, TropismError
-from tropism.observe.console import Voice
+from tropism.observe.console import Voice, take_lost
 from tropism.observe.torchrun_notes import follows_stop, note_stop, say_once
 
 
@@ -30,7 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _show(text)
         from tropism.cli.commands import call  # imports every option class: not for `tropism --help`
 
-        return call(tokens, began)
+        take_lost()
+        code = call(tokens, began)
+        if (lost := take_lost()) is not None:
+            _complain(f"standard output: cannot be written: {lost.strerror}")
+        return code or int(lost is not None)
     except TropismError as error:
         if isinstance(error, StoppedEarly):
             note_stop()
@@ -54,8 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(text: str) -> int:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `| head` has read enough; nothing may be flushed at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing may be flushed at exit either
+        if not isinstance(error, BrokenPipeError):  # of `| head`, which has read enough
+            _complain(f"standard output: cannot be written: {error.strerror}")
+            return 1
     return 0
 
 

@@ -197,7 +197,10 @@ def _weights(what: str, name: str, options: MethodOptions, manifest: Mapping[str
         module = start.module(Numerics(precision, cpu, 0, options.trust_remote_code), options.seed)
     except (ModelError, UsageError) as error:
         return Check(what, _state_of_missing(name), str(error))
-    device = torch.device(manifest["device"])
+    try:
+        device = torch.device(manifest["device"])
+    except RuntimeError:
+        return Check(what, "unknown", f"the manifest names no device of torch: {manifest['device']}")
     found = {}
     for layout in ("tree", "padded"):
         with suppress(ModelError):  # some models support only one layout

@@ -2,8 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -54,6 +55,24 @@ def model_bytes(model: Any, path: Path, dtype: torch.dtype) -> int:
     tokens = int(getattr(model.config.get_text_config(), "vocab_size", None) or 0)
     names = sum(len(name) + _BYTES_PER_TENSOR for name in model.state_dict())
     return bytes_on_disk([weights + names, tokens * _BYTES_PER_TOKEN, *[_CONFIG_BYTES] * 5], path)
+
+
+def export_bytes(weights: Mapping[str, torch.Tensor], tokenizer: Any, path: Path, dtype: torch.dtype) -> int:
+    """Space that a directory with these weights and this tokenizer takes.
+
+    Args:
+        weights: by their names, on any device; of tied ones each name.
+        tokenizer: measured by saving it. Estimated by the size of its vocabulary if there is no room for that.
+    """
+    values = {id(weight): weight.numel() for weight in weights.values()}
+    names = sum(len(name) + _BYTES_PER_TENSOR for name in weights)
+    try:
+        with TemporaryDirectory() as place:
+            save_tokenizer(tokenizer, Path(place))
+            sizes = [file.stat().st_size for file in Path(place).rglob("*") if file.is_file()]
+    except OSError:
+        sizes = [len(tokenizer) * _BYTES_PER_TOKEN]
+    return bytes_on_disk([sum(values.values()) * dtype.itemsize + names, *sizes, *[_CONFIG_BYTES] * 5], path)
 
 
 def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],

@@ -30,20 +30,30 @@ _FIRST_COUNT = 50_000  # first line of a progress without a known end
 
 
 class _Console(Console):
-    """Stays silent once its reader has left, as in `| head` or after the terminal was closed. A run continues; rich by
-    itself would end it."""
+    """Stays silent once its reader has left, as in `| head` or after the terminal was closed, or once its disk is full.
+    A run continues; rich by itself would end it."""
 
     def print(self, *args: Any, **options: Any) -> None:
         try:
             super().print(*args, **options)
         except OSError as error:
-            if error.errno != errno.EIO:  # of a terminal that is closed
-                raise
+            if error.errno != errno.EIO and not self.stderr:  # EIO: of a terminal that is closed
+                _lost.append(error)
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # also for what is flushed at exit
+
+
+_lost: list[OSError] = []
+
+
+def take_lost() -> OSError | None:
+    """Why standard output lost text since the last call; None if it did not. A reader that has left is no reason."""
+    found = _lost[0] if _lost else None
+    _lost.clear()
+    return found
 
 
 class Voice:

@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).parents[1]
 _KINDS: dict[str, Any] = {
     "status": str, "fingerprints": dict, "libraries": dict, "steps": int, "planned_steps": int, "seconds": (int, float),
     "resumed": list, "model_files": dict, "device": str, "precision": str, "policy": str, "reference": str,
-    "teacher": str, "layout": str, "given": dict}
-"""Types of the facts that a resumed run relies on."""
+    "teacher": str, "layout": str, "given": dict, "adapter_config": dict, "stop_ids": list}
+"""Types of the facts that a resumed run and an export rely on."""
 _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft")
 
 

@@ -71,14 +71,9 @@ def run_all(kind: str, chosen: set[str], model: Path, path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("kind", SHARE)
-<<<<<<< HEAD:tests/integration/chaos/test_hostile_inputs.py
 def test_hostile_inputs(kind: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                         figures: Counter[str]) -> None:
-    """X1, D1: a share of every kind. Bombs, which take seconds, are left to the full pass."""
-=======
-def test_hostile_inputs(kind: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """G2: a share of every kind. Bombs, which take seconds, are left to the full pass."""
->>>>>>> r-words:tests/unit/test_hostile_inputs.py
     names = [name for name in _NAMED[kind] if "bomb" not in name and "gigabyte" not in name]
     run_all(kind, set(names[:: SHARE[kind]]), tiny_model_dir, tmp_path, capsys, figures)
 
@@ -86,12 +81,6 @@ def test_hostile_inputs(kind: str, tiny_model_dir: Path, tmp_path: Path, capsys:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SHARE)
 def test_every_hostile_input(kind: str, tiny_model_dir: Path, tmp_path: Path,
-<<<<<<< HEAD:tests/integration/chaos/test_hostile_inputs.py
                              capsys: pytest.CaptureFixture[str], figures: Counter[str]) -> None:
-    """X1, D1: all of them."""
-    run_all(kind, set(_NAMED[kind]), tiny_model_dir, tmp_path, capsys, figures)
-=======
-                             capsys: pytest.CaptureFixture[str]) -> None:
     """G2: all of them."""
-    run_all(kind, set(_NAMED[kind]), tiny_model_dir, tmp_path, capsys)
->>>>>>> r-words:tests/unit/test_hostile_inputs.py
+    run_all(kind, set(_NAMED[kind]), tiny_model_dir, tmp_path, capsys, figures)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tropism.borders import read_object
 from tropism.commands.export.output_directory import check_tensors, unreadable
 from tropism.commands.export.read_run import ADAPTER_CONFIG, Chosen, ExportedRun
-from tropism.commands.export.weights import CheckSpace, Weights, base_config, emptied, number_of, skeleton
+from tropism.commands.export.weights import CheckSpace, Weights, base_config, emptied, named, skeleton
 from tropism.distributed.training_state import read_model
 from tropism.errors import CheckpointError, ModelError, clause, first_line
 from tropism.model import load, save
@@ -253,7 +253,7 @@ def merged(run: ExportedRun, adapter: Adapter, precision: Precision, check_space
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
-    check_space(number_of(skeleton(base_config(run, adapter.base, _MOVED), run.trust_remote_code)))
+    check_space(named(skeleton(base_config(run, adapter.base, _MOVED), run.trust_remote_code)))
     base = load.load_model(ModelSource.of(adapter.base), precision, torch.device("cpu"),
                            trust_remote_code=run.trust_remote_code)
     known = run.manifest.get("base_weights")

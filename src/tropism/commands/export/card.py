@@ -57,7 +57,8 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
     return template.render(
         front_matter=_Markdown(yaml.safe_dump(_front_matter(facts, method, adapter), sort_keys=False)), name=name,
         directory=name, base=facts["base"], method=METHOD_NAMES.get(method, method), loss=options.get("loss"),
-        what=_what(adapter, bool(facts["merged"]), options), versions=run.manifest.get("libraries", {"tropism": ""}),
+        what=_what(adapter, bool(facts["merged"]), options),
+        versions={"tropism": "", **run.manifest.get("libraries", {})},
         checkpoint=chosen.trainer is not None, step=chosen.step, best=chosen.best, planned=_planned(run),
         adapter=adapter, dtype=facts["dtype"], rounding=facts["rounding"],
         stops=list(facts["stop_tokens"].items()),

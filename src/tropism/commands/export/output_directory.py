@@ -13,11 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tropism.errors import OutputError, OutputExistsError, UsageError, first_line
-from tropism.files import bytes_on_disk
 from tropism.observe.rundir import free_name
 from tropism.options import size_bytes
-
-_OTHER_FILES = 2**20  # bytes: a low estimate for tokenizer, configs and card
 
 
 def shard_bytes(size: str | int) -> int:
@@ -50,11 +47,6 @@ def check_target(path: Path, run: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise OutputExistsError(f"{path} exists and is not empty. Nothing was changed. Choose another directory: "
                                 f"--to {free_name(path)}")
-
-
-def space_of(path: Path, weight_bytes: int) -> int:
-    """Bytes on the disk that an export takes: weights, and a low estimate for tokenizer, configs and card."""
-    return bytes_on_disk([int(weight_bytes * 1.02), _OTHER_FILES], path)
 
 
 @contextmanager

@@ -8,13 +8,16 @@ from typing import Any
 
 from tropism.borders import read_mapping, read_object
 from tropism.distributed.training_state import model_names
-from tropism.errors import CheckpointError, UsageError, clause
+from tropism.errors import CheckpointError, UsageError, clause, first_line
 from tropism.observe.checksums import differences
 from tropism.observe.manifest import read_manifest
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
+from tropism.train.checkpoints.content import invalid_entries
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+_USED = ("step", "stop_ids", "fingerprints")  # of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def read_run(path: Path) -> ExportedRun:
     try:
         manifest = read_manifest(path / "manifest.json")
     except ValueError as error:
-        raise UsageError(f"{path / 'manifest.json'}: cannot be read: {error}") from error
+        raise UsageError(f"{path / 'manifest.json'}: cannot be read: {first_line(error)}") from error
     options, _ = read_mapping(path / "config.yaml")
     _check_mappings(path / "config.yaml", options, "lora")
     audit = read_object(path / "audit.json", kind=UsageError) if (path / "audit.json").is_file() else {}
@@ -177,7 +180,10 @@ def _checkpoint(run: ExportedRun, named: str) -> Chosen:
         others = [one.path.name for one in checkpoint.listed(run.directory.checkpoints) if one.path != path]
         rest = f"Other checkpoints of the run: {', '.join(others)}" if others else "The run has no other checkpoint."
         raise CheckpointError(f"{clause(error)}. {rest}") from error
-    _check_trainer(path / "trainer.json", trainer)
+    if wrong := [name for name in invalid_entries(trainer) if name in trainer and name in _USED]:
+        raise CheckpointError(f"{path / 'trainer.json'}: invalid content of {', '.join(wrong)}")
+    if "step" not in trainer:
+        raise CheckpointError(f"{path / 'trainer.json'}: has no step")
     _check_same(run, path, trainer)
     # The names tell, not the options: `model` may have been an adapter.
     is_adapter = any(".lora_" in name or ".modules_to_save." in name for name in model_names(path / "state"))
@@ -200,9 +206,12 @@ def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]
             raise UsageError(f"--checkpoint best: {root / 'best.json'}: not found. Only a run with --keep-best METRIC "
                              f"keeps its best checkpoint. {there}")
         best = read_object(root / "best.json", kind=UsageError)
-        if best.get("step") not in finished:
+        step, value = best.get("step"), best.get("value")
+        if type(step) is not int or not isinstance(value, int | float) or "metric" not in best:
+            raise UsageError(f"--checkpoint best: {root / 'best.json'}: not the record of a checkpoint. {there}")
+        if step not in finished:
             raise UsageError(f"--checkpoint best: {root / str(best.get('checkpoint'))}: not found. {there}")
-        return finished[best["step"]], (str(best["metric"]), float(best["value"]))
+        return finished[step], (str(best["metric"]), float(value))
     if found := re.fullmatch(r"(?:step-)?(\d+)", named):
         if int(found[1]) not in finished:
             raise UsageError(f"--checkpoint {named}: {root}: no checkpoint of this step. {there}")
@@ -211,14 +220,6 @@ def _find(run: ExportedRun, named: str) -> tuple[Path, tuple[str, float] | None]
     if not path.is_dir():
         raise UsageError(f"--checkpoint {named}: not best, last, a step or a directory. {there}")
     return path, None
-
-
-def _check_trainer(file: Path, trainer: Mapping[str, Any]) -> None:
-    """Check what an export needs of it: the hashes of a checkpoint do not say which program wrote it."""
-    stops = [] if (found := trainer.get("stop_ids")) is None else found
-    if not (type(trainer.get("step")) is int and isinstance(trainer.get("fingerprints", {}), dict | None)
-            and isinstance(stops, list) and all(type(token) is int and 0 <= token < 2**31 for token in stops)):
-        raise CheckpointError(f"{file}: invalid content")
 
 
 def _check_same(run: ExportedRun, path: Path, trainer: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from tropism.borders import read_object
 from tropism.commands.export import adapter as adapters
 from tropism.commands.export import card
-from tropism.commands.export.output_directory import check_target, read_back, shard_bytes, space_of, whole
+from tropism.commands.export.output_directory import check_target, read_back, shard_bytes, whole
 from tropism.commands.export.read_run import Chosen, ExportedRun, choose, read_run
 from tropism.commands.export.tokenizer_and_generation import generation_of, tokenizer_of
 from tropism.commands.export.weights import (
@@ -126,10 +126,9 @@ class _Work:
         dtype = self.wanted or self._usual()
         needed = 0
 
-        def room(count: int) -> None:
+        def room(wanted: Weights) -> None:
             nonlocal needed
-            needed = space_of(self.path, count * dtype.itemsize)
-            check_space(self.path, needed, "cannot be written")
+            needed = self._room(wanted, tokenizer, dtype)
 
         adapter = adapters.read(run, chosen) if self.merge else None  # raises if its base was not found
         tokenizer = tokenizer_of(run, chosen, adapter.base if adapter is not None else None)
@@ -147,6 +146,12 @@ class _Work:
             files = checksums(partial)
         return self._done(dtype, rounding, files, is_adapter=False)
 
+    def _room(self, weights: Weights, tokenizer: Any, dtype: torch.dtype) -> int:
+        """Check that there is space. Returns the bytes that are needed."""
+        needed = save.export_bytes(weights, tokenizer, self.path, dtype)
+        check_space(self.path, needed, "cannot be written")
+        return needed
+
     def _weights(self, adapter: adapters.Adapter | None, dtype: torch.dtype, room: CheckSpace) -> tuple[Any, Weights]:
         run, chosen = self.run, self.chosen
         if adapter is None:
@@ -162,9 +167,8 @@ class _Work:
         adapter = adapters.read(run, chosen)
         self.adapter_config = adapter.config
         dtype = self.wanted or (self._usual() if chosen.trainer is not None else _common(adapter.weights))
-        needed = space_of(self.path, sum(weight.numel() for weight in adapter.weights.values()) * dtype.itemsize)
-        check_space(self.path, needed, "cannot be written")
         tokenizer = tokenizer_of(run, chosen, adapter.base)
+        needed = self._room(adapter.weights, tokenizer, dtype)
         generation, notes = generation_of(run, chosen, adapter.base, tokenizer, _config(run, adapter.base))
         self._tell(notes)
         weights, rounding = self._rounded(adapter.weights, dtype)

@@ -22,8 +22,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 """Dtypes by the names that `--dtype` takes."""
 
 Weights = dict[str, Tensor]
-CheckSpace = Callable[[int], None]
-"""Called with the number of weights before any is read; may raise."""
+CheckSpace = Callable[[Weights], None]
+"""Called with the weights, without their values, before any is read; may raise."""
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -44,9 +44,9 @@ def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
     return load.skeleton(config, trust_remote_code=trust_remote_code)
 
 
-def number_of(model: Any) -> int:
-    """The number of weights of a model; tied ones count once."""
-    return sum(weight.numel() for weight in model.parameters())
+def named(model: Any) -> Weights:
+    """Every weight of a model by its names; tied ones are one object."""
+    return dict(model.state_dict(keep_vars=True))
 
 
 def config_of(run: ExportedRun, chosen: Chosen) -> Any:
@@ -84,7 +84,7 @@ def of_result(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> tupl
         ModelError: if it cannot be loaded, or a weight is missing or unexpected.
     """
     config = load.load_config(ModelSource.of(str(chosen.path)), trust_remote_code=run.trust_remote_code)
-    check_space(number_of(skeleton(config, run.trust_remote_code)))
+    check_space(named(skeleton(config, run.trust_remote_code)))
     try:
         with code_refused(str(chosen.path), run.trust_remote_code):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -111,7 +111,7 @@ def of_checkpoint(run: ExportedRun, chosen: Chosen, check_space: CheckSpace) -> 
         ModelError: if the config was not found.
     """
     model = skeleton(config_of(run, chosen), run.trust_remote_code)
-    check_space(number_of(model))
+    check_space(named(model))
     stored = read_model(chosen.path / "state")
     return model, filled(model, stored, chosen.path)
 

@@ -28,13 +28,15 @@ from tropism.borders import read_object
 from tropism.distributed.training_state import write_tensors
 from tropism.distributed.world import World
 from tropism.errors import CheckpointError, OutputError, clause, first_line
-from tropism.files import free_bytes
+from tropism.files import bytes_on_disk, free_bytes
 from tropism.observe.checksums import checksums, file_hash
 
 SCHEMA_VERSION = 1
 _STAGED = ".new"
 _NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_STAGED)})?")
 _MOST_BYTES = 2**29  # of a JSON file that is read
+_METADATA_BYTES = 512  # of a tensor in the metadata: its name, shape and place
+_RECORD_BYTES = 64 * 1024  # of each other file: options, random states, hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,16 @@ def listed(root: Path) -> list[Checkpoint]:
              if (step := step_of(path)) is not None and (path / "COMPLETE").is_file()]
     by_step = {one.step: one for one in sorted(found, key=lambda one: one.path.name, reverse=True)}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def space_of(tensor_bytes: int, tensors: int, root: Path) -> int:
+    """Approximate space of a checkpoint without a model: tensors, their metadata and the other files.
+
+    Args:
+        tensors: number of tensors.
+        root: RUN/checkpoints.
+    """
+    return bytes_on_disk([tensor_bytes, tensors * _METADATA_BYTES, *[_RECORD_BYTES] * 3], root)
 
 
 def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, Any],
@@ -127,10 +139,11 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         if world is None or world.is_main:
             shutil.rmtree(path, ignore_errors=True)
         free = free_bytes(root)
-        needed = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+        needed = space_of(sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()), len(tensors), root)
         reason = clause((error.strerror or error) if isinstance(error, OSError) else error)
-        raise OutputError(f"{place}: the checkpoint could not be written: {reason}. Its tensors need {needed:,} bytes, "
-                          f"and {free:,} bytes are free. Earlier checkpoints are unchanged.") from error
+        raise OutputError(f"{place}: the checkpoint could not be written: {reason}. About {needed:,} bytes are "
+                          f"needed{' besides its model' if model else ''}, {free:,} are free. Earlier checkpoints are "
+                          "unchanged.") from error
     try:
         if path == staged:
             remove(place)
@@ -189,6 +202,9 @@ def verify(path: Path) -> dict[str, Any]:
 def _verified(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"{path}: checkpoint not found")
+    for file in path.rglob("*"):
+        if file.exists() and not (file.is_file() or file.is_dir()):  # reading a named pipe would wait
+            raise CheckpointError(f"{file}: not a regular file. Remove it.")
     _check_version(path / "trainer.json")
     if not (path / "COMPLETE").is_file():
         raise CheckpointError(f"{path}: incomplete checkpoint (no file COMPLETE)")

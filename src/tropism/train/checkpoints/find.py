@@ -9,8 +9,9 @@ from tropism.borders import read_mapping
 from tropism.errors import CheckpointError, DataError, UsageError, clause, first_line
 from tropism.observe.log_files import check_log
 from tropism.observe.manifest import read_manifest
-from tropism.observe.rundir import GROWING, RunDirectory
+from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
+from tropism.train.checkpoints.content import invalid_entries
 from tropism.train.checkpoints.files import Checkpoint
 from tropism.train.run_state import RunState
 
@@ -209,24 +210,16 @@ def _verified(directory: RunDirectory, one: Checkpoint) -> dict[str, Any]:
 
 
 def _check_content(one: Checkpoint, trainer: dict[str, Any]) -> None:
-    """Check that a checkpoint has what a run is restored from. Its hashes show that it is as it was written, and not by
-    which program."""
+    """Check that a checkpoint has what a run is restored from."""
     try:
-        RunState().restore(trainer)
-        texts = [trainer[name] for name in ("fingerprints", "libraries")]
-        sound = (trainer["step"] == one.step and isinstance(trainer["options"], dict)
-                 and all(isinstance(value, str) for text in texts for value in text.values())
-                 and all(name in GROWING and type(size) is int and size >= 0
-                         for name, size in trainer["offsets"].items())
-                 and all(isinstance(trainer[name], dict) for name in ("optimizer", "updater", "guards", "random"))
-                 and {"groups", "values"} <= trainer["optimizer"].keys()
-                 and {"torch", "numpy", "python"} <= trainer["random"].keys()
-                 and RunState().totals.keys() <= trainer["totals"].keys())
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        wrong = invalid_entries(trainer) or ["step"] * (trainer["step"] != one.step)
+        if not wrong:
+            RunState().restore(trainer)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"{one.path / 'trainer.json'}: invalid content: {type(error).__name__}: "
                               f"{first_line(error)}") from error
-    if not sound:
-        raise CheckpointError(f"{one.path / 'trainer.json'}: invalid content")
+    if wrong:
+        raise CheckpointError(f"{one.path / 'trainer.json'}: invalid content of {', '.join(wrong)}")
 
 
 def _others(directory: RunDirectory, finished: list[Checkpoint], bad: Checkpoint) -> str:

@@ -13,6 +13,7 @@ from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory
 from tropism.train.checkpoints import files as checkpoint
+from tropism.train.checkpoints.content import group_fits
 from tropism.train.checkpoints.find import Origin
 from tropism.train.checkpoints.rng_state import set_random_state
 from tropism.train.engine import Engine
@@ -144,7 +145,7 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
 def _filled(options: dict[str, Any]) -> dict[str, Any]:
     """Options, with defaults that depend on other options filled in."""
     rank = options.get("lora.rank")
-    if rank is None or options.get("lora.alpha") is not None:
+    if not isinstance(rank, int | float) or options.get("lora.alpha") is not None:
         return options
     return {**options, "lora.alpha": 2.0 * rank}
 
@@ -244,7 +245,7 @@ def _load(engine: Engine, trainer: dict[str, Any], path: Path) -> None:
         engine.shift.restore(trainer["shift"], engine.model.device)
         if torch.cuda.is_available() or "cuda" not in trainer["random"]:
             set_random_state(trainer["random"])
-    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError, IndexError) as error:
         raise CheckpointError(f"{path}: does not match this run: {first_line(error)}") from error
 
 
@@ -261,7 +262,9 @@ def _group(mine: dict[str, Any], theirs: dict[str, Any], path: Path) -> dict[str
         differ = sorted(set(mine["params"]) ^ set(theirs["params"]))
         raise CheckpointError(f"{path}: the checkpoint's optimizer holds other weights than this run's: "
                               f"{', '.join(differ[:3])}")
-    return {name: tuple(value) if isinstance(mine.get(name), tuple) else value for name, value in theirs.items()}
+    if not group_fits(mine, theirs):
+        raise CheckpointError(f"{path}: the options of the checkpoint's optimizer do not fit this run's optimizer")
+    return mine | {name: tuple(value) if isinstance(mine.get(name), tuple) else value for name, value in theirs.items()}
 
 
 def begin_again(directory: RunDirectory, origin: Origin) -> None:

@@ -16,7 +16,7 @@ import torch
 from tropism.distributed.training_state import TrainingState, check_plain, read_whole
 from tropism.distributed.world import World
 from tropism.errors import CheckpointError, OutputError, TropismError, UsageError, clause
-from tropism.files import bytes_on_disk, write_whole
+from tropism.files import write_whole
 from tropism.methods import Method
 from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.model.save import export
@@ -35,9 +35,6 @@ from tropism.train.run_state import RunState
 
 _SLOWEST_DISK = 100e6
 """Assumed bytes per second of the first save, before one was measured."""
-
-_METADATA_BYTES = 512  # of a tensor in the metadata: its name, shape and place
-_RECORD_BYTES = 64 * 1024  # of each other file: options, random states, hashes
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class Saver:
         owned = self.engine.updater.owned.weights
         moments = per_weight * sum(weight.numel() * weight.itemsize for weight in owned)
         entries = len(state if names is None else names) + per_weight * len(owned)
-        return bytes_on_disk([weights + moments, entries * _METADATA_BYTES, *[_RECORD_BYTES] * 3], self.root)
+        return checkpoint.space_of(weights + moments, entries, self.root)
 
     def finished(self) -> list[checkpoint.Checkpoint]:
         """The complete checkpoints of the run."""

@@ -8,6 +8,7 @@ import torch
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import TokenIds
 from tropism.distributed.shard import is_sharded, rest
+from tropism.errors import CheckpointError, count_of
 from tropism.model.attention import attention, plain_implementation
 from tropism.model.language_model import LanguageModel, computing
 from tropism.train.engine import Engine
@@ -77,6 +78,16 @@ class Sampler:
     def ask(self, model: LanguageModel) -> list[str]:
         """Completions of the current model."""
         return answer(model, self.tokenizer, self.rows, self.stop_ids)
+
+    def check(self, before: Sequence[str]) -> None:
+        """Check that completions of an earlier process can be compared with those to come.
+
+        Raises:
+            CheckpointError: if their number is another.
+        """
+        if len(before) != len(self.rows):
+            raise CheckpointError(f"the checkpoint has {count_of(len(before), 'completion')} sampled before training, "
+                                  f"but this run samples {len(self.rows)}. Use --output NEW to start a new run.")
 
     def ask_together(self, engine: Engine) -> list[str]:
         """Completions of the policy: from the main process, or from all processes if the model is sharded."""
