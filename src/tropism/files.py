@@ -69,6 +69,18 @@ def replacing(path: Path, what: str = "cannot be written", needed_bytes: int = 0
             temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """Raise `OSError` for what a library in Rust raises when the system refuses: a class of its own or `Exception`."""
+    try:
+        yield
+    except Exception as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, OSError) or found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+
+
 def _existing(path: Path) -> os.stat_result | None:
     """Status of the file that is replaced; None for a new name or a link.
 

@@ -23,7 +23,7 @@ def test_odd_records_are_named(tiny_model_dir: Path, tmp_path: Path, name: str, 
     filled_run(run, tiny_model_dir)
     (run / "audit.json").write_text("{}")
     (run / name).write_text(json.dumps(json.loads((run / name).read_text()) | {key: value}))
-    with pytest.raises(UsageError, match=f"{name}: cannot be read"):
+    with pytest.raises(UsageError, match=rf"{name}: (cannot be read|'\w+' is not a mapping)"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

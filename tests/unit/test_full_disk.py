@@ -16,7 +16,7 @@ import torch
 from tropism.commands.files import write_json, write_text
 from tropism.commands.scoring import write
 from tropism.errors import OutputError
-from tropism.files import append_line, bytes_on_disk, write_whole
+from tropism.files import append_line, bytes_on_disk, system_errors, write_whole
 from tropism.model import save
 from tropism.observe.lock import owned
 from tropism.observe.rundir import RunDirectory
@@ -182,3 +182,15 @@ def test_a_replaced_file_keeps_its_old_content(tmp_path: Path, monkeypatch: pyte
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_errors_of_the_system_from_libraries_in_rust(tmp_path: Path, fixture_tokenizer: Any) -> None:
+    """C2: tokenizers raises a bare `Exception`, safetensors a class of its own."""
+    from safetensors.torch import save_file
+
+    for write in (lambda path: save_file({"a": torch.zeros(3)}, path),
+                  lambda path: fixture_tokenizer.backend_tokenizer.save(str(path))):
+        with pytest.raises(FileNotFoundError), system_errors():
+            write(tmp_path / "not" / "there")
+    with pytest.raises(ZeroDivisionError), system_errors():
+        raise ZeroDivisionError

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from tropism.distributed.shard import part_of
 from tropism.errors import OutputError
-from tropism.files import bytes_on_disk
+from tropism.files import bytes_on_disk, system_errors
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters.parameters import adapter_name, saved_parameters
 
@@ -40,7 +40,8 @@ def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        write_model(model, tokenizer, partial, dtype, stop_ids, weights)
+        with system_errors():
+            write_model(model, tokenizer, partial, dtype, stop_ids, weights)
         shutil.rmtree(path, ignore_errors=True)  # left by a run that was killed while finishing, and then resumed
         partial.replace(path)
     except (OSError, SafetensorError) as error:
@@ -67,7 +68,7 @@ def export_bytes(weights: Mapping[str, torch.Tensor], tokenizer: Any, path: Path
     values = {id(weight): weight.numel() for weight in weights.values()}
     names = sum(len(name) + _BYTES_PER_TENSOR for name in weights)
     try:
-        with TemporaryDirectory() as place:
+        with TemporaryDirectory() as place, system_errors():
             save_tokenizer(tokenizer, Path(place))
             sizes = [file.stat().st_size for file in Path(place).rglob("*") if file.is_file()]
     except OSError:

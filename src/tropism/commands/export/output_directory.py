@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tropism.errors import OutputError, OutputExistsError, UsageError, first_line
+from tropism.files import system_errors
 from tropism.observe.rundir import free_name
 from tropism.options import size_bytes
 
@@ -60,7 +61,8 @@ def whole(path: Path, needed_bytes: int) -> Iterator[Path]:
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
-        yield partial
+        with system_errors():
+            yield partial
         for file in (*partial.rglob("*"), partial):
             _sync(file)
         partial.replace(path)

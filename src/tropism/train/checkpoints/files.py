@@ -28,7 +28,7 @@ from tropism.borders import read_object
 from tropism.distributed.training_state import write_tensors
 from tropism.distributed.world import World
 from tropism.errors import CheckpointError, OutputError, clause, first_line
-from tropism.files import bytes_on_disk, free_bytes
+from tropism.files import bytes_on_disk, free_bytes, system_errors
 from tropism.observe.checksums import checksums, file_hash
 
 SCHEMA_VERSION = 1
@@ -125,7 +125,8 @@ def write(root: Path, step: int, tensors: dict[str, Tensor], trainer: dict[str, 
         content = json.dumps({"schema_version": SCHEMA_VERSION, **trainer}, indent=1)
         (path / "trainer.json").write_text(content, encoding="utf-8")
         if model is not None:
-            model(path / "model")
+            with system_errors():
+                model(path / "model")
         files = checksums(path)
         (path / "files.json").write_text(json.dumps(files, indent=1), encoding="utf-8")
         for file in (*synced, *path.rglob("*"), path):
