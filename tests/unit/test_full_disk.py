@@ -188,9 +188,11 @@ def test_errors_of_the_system_from_libraries_in_rust(tmp_path: Path, fixture_tok
     """C2: tokenizers raises a bare `Exception`, safetensors a class of its own."""
     from safetensors.torch import save_file
 
-    for write in (lambda path: save_file({"a": torch.zeros(3)}, path),
-                  lambda path: fixture_tokenizer.backend_tokenizer.save(str(path))):
+    writers: tuple[Callable[[Path], None], ...] = (
+        lambda path: save_file({"a": torch.zeros(3)}, path),
+        lambda path: fixture_tokenizer.backend_tokenizer.save(str(path)))
+    for save_to in writers:
         with pytest.raises(FileNotFoundError), system_errors():
-            write(tmp_path / "not" / "there")
+            save_to(tmp_path / "not" / "there")
     with pytest.raises(ZeroDivisionError), system_errors():
         raise ZeroDivisionError
