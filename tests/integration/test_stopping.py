@@ -29,7 +29,8 @@ def _child(where: str, argv: list[str], log: Path, prepare: Callable[[], Any]) -
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the tests may run where the shell ignores it
+    for number in (signal.SIGQUIT, signal.SIGHUP):  # the tests may run where a shell or nohup ignores them
+        signal.signal(number, signal.SIG_DFL)
     prepare()
     from tropism import runner
     from tropism.train import loop
@@ -180,6 +181,7 @@ def test_a_closed_terminal_stops_a_run_in_order(command: Command, tmp_path: Path
     pty = pytest.importorskip("pty")
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.execv(sys.executable, [sys.executable, "-m", "tropism", *command(max_steps=500)])
     os.set_blocking(terminal, False)
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from integration.chaos.faults import Fault, call, operations
 from integration.conftest import assert_same_metrics, weights
 
 FIGURES: Counter[str] = Counter()
@@ -49,6 +50,20 @@ def arguments(tiny_model_dir: Path, feedback: Path) -> Callable[..., list[object
         return ["kto", *(f"--{name}={value}" for name, value in settings.items())]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the run that nothing happens to."""
+    return tmp_path_factory.mktemp("straight")
+
+
+def undisturbed(place: Path, arguments: Callable[..., list[object]]) -> tuple[Path, int]:
+    """The run that nothing happens to, and the number of its file operations. Made once for a place."""
+    run, log = place / "run", place / "log"
+    if not run.exists():
+        assert call(arguments(run), Fault(below=(str(run), str(place / "store")), log=str(log))) == 0
+    return run, operations(log)
 
 
 def lines(output: Path) -> list[dict[str, object]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.chaos.conftest import assert_same
-from integration.chaos.faults import Fault, call, operations
+from integration.chaos.conftest import assert_same, undisturbed
+from integration.chaos.faults import Fault, call
 from tropism.train.checkpoints import files as checkpoint
 
 Arguments = Callable[..., list[object]]
@@ -40,21 +40,9 @@ def _check(code: int | None, log: Path, run: Path) -> None:
         checkpoint.verify(one.path)
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("straight")
-
-
-def _straight(place: Path, arguments: Arguments) -> tuple[Path, int]:
-    run, log = place / "run", place / "log"
-    if not run.exists():
-        assert call(arguments(run), Fault(below=(str(run), str(place / "store")), log=str(log))) == 0
-    return run, operations(log)
-
-
 def _filled(disk: Path, every: int, leave_kib: list[int], straight: Path, arguments: Arguments, figures: Counter[str],
             ) -> None:
-    reference, total = _straight(straight, arguments)
+    reference, total = undisturbed(straight, arguments)
     log, run, ballast = disk.parent / "log", disk / "run", disk / "ballast"
     for operation in range(1, total + 1, every):
         for leave in leave_kib:
@@ -72,7 +60,7 @@ def _filled(disk: Path, every: int, leave_kib: list[int], straight: Path, argume
 
 
 def test_a_disk_that_fills_up(disk: Path, straight: Path, arguments: Arguments, figures: Counter[str]) -> None:
-    _, total = _straight(straight, arguments)
+    _, total = undisturbed(straight, arguments)
     _filled(disk, total // 2 - 1, [24], straight, arguments, figures)
 
 
@@ -88,7 +76,7 @@ def test_a_failure_at_every_operation(kind: str, tmp_path: Path, straight: Path,
                                       figures: Counter[str]) -> None:
     """A disk that is full from one operation on, or fails at one: an error or a run that can do without, never a
     traceback; then the same run."""
-    reference, total = _straight(straight, arguments)
+    reference, total = undisturbed(straight, arguments)
     for operation in range(1, total + 1):
         place, log = tmp_path / f"{kind}{operation}", tmp_path / "log"
         place.mkdir()

@@ -10,24 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from integration.chaos.conftest import assert_same
+from integration.chaos.conftest import assert_same, undisturbed
 from integration.chaos.faults import Fault, call, operations
 from tropism.train.checkpoints import files as checkpoint
 
 Arguments = Callable[..., list[object]]
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("straight")
-
-
-def _straight(place: Path, arguments: Arguments) -> tuple[Path, int]:
-    """The run that nothing happens to, and how many operations it does. Made once."""
-    run, log = place / "run", place / "log"
-    if not run.exists():
-        assert call(arguments(run), Fault(below=(str(run), str(place / "store")), log=str(log))) == 0
-    return run, operations(log)
 
 
 def _kill_and_resume(place: Path, arguments: Arguments, kind: str, steps: list[int], straight: Path) -> int:
@@ -50,7 +37,7 @@ def _kill_and_resume(place: Path, arguments: Arguments, kind: str, steps: list[i
 
 
 def _sweep(every: int, tmp_path: Path, straight: Path, arguments: Arguments, figures: Counter[str]) -> None:
-    reference, total = _straight(straight, arguments)
+    reference, total = undisturbed(straight, arguments)
     for kind in ("kill", "kill soon"):
         for first in range(1, total + 1, 3 * every):
             attempt = tmp_path / f"{kind}-{first}".replace(" ", "-")
@@ -61,7 +48,7 @@ def _sweep(every: int, tmp_path: Path, straight: Path, arguments: Arguments, fig
 
 
 def test_kills_at_some_operations(tmp_path: Path, straight: Path, arguments: Arguments, figures: Counter[str]) -> None:
-    _, total = _straight(straight, arguments)
+    _, total = undisturbed(straight, arguments)
     _sweep(max(1, total // 3), tmp_path, straight, arguments, figures)
 
 
@@ -76,7 +63,7 @@ def test_kills_at_every_operation(tmp_path: Path, straight: Path, arguments: Arg
 def test_kills_of_other_commands(command: str, tmp_path: Path, straight: Path, arguments: Arguments, feedback: Path,
                                  figures: Counter[str]) -> None:
     """A killed command leaves its whole output or none of that name; the next attempt succeeds."""
-    run, _ = _straight(straight, arguments)
+    run, _ = undisturbed(straight, arguments)
     out = tmp_path / "out"
     given: dict[str, list[object]] = {
         "export": ["export", run, "--to", out / "model"],
