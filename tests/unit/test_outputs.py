@@ -212,6 +212,17 @@ def test_standard_output_gets_the_output_alone(data: Path, tmp_path: Path) -> No
     assert json.loads(done.stdout)["to"] == "unpaired"
 
 
+@pytest.mark.parametrize(("command", "option"), [("evaluate", "--json"), ("score", "--output"), ("inspect", "--json")])
+def test_standard_output_of_commands_with_a_model(command: str, option: str, data: Path, tmp_path: Path,
+                                                  tiny_model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = [str(data), "--model", str(tiny_model_dir)] if command == "inspect" else [str(tiny_model_dir), "--data",
+                                                                                       str(data)]
+    assert main([command, *given, "--store", str(tmp_path / "store"), option, "/dev/stdout"]) == 0
+    out, said = capfd.readouterr()
+    assert len([json.loads(line) for line in out.splitlines()] if command == "score" else json.loads(out)) >= 3
+    assert "row" in said
+
+
 def test_standard_output_that_is_a_file_is_not_replaced(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.txt"
     with out.open("w") as stream:

@@ -101,11 +101,12 @@ def evaluate(model: _Name, *, options: Annotated[ScoringOptions, _Flat], json: _
     from tropism.commands.scoring import figures, score
 
     check_reports(json, inputs=f"{options.data},{model}")
-    scores = score(model, options)
+    voice = voice_beside(json)
+    scores = score(model, options, voice)
     if not scores.is_main:
         return 0
     found = figures(scores, options.beta)
-    voice_beside(json).figures(count_of(len(scores.rows), "row"), found)
+    voice.figures(count_of(len(scores.rows), "row"), found)
     if json is not None:
         write_json(json, {"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found})
     return 0
@@ -154,12 +155,13 @@ def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _
     from tropism.commands.files import voice_beside
 
     scoring.check_target(output)
-    found = scoring.score(model, options)
+    voice = voice_beside(output)
+    found = scoring.score(model, options, voice)
     if not found.is_main:
         return 0
     columns = scoring.original_columns(options.data) if keep_columns else None
     scoring.write(scoring.records(found, options.beta, columns), output)
-    voice_beside(output).say(f"{output}: {count_of(len(found.rows), 'row')}")
+    voice.say(f"{output}: {count_of(len(found.rows), 'row')}")
     return 0
 
 

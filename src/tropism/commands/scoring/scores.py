@@ -85,13 +85,13 @@ def score(model: str, options: ScoringOptions, voice: Voice | None = None) -> Sc
     Args:
         model: a Hugging Face directory, a hub id, a GGUF file, an adapter, or a run directory.
         options: the data, the reference, and how rows are read.
-        voice: prints notices and progress.
+        voice: prints notices and progress, on the main process.
 
     Raises:
         TropismError: for data or models that cannot be scored.
     """
     with connect() as world:
-        return _Scoring(model, options, world, voice or Voice(loud=world.is_main)).run()
+        return _Scoring(model, options, world, voice if voice and world.is_main else Voice(loud=world.is_main)).run()
 
 
 class _Scoring:
