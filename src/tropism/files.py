@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from tropism.errors import OutputError
+from tropism.errors import OutputError, TropismError
 
 _TEMPORARY = re.compile(r"\.(.+?)\.\d+\.\d+")
 _DESCRIPTOR = re.compile(rf"/(?:dev|proc/(?:self|thread-self|{os.getpid()}))/fd/(\d+)")
@@ -71,12 +71,13 @@ def replacing(path: Path, what: str = "cannot be written", needed_bytes: int = 0
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """Raise `OSError` for what a library in Rust raises when the system refuses: a class of its own or `Exception`."""
+    """Raise `OSError` for what a library in Rust raises when the system refuses: a class of its own or `Exception`.
+    Errors of Tropism, which may quote one, pass unchanged."""
     try:
         yield
     except Exception as error:
         found = re.search(r"\(os error (\d+)\)", str(error))
-        if isinstance(error, OSError) or found is None:
+        if isinstance(error, OSError | TropismError) or found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 

@@ -194,5 +194,7 @@ def test_errors_of_the_system_from_libraries_in_rust(tmp_path: Path, fixture_tok
     for save_to in writers:
         with pytest.raises(FileNotFoundError), system_errors():
             save_to(tmp_path / "not" / "there")
-    with pytest.raises(ZeroDivisionError), system_errors():
-        raise ZeroDivisionError
+    for passes in (ZeroDivisionError(), OutputError("x: cannot be read: gone (os error 2)")):
+        with pytest.raises(type(passes)) as error, system_errors():
+            raise passes
+        assert error.value is passes
