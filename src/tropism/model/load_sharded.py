@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import GenerationConfig
 
 from tropism.borders import border
 from tropism.distributed.shard import Sharding, fill, region_of, shard
@@ -16,6 +15,7 @@ from tropism.distributed.world import World
 from tropism.errors import ModelError
 from tropism.model.adapters.parameters import base_name
 from tropism.model.finite_weights import check_finite
+from tropism.model.generation import read_generation
 from tropism.model.head.vocab_parallel import Divided
 from tropism.model.language_model import Precision
 from tropism.model.load import load_config, load_model, skeleton, weights_dtype
@@ -78,7 +78,7 @@ def load_sharded(source: ModelSource, precision: Precision, world: World, shardi
         module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(world.device)
     if quantized:  # the weights are dequantized
         del module.config.quantization_config
-    module.generation_config = world.together(lambda: _generation_config(source, module))
+    module.generation_config = world.together(lambda: read_generation(source.name)[0]) or module.generation_config
     return module
 
 
@@ -154,12 +154,3 @@ def _from_main(source: ModelSource, precision: Precision, world: World, module: 
         return value[region].clone()
 
     return read
-
-
-def _generation_config(source: ModelSource, module: Any) -> Any:
-    """The generation config in the model's files, or the module's own."""
-    with border(f"{source.name}: the generation config could not be loaded"):
-        try:
-            return GenerationConfig.from_pretrained(source.name)
-        except OSError:
-            return module.generation_config

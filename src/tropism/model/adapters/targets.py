@@ -26,6 +26,10 @@ def linear_names(module: Any) -> list[str]:
             and not type(layer).__module__.startswith(_OF_MODELS)]
 
 
+_EMBEDDING_OF_PEFT = "embed_tokens"
+"""The only name of an embedding for which peft looks for the head that is tied to it."""
+
+
 def new_config(module: Any, options: LoraOptions, base: str | None) -> Any:
     """peft's configuration of a new adapter for a model. The model needs no weights.
 
@@ -143,7 +147,8 @@ def _targets(module: Any, options: LoraOptions, full: Sequence[str]) -> list[str
 
 
 def _full_modules(module: Any, options: LoraOptions) -> list[str]:
-    """Names of the modules that are trained in full. If head and embedding are tied, the embedding represents both."""
+    """Names of the modules that are trained in full. If head and embedding are tied, both are, as one table: the
+    embedding represents both where peft knows its name, and else both are named."""
     names = _split(options.modules_to_save)
     every = dict(module.named_modules())
     lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -160,7 +165,8 @@ def _full_modules(module: Any, options: LoraOptions) -> list[str]:
     embedding = module.get_input_embeddings()
     own = next(name for name, layer in every.items() if layer is embedding).rpartition(".")[2]
     head = next(name for name, layer in every.items() if layer is module.get_output_embeddings())
-    return [own, *(name for name in names if not _ends(head, [name]) and name != own)]
+    ends = [own] if own == _EMBEDDING_OF_PEFT else [own, head.rpartition(".")[2]]
+    return [*ends, *(name for name in names if not _ends(head, [name]) and name != own)]
 
 
 def _names_tied(module: Any, names: Sequence[str]) -> bool:
