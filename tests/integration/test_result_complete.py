@@ -49,6 +49,25 @@ def test_an_odd_generation_config(odd_model: Path, tmp_path: Path, lora: tuple[s
         assert (found.do_sample, found.temperature, found.top_p) == (True, 0.9, 0.6)
 
 
+@pytest.mark.parametrize("settings", [
+    {"stop_strings": ["x"]}, {"cache_implementation": "quantized"}, {"token_healing": True}, {"num_beams": 3},
+    {"return_dict_in_generate": True, "output_scores": True}, {"num_beams": 2, "num_beam_groups": 2},
+    {"min_length": 30}, {"forced_eos_token_id": 3}, {"guidance_scale": 2.0}], ids=lambda settings: next(iter(settings)))
+def test_samples_are_greedy_whatever_the_generation_config_says(settings: dict[str, Any], tiny_model_dir: Path,
+                                                                odd_model: Path, tmp_path: Path) -> None:
+    """Stop strings need a tokenizer, and other settings need packages: samples need neither."""
+    (odd_model / "generation_config.json").write_text(json.dumps(settings))
+    data, found = _rows(tmp_path / "rows.jsonl"), []
+    for number, model in enumerate((tiny_model_dir, odd_model)):
+        run = tmp_path / f"run{number}"
+        assert main(["sft", "--model", str(model), "--data", str(data), "--output", str(run), "--max-steps", "1",
+                     "--batch-size", "4", "--samples", "1"]) == 0
+        found.append((run / "samples.jsonl").read_text())
+    assert found[0] == found[1]
+    written = json.loads((run / "model" / "generation_config.json").read_text())
+    assert all(written[name] == value for name, value in settings.items())
+
+
 class _Unsaved:
     """A tokenizer that cannot be saved."""
 
