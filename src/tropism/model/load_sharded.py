@@ -21,6 +21,7 @@ from tropism.model.language_model import Precision
 from tropism.model.load import load_config, load_model, skeleton, weights_dtype
 from tropism.model.source import ModelSource
 from tropism.model.tied_weights import names_by_tensor, stored_tensors
+from tropism.model.token_state import layers_of
 from tropism.model.weights_check import check_layers, check_memory, check_stored
 
 Read = Callable[[str, Tensor, tuple[slice, ...]], Tensor]
@@ -95,16 +96,6 @@ def _fill(module: Any, read: Read, names: dict[str, set[str]], device: torch.dev
     for name, _ in stored_tensors(module):
         if name in buffers:
             buffers[name].copy_(read_or_zero(name, buffers[name], region_of(buffers[name])))
-
-
-def layers_of(module: Any) -> list[torch.nn.Module]:
-    """The decoder layers of a causal model."""
-    names = set(getattr(module, "_no_split_modules", None) or ())
-    found = [part for part in module.modules() if type(part).__name__ in names]
-    if found:
-        return found
-    lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
 
 
 def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:

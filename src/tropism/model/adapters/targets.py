@@ -37,7 +37,8 @@ def new_config(module: Any, options: LoraOptions, base: str | None) -> Any:
         base: the base model to name in the adapter's file; None for none.
 
     Raises:
-        UsageError: for a name that matches no module, or a module that cannot be adapted or trained in full.
+        UsageError: for a name that matches no module, a module that cannot be adapted or trained in full, or a rank
+            above the sizes of all layers.
     """
     from peft import LoraConfig  # slow to import, and most runs have no adapter
 
@@ -46,6 +47,10 @@ def new_config(module: Any, options: LoraOptions, base: str | None) -> Any:
     full = _full_modules(module, options)
     targets = _targets(module, options, full)
     linear = [layer for name, layer in module.named_modules() if _ends(name, targets)]
+    largest = max((min(sides) for layer in linear if (sides := _sides(layer))), default=rank)
+    if rank > largest:
+        raise UsageError(f"--lora.rank {rank:,} exceeds the smaller side of every layer that it adapts, where more "
+                         f"rank has no effect. Use {largest:,} or less.")
     return LoraConfig(
         r=rank, lora_alpha=options.alpha if options.alpha is not None else 2 * rank, target_modules=targets,
         lora_dropout=0.0, use_dora=options.dora, use_rslora=options.rslora, modules_to_save=full or None,
@@ -113,10 +118,20 @@ def _sides(layer: Any) -> tuple[int, ...]:
     return tuple(layer.weight.shape) if isinstance(layer, Conv1D) else ()
 
 
+def _used_directly(module: Any) -> set[str]:
+    """Names of linear layers of Mamba whose weights are used without calling the layer: an adapter would not act.
+
+    Kernels take the weight of the last projection, and models multiply with that of the time step.
+    """
+    mixers = [name for name, part in module.named_modules() if hasattr(part, "A_log") and hasattr(part, "D")]
+    return {f"{name}.{layer}" for name in mixers for layer in ("out_proj", "dt_proj")}
+
+
 def _targets(module: Any, options: LoraOptions, full: Sequence[str]) -> list[str]:
     linear = linear_names(module)
     if options.targets is None:
-        linear = [name for name in linear if not _within(name, full)]
+        direct = _used_directly(module)
+        linear = [name for name in linear if not _within(name, full) and name not in direct]
         if not linear:
             raise UsageError(f"--lora.modules-to-save {options.modules_to_save} names every linear layer, so none is "
                              "left for an adapter. List fewer." if full else
@@ -136,6 +151,9 @@ def _targets(module: Any, options: LoraOptions, full: Sequence[str]) -> list[str
             if layer is head:
                 raise UsageError(f"--lora.targets {wanted} is the head, which cannot have an adapter. Use "
                                  f"--lora.modules-to-save {wanted} to train it in full.")
+            if name in _used_directly(module):
+                raise UsageError(f"--lora.targets {wanted}: {name} cannot have an adapter, because Mamba uses its "
+                                 "weight without calling the layer. Remove it.")
             if name not in known:
                 raise UsageError(f"--lora.targets {wanted}: {name} is of type {type(layer).__name__}, but only linear "
                                  "layers can have an adapter. To train the module in full, use "
