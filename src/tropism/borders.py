@@ -129,6 +129,15 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
         text = read_bytes(path, _YAML_BYTES, UsageError).decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    return parse_mapping(text, path)
+
+
+def parse_mapping(text: str, path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
+    """The mapping in a YAML text; see `read_mapping`.
+
+    Args:
+        path: of its file, for errors.
+    """
     with border(f"{path}: not valid YAML", UsageError):
         try:
             node = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from tropism.data.reading_limits import ReadingLimits
 from tropism.data.rows import RawRow
 from tropism.data.sources.files import KINDS, PACKINGS, DataFile, mapping
 from tropism.data.sources.python_values import plain_records
+from tropism.data.sources.splits import CARD, chosen_split, find_splits, is_cache
 from tropism.errors import DataError
 
 DataSource = str | Path | Iterable[dict[str, Any]]
@@ -32,12 +33,14 @@ class SourcePart:
         files: its files, in order.
         weight: how often its rows are used. A fraction selects that share of the rows, by a hash of their place.
         records: rows as dicts, if there are no files.
+        split: a sentence about the chosen split, if there are several.
     """
 
     name: str
     files: tuple[DataFile, ...] = ()
     weight: float = 1.0
     records: Iterable[dict[str, Any]] = field(default=())
+    split: str = ""
 
     def read(self) -> Iterator[RawRow]:
         """Yield the rows in file order; repeated rows come after all others.
@@ -67,18 +70,45 @@ def read(source: DataSource) -> Iterator[RawRow]:
         yield from part.read()
 
 
-def resolve_source(source: DataSource, limits: ReadingLimits | None = None) -> list[SourcePart]:
+@dataclass(frozen=True, slots=True)
+class SplitChoice:
+    """Which split of a directory or a `DatasetDict` is read.
+
+    Args:
+        name: of the split; None for `train`, or for a held-out one of evaluation data.
+        option: by which the user chooses.
+        held_out: this is evaluation data.
+    """
+
+    name: str | None = None
+    option: str = "--split"
+    held_out: bool = False
+
+
+def resolve_source(source: DataSource, limits: ReadingLimits | None = None,
+                   split: SplitChoice | None = None) -> list[SourcePart]:
     """The parts of a source.
 
     Args:
         source: rows as dicts, a path, or text: comma-separated files, directories and datasets on the hub. The
             suffix `:2` uses the rows of a part twice, `:0.5` half of them.
         limits: of each file.
+        split: of directories that have splits. If a name is given, one of the parts must have it.
 
     Raises:
-        DataError: if a part is not found.
+        DataError: if a part or a split is not found.
     """
+    split = split or SplitChoice()
+    if isinstance(source, Mapping):  # a DatasetDict
+        if not source:
+            raise DataError("the data is an empty mapping. Pass rows, or a mapping of splits to rows.")
+        name = chosen_split([str(key) for key in source], split.name, "data", split.option, split.held_out)
+        others = ", ".join(str(key) for key in source if str(key) != name)
+        return [SourcePart("data", records=source[name],
+                           split=f"split {name}" + (f" (also there: {others}; choose with {split.option})"
+                                                    if others else ""))]
     if not isinstance(source, str | Path):
+        _check_has_splits(split, False, "data")
         return [SourcePart("data", records=source)]
     if isinstance(source, Path) or _exists(source):
         named = [(str(source), 1.0)]
@@ -89,8 +119,14 @@ def resolve_source(source: DataSource, limits: ReadingLimits | None = None) -> l
     for name, weight in named:
         label = _text(name if base_names[Path(name).name] > 1 else Path(name).name)
         parts.append(_part(name, label, weight, f"{label}/" if len(named) > 1 else "",
-                           limits or ReadingLimits()))
+                           limits or ReadingLimits(), split))
+    _check_has_splits(split, any(part.split for part in parts), str(source))
     return parts
+
+
+def _check_has_splits(split: SplitChoice, has: bool, place: str) -> None:
+    if split.name is not None and not has:
+        raise DataError(f"{place}: {split.option} {split.name}: the data has no splits. Remove {split.option}.")
 
 
 def _text(name: str) -> str:
@@ -128,54 +164,59 @@ def _weighted(entry: str, source: str) -> tuple[str, float]:
     return match.group(1), weight
 
 
-def _part(name: str, label: str, weight: float, prefix: str, limits: ReadingLimits) -> SourcePart:
+def _part(name: str, label: str, weight: float, prefix: str, limits: ReadingLimits, split: SplitChoice) -> SourcePart:
     path = Path(name).expanduser()
     if path.is_dir():
-        files = _in_directory(path, prefix, limits)
-        if not files:
-            raise DataError(f"{path}: no data file in this directory. Known: {', '.join(KINDS)}")
-        return SourcePart(label, files, weight)
+        return _of_directory(path, label, weight, prefix, limits, split)
     if path.is_file():
         return SourcePart(label, (DataFile(path, label, limits),), weight)
     if _HUB_NAME.fullmatch(name) and DataFile(path, label).kind is None:
-        return SourcePart(name, _from_hub(name, prefix, limits), weight)
+        return _of_directory(_from_hub(name), name, weight, prefix, limits, split)
     if path.exists():
         raise DataError(f"{path}: is not a regular file. Save the data in a file or a directory.")
     raise DataError(f"{path}: file not found")
 
 
+def _of_directory(path: Path, label: str, weight: float, prefix: str, limits: ReadingLimits,
+                  split: SplitChoice) -> SourcePart:
+    """The rows of a directory: of one split, if it has several."""
+    files = _in_directory(path, prefix, limits)
+    if not files:
+        raise DataError(f"{path}: no data file in this directory. Known: {', '.join(KINDS)}")
+    by_path = {file.path: file for file in files}
+    splits, wanted = find_splits(path, split.name, list(by_path))
+    if wanted is not None and set(splits.files) == {""}:
+        return SourcePart(label, files, weight)
+    chosen, said = splits.choose(wanted, split.option, split.held_out)
+    return SourcePart(label, tuple(by_path[file] for file in chosen if file in by_path), weight, split=said)
+
+
 def _in_directory(path: Path, prefix: str, limits: ReadingLimits) -> tuple[DataFile, ...]:
-    """Data files below a directory in order of their names, without hidden files and metadata of datasets."""
+    """Data files below a directory in order of their names, without hidden files, caches and metadata of datasets."""
     found = []
     for entry in sorted(path.rglob("*")):
         inside = entry.relative_to(path)
         file = DataFile(entry, prefix + _text(inside.as_posix()), limits)
-        if (file.kind and entry.is_file() and entry.name not in _NOT_ROWS
+        if (file.kind and entry.is_file() and entry.name not in _NOT_ROWS and not is_cache(entry)
                 and not any(piece.startswith(".") for piece in inside.parts)):
             found.append(file)
     return tuple(found)
 
 
-def _from_hub(name: str, prefix: str, limits: ReadingLimits) -> tuple[DataFile, ...]:
-    """Data files of a dataset on the hub; only those named `train...`, or in such a folder, if there are any."""
+def _from_hub(name: str) -> Path:
+    """A directory with the data files and the card of a dataset on the hub."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise DataError(f"{name}: file not found. To read a dataset from the Hub, install huggingface_hub.") from None
-    wanted = [f"*{suffix}{packing}" for suffix in KINDS for packing in ("", *PACKINGS)]
+    wanted = [f"*{suffix}{packing}" for suffix in KINDS for packing in ("", *PACKINGS)] + [CARD]
     try:
-        path = Path(snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
     except Exception as error:  # downloads fail in many ways
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(f"{name}: file not found, and the dataset could not be downloaded from the Hub "
                         f"({type(error).__name__}: {reason}). Check the name, log in, or download the files and give "
                         "their directory.") from None
-    files = _in_directory(path, prefix, limits)
-    train = tuple(file for file in files
-                  if any(piece.startswith("train") for piece in file.path.relative_to(path).parts))
-    if not files:
-        raise DataError(f"{name}: this dataset on the Hub has no data file. Known: {', '.join(KINDS)}")
-    return train or files
 
 
 def _hash_of(place: str) -> float:
