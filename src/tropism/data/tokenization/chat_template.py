@@ -42,6 +42,9 @@ class TemplateOptions(Options):
     """System message for conversations without one."""
     supervise: Literal["last", "all"] = "last"
     """Assistant messages to train on: the last one of a conversation, or all of them."""
+    control_tokens: Literal["plain", "keep", "refuse"] = "plain"
+    """What becomes of control tokens (the tokenizer's special tokens) that are spelled in the text of messages and
+    tools: plain characters, the tokens themselves, or an error."""
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
@@ -135,7 +138,7 @@ def make_renderer(tokenizer: Any, limits: Limits, options: TemplateOptions) -> R
     kwargs = options.template_kwargs
     _check_used(kwargs, tokenizer, name)
     return Renderer(tokenizer, limits, options.supervise, template_kwargs=kwargs, system_prompt=options.system_prompt,
-                    template_name=name)
+                    template_name=name, control_tokens=options.control_tokens)
 
 
 def check_effect(options: TemplateOptions, renderer: Renderer) -> None:
@@ -155,7 +158,7 @@ def check_effect(options: TemplateOptions, renderer: Renderer) -> None:
 
 
 def _check_tokens(name: str, needed: set[str], tokenizer: Any) -> None:
-    missing = sorted(needed - TextTokenizer(tokenizer).control.keys())
+    missing = sorted(needed - TextTokenizer(tokenizer).added.keys())
     if missing:
         raise ModelError(f"--chat-template {name}: the tokenizer has no token {', '.join(missing)}. Use a template of "
                          "the model's family, or `plain`, which needs none.")

@@ -1,0 +1,309 @@
+"""The encoding of one row of messages: the prompt, and the supervised messages behind it."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from os.path import commonprefix
+from typing import Any
+
+from tropism.data.rows import Message, Row
+from tropism.data.tokenization import thoughts
+from tropism.data.tokenization.apply_template import ChatTemplate
+from tropism.data.tokenization.spelled import Spelled
+from tropism.data.tokenization.tokenizer import TextTokenizer
+from tropism.data.tokenization.truncate import PromptCutter
+from tropism.data.tree import Completion
+from tropism.errors import DataError
+
+_LONG = 1 << 14  # characters of a text that is encoded in chunks, which prompts of other lengths share
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A message as it is given, and with marks instead of control tokens."""
+
+    message: Message
+    marked: Message
+
+    @property
+    def role(self) -> str:
+        return str(self.message["role"])
+
+
+class Conversation:
+    """The encoding of one row of messages.
+
+    The template sees the messages as they are. If control tokens are spelled in them, it also sees them with marks
+    instead, which says where in its text they are.
+
+    Args:
+        template: the chat template.
+        text: the tokenizer.
+        row: the row.
+        prompt: its prompt, with the system message.
+        spelled: the control tokens in its text that become plain characters.
+        supervise: `last` or `all`.
+        encode_prompt: a cache for the ids of prompts: text, marks, and the function that encodes it.
+
+    Attributes:
+        prompt_text: the rendered prompt.
+        cutter: its ids.
+        split_text: decides the side of the train/evaluation split.
+        stop_ids: terminators of the completions encoded so far.
+        notes: what the audit says of the row.
+    """
+
+    def __init__(self, template: ChatTemplate, text: TextTokenizer, row: Row, prompt: Sequence[Message],
+                 spelled: Spelled, *, supervise: str,
+                 encode_prompt: Callable[[str, dict[str, str], Callable[[str], list[int]]], list[int]]) -> None:
+        self.template, self.text, self.row, self.spelled, self.supervise = template, text, row, spelled, supervise
+        self.stop_ids: set[int] = set()
+        self.notes: set[str] = set()
+        self._tools = (row.tools, spelled.mark(row.tools))
+        self._chunk = cache(self._encode_chunk)
+        self.prompt = self._turns(prompt)
+        self.completions_start = len(self.prompt)
+        if supervise == "all":
+            # A greeting with which the assistant opens the conversation is context, not a completion.
+            first = next((i for i, turn in enumerate(self.prompt) if i and turn.role == "assistant"), None)
+            self.completions_start = len(self.prompt) if first is None else first
+        head = self.prompt[: self.completions_start]
+        self.prompt_text = self._render(head, generate=True) if head else ""
+        if head:
+            self._check_tools()
+            self._note_hidden(head)
+        ids = encode_prompt(self.prompt_text, spelled.names, self._encode) if self.prompt_text else []
+        self.cutter = PromptCutter(ids, self._head(head, ids), lambda: _Shorter(self, head))
+        users = [message.get("content") or "" for message in prompt if message["role"] == "user"]
+        # The first user message only: prompts of later turns contain the completions of earlier ones.
+        self.split_text = str(users[0]) if users else spelled.restore(self.prompt_text)
+
+    def completion(self, messages: Sequence[Message]) -> Completion | None:
+        """Ids after the prompt, with a mask of the supervised assistant messages; None if these are empty.
+
+        Raises:
+            DataError: if the template does not render a message, or renders it differently when others follow.
+        """
+        turns = [*self.prompt, *self._turns(messages)]
+        ids: list[int] = []
+        mask: list[bool] = []
+        before, known, content_tokens = self.prompt_text, list(self.cutter.ids), 0
+        for i in self._supervised(turns):
+            start = self.prompt_text if i == self.completions_start and i else self._render(turns[:i], generate=True)
+            if start != before:  # turns between the last supervised message and this one
+                between, exact = self._between(before, known, start)
+                if not exact:
+                    self.notes.add("text_changed")
+                ids += between
+                known += between
+                mask += [False] * len(between)
+            text, stop = self._message(turns[: i + 1], start)
+            new, exact = self._continue(start, known, text)
+            if not exact:
+                self.notes.add("text_changed")
+            ids += [*new, stop]
+            known += [*new, stop]
+            self.stop_ids.add(stop)
+            mask += [True] * (len(new) + 1)
+            content_tokens += len(new)
+            before = start + text + self.text.decode([stop])
+        if not content_tokens:
+            return None
+        array = Completion.supervised(ids)
+        return array if all(mask) else Completion(array.ids, array.loss_mask & mask)
+
+    def _supervised(self, turns: Sequence[_Turn]) -> list[int]:
+        """The messages that are trained on."""
+        assistant = [i for i, turn in enumerate(turns) if i >= self.completions_start and turn.role == "assistant"]
+        return assistant if self.supervise == "all" else assistant[-1:]
+
+    # --- rendering ----------------------------------------------------------------------------------------------------
+
+    def _turns(self, messages: Sequence[Message]) -> list[_Turn]:
+        return [_Turn(message, self.spelled.mark(message)) for message in messages]
+
+    def _render(self, turns: Sequence[_Turn], *, generate: bool) -> str:
+        """The template's text, with marks where control tokens are spelled.
+
+        Raises:
+            DataError: if control tokens in the text of messages change what the template writes around them.
+        """
+        text = self.template.render([turn.message for turn in turns], self._tools[0], self.row.place, generate=generate)
+        if not self.spelled:
+            return text
+        marked = self.template.render([turn.marked for turn in turns], self._tools[1], self.row.place,
+                                      generate=generate)
+        if self.spelled.restore(marked) == text:
+            return marked
+        # The template reads or escapes them, and they are gone: all that are left are its own.
+        if self._control(text) == self._control(marked):
+            return text
+        raise DataError(f"{self.row.place}: {self.template.name} treats the control token "
+                        f"'{next(iter(self.spelled.names.values()))}' in the text of a message in its own way, so it "
+                        "cannot become plain characters. Remove it, or use --control-tokens keep.")
+
+    def _control(self, text: str) -> list[str]:
+        return [match.group() for match in self.text.control_pattern.finditer(text)]
+
+    # --- encoding -----------------------------------------------------------------------------------------------------
+
+    def _encode_chunk(self, text: str) -> list[int]:
+        return self.text.encode_spelled(text, self.spelled.names) if self.spelled else self.text.encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        if len(text) < _LONG:
+            return self._encode_chunk(text)
+        return [token for chunk in self.text.chunks(text) for token in self._chunk(chunk)]
+
+    def _continue(self, before: str, ids: list[int], text: str) -> tuple[list[int], bool]:
+        return self.text.continue_text(before, ids, text, self.spelled.names)
+
+    def _between(self, before: str, ids: list[int], start: str) -> tuple[list[int], bool]:
+        """Ids of the text from the last terminator to the start of the next supervised message."""
+        if not start.startswith(before):
+            raise DataError(
+                f"{self.row.place}: {self.template.name} renders earlier turns differently when later ones follow, for "
+                "example without their thoughts, so --supervise all is unsupported. To train every turn as generation "
+                "writes it, make each a row of its own with `tropism convert DATA --to messages --turns all`, or use "
+                "--supervise last.")
+        return self._continue(before, ids, start[len(before) :])
+
+    def _head(self, turns: Sequence[_Turn], ids: list[int]) -> tuple[int, ...]:
+        """Numbers of first tokens that truncation keeps: the BOS, or BOS and system message."""
+        bos = 1 if ids and ids[0] == self.text.bos_id else 0
+        if not turns or turns[0].role != "system":
+            return (bos,)
+        try:
+            system = self._encode(self._render(turns[:1], generate=False))
+        except DataError:  # the template needs a user message first
+            return (bos,)
+        return (bos, len(system)) if ids[: len(system)] == system else (bos,)
+
+    # --- one message --------------------------------------------------------------------------------------------------
+
+    def _message(self, turns: Sequence[_Turn], start: str) -> tuple[str, int]:
+        """The last message as the template renders it behind `start`, without its terminator, and the terminator's
+        id."""
+        full = self._render(turns, generate=False)
+        message = turns[-1].marked if self.spelled.in_text(full) else turns[-1].message
+        content = str(message.get("content") or "")
+        restored = ""
+        if full.startswith(start):
+            begin = len(start)
+        else:
+            begin = self._begin(full, start, content)
+            if thoughts.opens(start) and thoughts.closes(content) and (
+                    thoughts.begins(content) or not thoughts.closes(full[begin:])):
+                restored = thoughts.without_opening(content.strip(), start)
+        rendered = full[begin:]
+        if content.strip() and not rendered.strip():
+            raise DataError(f"{self.row.place}: {self.template.name} does not render the completion. Choose another "
+                            "with --chat-template.")
+        self._check_calls(message, rendered)
+        plain = self.text.without_added(rendered, content)
+        if content not in plain and not restored:  # the template trims it, for example
+            self.notes.add("text_changed")
+        shown = next((text for text in (content, content.strip(), thoughts.answer_of(content).strip())
+                      if text.strip() and text in plain), "")
+        # A tool call has no content, and white space alone would be found anywhere.
+        end = plain.rfind(shown) + len(shown) if shown else 0
+        text, stop = self._ended(rendered, end)
+        if restored:
+            self.notes.add("thought_restored")
+            text = restored + text[end:]
+        self._note_thoughts(message, start, text)
+        return text, stop
+
+    def _begin(self, full: str, start: str, content: str) -> int:
+        """Where the message begins in a text that lacks the generation prompt, or a part of it such as a thought."""
+        border = len(commonprefix([full, start]))
+        for text in (full, start):  # not inside a token
+            border = self.text.outside_added(text, border)
+        if not content.strip():
+            return border
+        plain = self.text.without_added(full, content)
+        for wanted in (content.strip(), thoughts.answer_of(content).strip()):
+            found = plain.rfind(wanted) if wanted else -1
+            if found >= 0 and found + len(wanted) > border:
+                return found
+        if not thoughts.answer_of(content).strip():
+            return border
+        raise DataError(f"{self.row.place}: {self.template.name} changes the text of the completion, so its tokens "
+                        "cannot be located. Choose another with --chat-template.")
+
+    def _ended(self, rendered: str, end: int) -> tuple[str, int]:
+        """The text of a message up to its terminator, and the terminator's id."""
+        if stop := self.text.terminator(rendered, end, content_shown=end > 0):
+            return rendered[: stop.start()], self.text.added[stop.group()]
+        self.notes.add("eos_added")
+        assert self.text.eos_id is not None
+        # White space after the content separates turns and is not part of the completion.
+        tail = rendered[end:]
+        return rendered[:end] + (tail if tail.strip() else ""), self.text.eos_id
+
+    def _note_thoughts(self, message: Message, start: str, text: str) -> None:
+        """T5: a thought that is not in the trained text, and an answer inside a thought that is not closed."""
+        if any(thought not in text for thought in thoughts.thoughts_of(message)):
+            self.notes.add("thought_hidden")
+        unclosed = thoughts.opens(start) and not thoughts.closes(text)
+        content = str(message.get("content") or "")
+        if unclosed or (thoughts.begins(content) and not thoughts.closes(content)):
+            self.notes.add("thought_open")
+
+    def _note_hidden(self, head: Sequence[_Turn]) -> None:
+        """T5: a system message that is not in the prompt, and thoughts under keys that the template never reads."""
+        shown = self.spelled.restore(self.prompt_text)
+        for turn in head:
+            content = turn.message.get("content")
+            if turn.role in ("system", "developer") and isinstance(content, str) and content.strip() not in shown:
+                self.notes.add("system_hidden")
+            unread = [turn.message[key] for key in thoughts.KEYS
+                      if key in turn.message and key not in str(self.template.tokenizer.chat_template)]
+            if any(isinstance(thought, str) and thought.strip() not in shown for thought in unread):
+                self.notes.add("thought_hidden")
+
+    def _check_tools(self) -> None:
+        """T4: a template that expects tool schemas of another form silently renders nothing."""
+        for tool in self._tools[1] or ():
+            if (name := _tool_name(tool)) and name not in self.prompt_text:
+                raise DataError(f"{self.row.place}: tool '{name}' is missing in the rendered prompt: "
+                                f"{self.template.name} needs schemas in another form, probably "
+                                '{"type": "function", "function": {"name": ...}}')
+
+    def _check_calls(self, message: Message, rendered: str) -> None:
+        """M5: a tool call that the template does not render would be trained as a terminator only."""
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if (name := _tool_name(call)) and name not in rendered:
+                raise DataError(f"{self.row.place}: {self.template.name} does not render the call of '{name}'. Choose "
+                                "another with --chat-template.")
+
+
+class _Shorter(Sequence[list[int]]):
+    """The prompt without its oldest turns, longest first, each rendered when it is asked for. Each begins with the
+    system message and a user message."""
+
+    def __init__(self, conversation: Conversation, turns: Sequence[_Turn]) -> None:
+        self._conversation, self._turns = conversation, turns
+        self._lead = 1 if turns and turns[0].role == "system" else 0
+        self._starts = [i for i, turn in enumerate(turns) if turn.role == "user" and i > self._lead]
+        self._ids = cache(self._render)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._ids(self._starts[number])  # an IndexError ends an iteration
+
+    def _render(self, start: int) -> list[int]:
+        kept = [*self._turns[: self._lead], *self._turns[start:]]
+        return self._conversation._encode(self._conversation._render(kept, generate=True))
+
+
+def _tool_name(tool: Any) -> str:
+    """Name of a tool in a schema or call; empty if there is none, or if a template may quote or escape it."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return name if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) else ""
