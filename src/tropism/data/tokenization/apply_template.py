@@ -57,8 +57,6 @@ class ChatTemplate:
                 raise self._endless(place, f"did not end within {TEMPLATE_S:g} s") from None
             except (MemoryError, OverflowError):
                 raise self._endless(place, f"needs more than {TEMPLATE_BYTES / 2**30:g} GiB of memory") from None
-            except RecursionError:
-                raise
             except Exception as error:  # templates may raise anything
                 refusal = refusal or error
         else:
@@ -78,17 +76,13 @@ class ChatTemplate:
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """The messages without null values, since some releases of transformers let templates write the word None. If the
-    template fails, tool calls as some templates need them: with a content of null, and with arguments as JSON text."""
+    """The messages without null values, since some releases of transformers let templates write the word None; and, for
+    templates that fail, with the arguments of tool calls as JSON text, as some need them."""
     bare = [{key: value for key, value in message.items() if value is not None} for message in messages]
     yield bare
-    calling = [message.get("role") == "assistant" and isinstance(message.get("tool_calls"), list | tuple)
-               for message in bare]
-    if any(calling):
-        null = [{"content": None, **message} if calls else message for message, calls in zip(bare, calling, strict=True)]
-        yield null
-        yield [{**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]} if calls else message
-               for message, calls in zip(null, calling, strict=True)]
+    if any(isinstance(message.get("tool_calls"), list | tuple) for message in bare):
+        yield [{**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+               if isinstance(message.get("tool_calls"), list | tuple) else message for message in bare]
 
 
 def _with_text(call: Any) -> Any:

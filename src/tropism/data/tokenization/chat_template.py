@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import jinja2
 from pydantic import field_validator
 
-from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.render import ControlTokens, Renderer
 from tropism.data.tokenization.tokenizer import TextTokenizer
 from tropism.data.tokenization.truncate import Limits
 from tropism.errors import ModelError, UsageError
@@ -42,9 +42,9 @@ class TemplateOptions(Options):
     """System message for conversations without one."""
     supervise: Literal["last", "all"] = "last"
     """Assistant messages to train on: the last one of a conversation, or all of them."""
-    control_tokens: Literal["plain", "keep", "refuse"] = "plain"
-    """What becomes of control tokens (the tokenizer's special tokens) that are spelled in the text of messages and
-    tools: plain characters, the tokens themselves, or an error."""
+    control_tokens: ControlTokens = "plain"
+    """Control tokens (the tokenizer's special tokens) spelled in the text of messages and tools: encode them as plain
+    characters, keep them as tokens, or refuse the row."""
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod

@@ -1,10 +1,9 @@
 """The encoding of one row of messages: the prompt, and the supervised messages behind it."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from os.path import commonprefix
 from typing import Any
 
 from tropism.data.rows import Message, Row
@@ -45,6 +44,7 @@ class Conversation:
         prompt: its prompt, with the system message.
         spelled: the control tokens in its text that become plain characters.
         supervise: `last` or `all`.
+        terminator: gives the control token with which the template usually ends a message; empty if there is none.
         encode_prompt: a cache for the ids of prompts: text, marks, and the function that encodes it.
 
     Attributes:
@@ -56,9 +56,10 @@ class Conversation:
     """
 
     def __init__(self, template: ChatTemplate, text: TextTokenizer, row: Row, prompt: Sequence[Message],
-                 spelled: Spelled, *, supervise: str,
+                 spelled: Spelled, *, supervise: str, terminator: Callable[[], str],
                  encode_prompt: Callable[[str, dict[str, str], Callable[[str], list[int]]], list[int]]) -> None:
         self.template, self.text, self.row, self.spelled, self.supervise = template, text, row, spelled, supervise
+        self._terminator = terminator
         self.stop_ids: set[int] = set()
         self.notes: set[str] = set()
         self._tools = (row.tools, spelled.mark(row.tools))
@@ -166,8 +167,8 @@ class Conversation:
             raise DataError(
                 f"{self.row.place}: {self.template.name} renders earlier turns differently when later ones follow, for "
                 "example without their thoughts, so --supervise all is unsupported. To train every turn as generation "
-                "writes it, make each a row of its own with `tropism convert DATA --to messages --turns all`, or use "
-                "--supervise last.")
+                "writes it, make each one a row with `tropism convert DATA --to messages --turns all --output FILE`. "
+                "Otherwise use --supervise last.")
         return self._continue(before, ids, start[len(before) :])
 
     def _head(self, turns: Sequence[_Turn], ids: list[int]) -> tuple[int, ...]:
@@ -188,22 +189,19 @@ class Conversation:
         id."""
         full = self._render(turns, generate=False)
         message = turns[-1].marked if self.spelled.in_text(full) else turns[-1].message
-        content = str(message.get("content") or "")
-        restored = ""
-        if full.startswith(start):
-            begin = len(start)
-        else:
-            begin = self._begin(full, start, content)
-            if thoughts.opens(start) and thoughts.closes(content) and (
-                    thoughts.begins(content) or not thoughts.closes(full[begin:])):
-                restored = thoughts.without_opening(content.strip(), start)
+        content, opening = str(message.get("content") or ""), thoughts.opening_of(start)
+        begin = len(start) if full.startswith(start) else self._begin(turns, full, start, content)
         rendered = full[begin:]
+        restored = ""
+        if begin != len(start) and opening and (thoughts.begins(content) or (
+                thoughts.closes(content) and not thoughts.closes(rendered))):
+            restored = thoughts.without_opening(content.strip(), start)
         if content.strip() and not rendered.strip():
             raise DataError(f"{self.row.place}: {self.template.name} does not render the completion. Choose another "
                             "with --chat-template.")
         self._check_calls(message, rendered)
         plain = self.text.without_added(rendered, content)
-        if content not in plain and not restored:  # the template trims it, for example
+        if content not in opening + plain and not restored:  # the template trims it, for example
             self.notes.add("text_changed")
         shown = next((text for text in (content, content.strip(), thoughts.answer_of(content).strip())
                       if text.strip() and text in plain), "")
@@ -213,29 +211,36 @@ class Conversation:
         if restored:
             self.notes.add("thought_restored")
             text = restored + text[end:]
-        self._note_thoughts(message, start, text)
+        self._note_thoughts(message, opening, text)
         return text, stop
 
-    def _begin(self, full: str, start: str, content: str) -> int:
-        """Where the message begins in a text that lacks the generation prompt, or a part of it such as a thought."""
-        border = len(commonprefix([full, start]))
+    def _begin(self, turns: Sequence[_Turn], full: str, start: str, content: str) -> int:
+        """Where the last message begins in a text that differs before it: the generation prompt has text that finished
+        messages lack, such as a thought, or the template renders earlier turns differently."""
+        border = next((i for i, (one, other) in enumerate(zip(full, start, strict=False)) if one != other), len(full))
+        bare = self._render(turns[:-1], generate=False)
+        if start.startswith(bare) and border < len(bare):
+            ends = (start[match.start() :] for match in self.text.control_pattern.finditer(start, border, len(bare)))
+            if same := next((end for end in ends if end in full), ""):
+                return full.rindex(same) + len(same)
         for text in (full, start):  # not inside a token
             border = self.text.outside_added(text, border)
-        if not content.strip():
-            return border
+        answer = thoughts.answer_of(content).strip()
         plain = self.text.without_added(full, content)
-        for wanted in (content.strip(), thoughts.answer_of(content).strip()):
+        # Behind a closed thought comes the answer alone.
+        for wanted in (answer,) if thoughts.is_closed(start) else (content.strip(), answer):
             found = plain.rfind(wanted) if wanted else -1
             if found >= 0 and found + len(wanted) > border:
-                return found
-        if not thoughts.answer_of(content).strip():
+                # The template itself closes the thought that the generation prompt opens.
+                return border if thoughts.opening_of(start) and thoughts.closes(full[border:found]) else found
+        if not answer:
             return border
         raise DataError(f"{self.row.place}: {self.template.name} changes the text of the completion, so its tokens "
                         "cannot be located. Choose another with --chat-template.")
 
     def _ended(self, rendered: str, end: int) -> tuple[str, int]:
         """The text of a message up to its terminator, and the terminator's id."""
-        if stop := self.text.terminator(rendered, end, content_shown=end > 0):
+        if stop := self.text.terminator(rendered, end, content_shown=end > 0, usual=self._terminator):
             return rendered[: stop.start()], self.text.added[stop.group()]
         self.notes.add("eos_added")
         assert self.text.eos_id is not None
@@ -243,25 +248,23 @@ class Conversation:
         tail = rendered[end:]
         return rendered[:end] + (tail if tail.strip() else ""), self.text.eos_id
 
-    def _note_thoughts(self, message: Message, start: str, text: str) -> None:
+    def _note_thoughts(self, message: Message, opening: str, text: str) -> None:
         """T5: a thought that is not in the trained text, and an answer inside a thought that is not closed."""
         if any(thought not in text for thought in thoughts.thoughts_of(message)):
             self.notes.add("thought_hidden")
-        unclosed = thoughts.opens(start) and not thoughts.closes(text)
         content = str(message.get("content") or "")
-        if unclosed or (thoughts.begins(content) and not thoughts.closes(content)):
+        if (opening and not thoughts.closes(text)) or (thoughts.begins(content) and not thoughts.closes(content)):
             self.notes.add("thought_open")
 
     def _note_hidden(self, head: Sequence[_Turn]) -> None:
-        """T5: a system message that is not in the prompt, and thoughts under keys that the template never reads."""
+        """T5: a system message that is not in the prompt, and thoughts under a key if the template reads none."""
         shown = self.spelled.restore(self.prompt_text)
+        read = re.search(rf"\b(?:{'|'.join(thoughts.KEYS)})\b", str(self.template.tokenizer.chat_template))
         for turn in head:
             content = turn.message.get("content")
             if turn.role in ("system", "developer") and isinstance(content, str) and content.strip() not in shown:
                 self.notes.add("system_hidden")
-            unread = [turn.message[key] for key in thoughts.KEYS
-                      if key in turn.message and key not in str(self.template.tokenizer.chat_template)]
-            if any(isinstance(thought, str) and thought.strip() not in shown for thought in unread):
+            if not read and any(thought not in shown for thought in thoughts.under_keys(turn.message)):
                 self.notes.add("thought_hidden")
 
     def _check_tools(self) -> None:

@@ -99,7 +99,8 @@ def fingerprint(renderer: Renderer) -> str:
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "splits_special": bool(getattr(tokenizer, "split_special_tokens", False)),
         "template": template, "kwargs": renderer.template_kwargs, "system_prompt": renderer.system_prompt,
-        "supervise": renderer.supervise, "control_tokens": renderer.control_tokens, "limits": [renderer.limits.max_length, renderer.limits.max_prompt_length],
+        "supervise": renderer.supervise, "control_tokens": renderer.control_tokens,
+        "limits": [renderer.limits.max_length, renderer.limits.max_prompt_length],
         "code": _code(), "libraries": [version(name) for name in ("transformers", "tokenizers", "jinja2")],
         # A template with the date renders other text tomorrow.
         "today": date.today().isoformat() if "strftime_now" in template else None}

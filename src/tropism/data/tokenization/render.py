@@ -2,9 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from functools import cached_property
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn
 
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
 from tropism.data.tokenization.apply_template import ChatTemplate
@@ -70,8 +70,9 @@ class Renderer:
     def _encode(self, row: Row) -> EncodedRow | Dropped:
         notes: set[str] = set()
         if isinstance(row.prompt, str):
-            if self.control_tokens == "refuse":
-                self._refuse(row, [row.prompt, *row.completions])
+            if self.control_tokens == "refuse" and (found := self.text.control_pattern.search(
+                    "\n".join([row.prompt, *map(str, row.completions)]))):
+                self._refuse(row, found.group())
             cutter, split = self._plain_prompt(row.prompt)
             encoded = [self._plain_completion(row.prompt, cutter.ids, str(text), notes) for text in row.completions]
         else:
@@ -139,37 +140,32 @@ class Renderer:
             prompt.insert(0, {"role": "system", "content": self.system_prompt})
         text = "\n".join(texts_in([prompt, row.completions, row.tools]))
         names = {match.group() for match in self.text.control_pattern.finditer(text)}
-        if names and self.control_tokens == "refuse":
-            self._refuse(row, [prompt, row.completions, row.tools])
+        other = [name for name in self.text.added if name in text and not (name in self.text.control or is_mark(name))]
+        turns = [name for name in other if name in self._usual[0]]
+        if self.control_tokens == "refuse" and (names or turns):
+            self._refuse(row, min([*names, *turns], key=text.index))
         if names:
             notes.add("control_spelled" if self.control_tokens == "plain" else "control_kept")
-        if any(name in text for name in self._turn_tokens):
+        if turns:  # the template marks turns with them, but the tokenizer does not call them special
             notes.add("turn_spelled")
         spelled = Spelled(self.text.control_pattern, names if self.control_tokens == "plain" else (), text)
         return Conversation(self.chat_template, self.text, row, prompt, spelled, supervise=self.supervise,
-                            encode_prompt=self._prompt)
+                            terminator=lambda: self._usual[1], encode_prompt=self._prompt)
 
-    def _refuse(self, row: Row, given: Sequence[Any]) -> None:
-        """Stop at a row that spells a control token.
-
-        Raises:
-            DataError: naming the first one.
-        """
-        for text in texts_in(given):
-            if found := self.text.control_pattern.search(text):
-                raise DataError(f"{row.place}: the text contains the control token '{found.group()}' (--control-tokens "
-                                "refuse). Remove it, or use --control-tokens plain, which reads it as characters.")
+    def _refuse(self, row: Row, name: str) -> NoReturn:
+        raise DataError(f"{row.place}: the text contains the control token '{name}' (--control-tokens refuse). Remove "
+                        "it, or use --control-tokens plain.")
 
     @cached_property
-    def _turn_tokens(self) -> list[str]:
-        """Added tokens with which the template marks turns though the tokenizer does not call them special."""
+    def _usual(self) -> tuple[str, str]:
+        """A short conversation as the template renders it, and the control token that ends it."""
         spoken: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
         try:
             text = self.chat_template.render(spoken, None, "", generate=False)
-        except (DataError, ModelError):  # the rows raise the same error, with their place
-            return []
-        return [name for name in self.text.added
-                if name in text and name not in self.text.control and not is_mark(name)]
+        except (DataError, ModelError):  # a template that wants other messages
+            return "", ""
+        end = self.text.terminator(text, text.rfind("Yes") + 3, content_shown="Yes" in text)
+        return text, end.group() if end else ""
 
     def _prompt(self, text: str, names: dict[str, str], encode: Callable[[str], list[int]]) -> list[int]:
         """Ids of a rendered prompt. The last one is cached, since neighboring rows often share it."""

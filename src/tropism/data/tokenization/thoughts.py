@@ -14,6 +14,7 @@ _CLOSE = rf"(?:</{_NAME}>|\[/{_NAME}\])"
 _opening = re.compile(_OPEN, re.IGNORECASE)
 _closing = re.compile(_CLOSE, re.IGNORECASE)
 _opened = re.compile(rf"{_OPEN}\s*\Z", re.IGNORECASE)
+_closed = re.compile(rf"{_CLOSE}\s*\Z", re.IGNORECASE)
 _leading = re.compile(rf"\s*{_OPEN}", re.IGNORECASE)
 
 
@@ -22,9 +23,10 @@ def is_mark(name: str) -> bool:
     return bool(_opening.fullmatch(name) or _closing.fullmatch(name))
 
 
-def opens(prompt: str) -> bool:
-    """True if a generation prompt ends with an open thought."""
-    return _opened.search(prompt[-200:]) is not None
+def opening_of(prompt: str) -> str:
+    """The open thought with which a generation prompt ends; empty if there is none."""
+    found = _opened.search(prompt[-200:])
+    return found.group() if found else ""
 
 
 def closes(text: str) -> bool:
@@ -35,6 +37,11 @@ def closes(text: str) -> bool:
 def begins(text: str) -> bool:
     """True if a text begins with a thought."""
     return _leading.match(text) is not None
+
+
+def is_closed(prompt: str) -> bool:
+    """True if a generation prompt ends with a closed thought."""
+    return _closed.search(prompt[-200:]) is not None
 
 
 def answer_of(content: str) -> str:
@@ -58,6 +65,11 @@ def thoughts_of(message: Message) -> Iterator[str]:
         whole = whole[: [match.start() for match in _closing.finditer(whole)][-1]]
         found = _leading.match(whole)
         yield (whole[found.end() :] if found else whole).strip()
+    yield from under_keys(message)
+
+
+def under_keys(message: Message) -> Iterator[str]:
+    """The thoughts of a message that have a key of their own."""
     for key in KEYS:
         if isinstance(value := message.get(key), str):
             yield value.strip()

@@ -4,7 +4,7 @@ import copy
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -239,24 +239,32 @@ class TextTokenizer:
             text = text.replace(marker, name)
         return text
 
-    def terminator(self, rendered: str, end: int, *, content_shown: bool) -> re.Match[str] | None:
-        """The terminator of a message: the first of the special tokens at the end of the rendered text.
+    def terminator(self, rendered: str, end: int, *, content_shown: bool,
+                   usual: Callable[[], str] = str) -> re.Match[str] | None:
+        """The terminator of a message: the usual one, or the first, of the special tokens at the end of the text.
 
-        It is not the first one after the content, since a tool call may begin with one, and not the last, since some
-        templates end a conversation with one more. If other text is at the end, it is the first one after the content.
+        It is not the first one after the content, since a tool call may begin or end with one, and not the last, since
+        some templates end a conversation with one more. If other text is at the end, it is the first one after the
+        content.
 
         Args:
             rendered: a message and all that the template adds after it.
             end: end of the content.
             content_shown: True if the content was found, so that `end` is valid.
+            usual: gives the one of other messages; called if there are several.
         """
         specials = [match for match in self._added_pattern.finditer(rendered, end) if match.group() in self.control]
-        found, border = None, len(rendered)
+        border = len(rendered)
+        last: list[re.Match[str]] = []
         for match in reversed(specials):
             if rendered[match.end() : border].strip():
                 break
-            found, border = match, match.start()
-        return found or (specials[0] if specials and content_shown else None)
+            last.insert(0, match)
+            border = match.start()
+        if len(last) > 1:
+            name = usual()
+            return next((match for match in last if match.group() == name), last[0])
+        return last[0] if last else specials[0] if specials and content_shown else None
 
     def without_added(self, text: str, content: str) -> str:
         """A text of the same length without the added tokens that `content` lacks, for finding it."""
