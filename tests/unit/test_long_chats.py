@@ -16,7 +16,7 @@ from tropism.data.tokenization.truncate import Limits
 
 TOKENIZERS = {kind: kind_of_tokenizer(kind) for kind in [*EXACT_KINDS, "word level"]}
 TEXTS = {kind: TextTokenizer(tokenizer) for kind, tokenizer in TOKENIZERS.items()}
-PIECES = st.sampled_from(["<|turn|>", "<|end|>", "<|bos|>", "the red", " ", "   ", "\n", "kite", "<|", "\u2581", "\u00e9"])
+PIECES = st.sampled_from(["<|turn|>", "<|end|>", "<|bos|>", "the red", " ", "   ", "\n", "<|", "\u2581", "\u00e9"])
 
 
 @pytest.mark.parametrize("kind", TEXTS)
