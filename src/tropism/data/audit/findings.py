@@ -48,7 +48,8 @@ _NOTED: tuple[tuple[str, float, str], ...] = (
      "can open a turn. Remove them from the text, or stop at such rows with --control-tokens refuse."),
     ("thought_hidden", 0.0, "a thought of {count} is not trained, since the chat template does not show it (first "
      "{first}). Move it to the key that the template reads (reasoning_content, reasoning or thinking), or into the "
-     "content as <think>...</think>; enable_thinking=false hides it too. Otherwise choose another --chat-template."),
+     "content as <think>...</think>. If the generation prompt closes the thought, set --chat-template-kwargs "
+     "enable_thinking=true. Otherwise choose another --chat-template."),
     ("thought_open", 0.0, "a completion of {count} is inside a thought that it never closes (first {first}), so the "
      "model learns to answer within its thoughts. Begin these completions with a thought and </think>, or use a "
      "generation prompt without an open thought: --chat-template-kwargs enable_thinking=false if the template reads "

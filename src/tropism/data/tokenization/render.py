@@ -53,6 +53,7 @@ class Renderer:
         self.control_tokens = control_tokens
         self.stop_ids: set[int] = set()
         self.saw_messages = False
+        self._other = [name for name in self.text.added if not (name in self.text.control or is_mark(name))]
         self._last_prompt: tuple[str, dict[str, str], list[int]] = ("", {}, [])
 
     def encode(self, row: Row) -> EncodedRow | Dropped:
@@ -140,8 +141,7 @@ class Renderer:
             prompt.insert(0, {"role": "system", "content": self.system_prompt})
         text = "\n".join(texts_in([prompt, row.completions, row.tools]))
         names = {match.group() for match in self.text.control_pattern.finditer(text)}
-        other = [name for name in self.text.added if name in text and not (name in self.text.control or is_mark(name))]
-        turns = [name for name in other if name in self._usual[0]]
+        turns = [name for name in self._other if name in text and name in self._usual[0]]
         if self.control_tokens == "refuse" and (names or turns):
             self._refuse(row, min([*names, *turns], key=text.index))
         if names:
