@@ -16,6 +16,7 @@ from tropism.data.tree import Completion
 from tropism.errors import DataError
 
 _LONG = 1 << 14  # characters of a text that is encoded in chunks, which prompts of other lengths share
+_MANY = 8  # supervised messages that are each rendered with all turns before them
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -29,6 +30,28 @@ class _Turn:
     @property
     def role(self) -> str:
         return str(self.message["role"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A supervised message in the rendered conversation.
+
+    Args:
+        before: the text up to the last supervised message, or only its end.
+        between: from there to the message.
+        text: the message, without its terminator.
+        stop: id of the terminator.
+    """
+
+    before: str
+    between: str
+    text: str
+    stop: int
+
+    @property
+    def start(self) -> str:
+        """All before the message."""
+        return self.before + self.between
 
 
 class Conversation:
@@ -90,26 +113,16 @@ class Conversation:
         turns = [*self.prompt, *self._turns(messages)]
         ids: list[int] = []
         mask: list[bool] = []
-        before, known, content_tokens = self.prompt_text, list(self.cutter.ids), 0
-        for i in self._supervised(turns):
-            start = self.prompt_text if i == self.completions_start and i else self._render(turns[:i], generate=True)
-            if start != before:  # turns between the last supervised message and this one
-                between, exact = self._between(before, known, start)
-                if not exact:
-                    self.notes.add("text_changed")
-                ids += between
-                known += between
-                mask += [False] * len(between)
-            text, stop = self._message(turns[: i + 1], start)
-            new, exact = self._continue(start, known, text)
-            if not exact:
-                self.notes.add("text_changed")
-            ids += [*new, stop]
-            known += [*new, stop]
-            self.stop_ids.add(stop)
-            mask += [True] * (len(new) + 1)
+        known, content_tokens = list(self.cutter.ids), 0
+        for span in self._spans(turns):
+            between = self._continue(span.before, known, span.between) if span.between else []
+            known += between
+            new = self._continue(span.start, known, span.text)
+            known += [*new, span.stop]
+            self.stop_ids.add(span.stop)
+            ids += [*between, *new, span.stop]
+            mask += [False] * len(between) + [True] * (len(new) + 1)
             content_tokens += len(new)
-            before = start + text + self.text.decode([stop])
         if not content_tokens:
             return None
         array = Completion.supervised(ids)
@@ -119,6 +132,59 @@ class Conversation:
         """The messages that are trained on."""
         assistant = [i for i, turn in enumerate(turns) if i >= self.completions_start and turn.role == "assistant"]
         return assistant if self.supervise == "all" else assistant[-1:]
+
+    def _spans(self, turns: Sequence[_Turn]) -> list[_Span]:
+        """The supervised messages as the template renders them."""
+        supervised = self._supervised(turns)
+        if len(supervised) > _MANY:
+            notes = set(self.notes)
+            try:
+                return self._spans_nearby(turns, supervised)
+            except DataError:
+                self.notes = notes
+        spans: list[_Span] = []
+        before = self.prompt_text
+        for i in supervised:
+            start = self.prompt_text if i == self.completions_start and i else self._render(turns[:i], generate=True)
+            if not start.startswith(before):
+                raise self._unlike()
+            text, stop = self._message(turns[: i + 1], start)
+            spans.append(_Span(before, start[len(before) :], text, stop))
+            before = start + text + self.text.decode([stop])
+        return spans
+
+    def _spans_nearby(self, turns: Sequence[_Turn], supervised: Sequence[int]) -> list[_Span]:
+        """`_spans` in time linear in the number of turns: each message is rendered with the first turns and the two
+        supervised messages before it only. Together they must be the text of the whole conversation.
+
+        Raises:
+            DataError: if they are not, since the template looks further back.
+        """
+        whole = self._render(turns[: supervised[-1] + 1], generate=False)
+        spans: list[_Span] = []
+        end, last = len(self.prompt_text), ""
+        for number, i in enumerate(supervised):
+            near = supervised[max(number - 2, 0)] if number else self.completions_start
+            window = [*turns[: self.completions_start], *turns[near : i + 1]]
+            start = self._render(window[:-1], generate=True)
+            before = start[: start.rindex(last) + len(last)] if number and last in start else self.prompt_text
+            text, stop = self._message(window, start)
+            last = text + self.text.decode([stop])
+            spans.append(_Span(before, start[len(before) :], text, stop))
+            if not (start.startswith(before) and whole.startswith(spans[-1].between + last, end)):
+                raise self._unlike()
+            end += len(spans[-1].between + last)
+        start = self._render(turns[: supervised[-1]], generate=True)
+        if not whole.startswith(self.prompt_text) or start != whole[: end - len(last)]:
+            raise self._unlike()
+        return spans
+
+    def _unlike(self) -> DataError:
+        return DataError(
+            f"{self.row.place}: {self.template.name} renders earlier turns differently when later ones follow, for "
+            "example without their thoughts, so --supervise all is unsupported. To train every turn as generation "
+            "writes it, make each one a row with `tropism convert DATA --to messages --turns all --output FILE`. "
+            "Otherwise use --supervise last.")
 
     # --- rendering ----------------------------------------------------------------------------------------------------
 
@@ -158,18 +224,11 @@ class Conversation:
             return self._encode_chunk(text)
         return [token for chunk in self.text.chunks(text) for token in self._chunk(chunk)]
 
-    def _continue(self, before: str, ids: list[int], text: str) -> tuple[list[int], bool]:
-        return self.text.continue_text(before, ids, text, self.spelled.names)
-
-    def _between(self, before: str, ids: list[int], start: str) -> tuple[list[int], bool]:
-        """Ids of the text from the last terminator to the start of the next supervised message."""
-        if not start.startswith(before):
-            raise DataError(
-                f"{self.row.place}: {self.template.name} renders earlier turns differently when later ones follow, for "
-                "example without their thoughts, so --supervise all is unsupported. To train every turn as generation "
-                "writes it, make each one a row with `tropism convert DATA --to messages --turns all --output FILE`. "
-                "Otherwise use --supervise last.")
-        return self._continue(before, ids, start[len(before) :])
+    def _continue(self, before: str, ids: list[int], text: str) -> list[int]:
+        new, exact = self.text.continue_text(before, ids, text, self.spelled.names)
+        if not exact:
+            self.notes.add("text_changed")
+        return new
 
     def _head(self, turns: Sequence[_Turn], ids: list[int]) -> tuple[int, ...]:
         """Numbers of first tokens that truncation keeps: the BOS, or BOS and system message."""
