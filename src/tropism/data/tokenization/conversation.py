@@ -1,7 +1,7 @@
 """The encoding of one row of messages: the prompt, and the supervised messages behind it."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -133,7 +133,7 @@ class Conversation:
         assistant = [i for i, turn in enumerate(turns) if i >= self.completions_start and turn.role == "assistant"]
         return assistant if self.supervise == "all" else assistant[-1:]
 
-    def _spans(self, turns: Sequence[_Turn]) -> list[_Span]:
+    def _spans(self, turns: Sequence[_Turn]) -> Iterable[_Span]:
         """The supervised messages as the template renders them."""
         supervised = self._supervised(turns)
         if len(supervised) > _MANY:
@@ -142,19 +142,21 @@ class Conversation:
                 return self._spans_nearby(turns, supervised)
             except DataError:
                 self.notes = notes
-        spans: list[_Span] = []
+        return self._spans_in_full(turns, supervised)
+
+    def _spans_in_full(self, turns: Sequence[_Turn], supervised: Sequence[int]) -> Iterator[_Span]:
+        """Each message is rendered with all turns before it."""
         before = self.prompt_text
         for i in supervised:
             start = self.prompt_text if i == self.completions_start and i else self._render(turns[:i], generate=True)
             if not start.startswith(before):
                 raise self._unlike()
             text, stop = self._message(turns[: i + 1], start)
-            spans.append(_Span(before, start[len(before) :], text, stop))
+            yield _Span(before, start[len(before) :], text, stop)
             before = start + text + self.text.decode([stop])
-        return spans
 
     def _spans_nearby(self, turns: Sequence[_Turn], supervised: Sequence[int]) -> list[_Span]:
-        """`_spans` in time linear in the number of turns: each message is rendered with the first turns and the two
+        """The same in time linear in the number of turns: each message is rendered with the first turns and the two
         supervised messages before it only. Together they must be the text of the whole conversation.
 
         Raises:
@@ -182,9 +184,9 @@ class Conversation:
     def _unlike(self) -> DataError:
         return DataError(
             f"{self.row.place}: {self.template.name} renders earlier turns differently when later ones follow, for "
-            "example without their thoughts, so --supervise all is unsupported. To train every turn as generation "
-            "writes it, make each one a row with `tropism convert DATA --to messages --turns all --output FILE`. "
-            "Otherwise use --supervise last.")
+            "example without thoughts or terminators, so --supervise all is unsupported. To train every turn as "
+            "generation writes it, make each one a row with `tropism convert DATA --to messages --turns all --output "
+            "FILE`. Otherwise use --supervise last.")
 
     # --- rendering ----------------------------------------------------------------------------------------------------
 
