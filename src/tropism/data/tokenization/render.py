@@ -10,6 +10,7 @@ from typing import Any, Literal
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
 from tropism.data.tokenization.template_limits import TemplateTimeout, limited
 from tropism.data.tokenization.tokenizer import TextTokenizer, is_invisible
+from tropism.data.tokenization.tool_arguments import JsonArguments, with_argument_objects
 from tropism.data.tokenization.truncate import Limits, PromptCutter, fit
 from tropism.data.tree import Completion, prompt_key, token_ids
 from tropism.errors import DataError, ModelError
@@ -65,7 +66,7 @@ class Renderer:
             ModelError: if the row has messages and the tokenizer has no chat template.
         """
         try:
-            return self._encode(row)
+            return self._encode(with_argument_objects(row))
         except RecursionError:
             raise DataError(f"{row.place}: messages or tools are nested too deeply") from None
 
@@ -183,6 +184,8 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict):
         yield from _texts(list(value))
         yield from _texts(list(value.values()))
+        if isinstance(value, JsonArguments):
+            yield value.text
     elif isinstance(value, list | tuple):
         for entry in value:
             yield from _texts(entry)
@@ -258,6 +261,8 @@ class _Conversation:
             return value
         if isinstance(value, str):
             return self.renderer.text.control_pattern.sub(lambda match: self._masks[match.group()], value)
+        if isinstance(value, JsonArguments):
+            return value.changed(self._masked)
         if isinstance(value, dict):
             return {self._masked(key): self._masked(entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):
