@@ -13,10 +13,10 @@ _STRENGTH = 3
 """Largest strength of a preference of HelpSteer."""
 
 
-def _compared(raw: RawRow, prompt: Content, names: tuple[str, ...], verdict: float, column: str) -> Drafts:
+def _compared(raw: RawRow, prompt: Content, names: tuple[str, ...], verdict: float, columns: str) -> Drafts:
     """A pair of completions. The second one is chosen if the verdict is positive; 0 is a tie."""
     if not verdict:
-        return [Dropped(raw.place, Reason.EQUAL_SCORES, f"'{column}' is a tie")]
+        return [Dropped(raw.place, Reason.EQUAL_SCORES, f"a tie by {columns}")]
     chosen, rejected = reversed(names) if verdict > 0 else names
     return [Draft(prompt, {name: fields.content(raw.record[name], name, raw.place) for name in (chosen, rejected)})]
 
@@ -34,7 +34,7 @@ def strength_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts
     if abs(strength) > _STRENGTH:
         raise DataError(f"{place}: {column} {fields.short_repr(record[column])} is not a preference from -3 to 3")
     prompt = fields.content(record[shape.prompt], shape.prompt, place)
-    return _compared(raw, prompt, shape.completions, strength, column)
+    return _compared(raw, prompt, shape.completions, strength, f"'{column}'")
 
 
 # --- shp: two comments on a post, with a label and scores ------------------------------------------------------------
@@ -53,7 +53,7 @@ def comment_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
         raise DataError(f"{place}: {column} {fields.short_repr(record[column])} contradicts score_A {scores[0]:g} and "
                         f"score_B {scores[1]:g}. Fix or remove the row.")
     prompt = fields.as_messages(fields.content(record[shape.prompt], shape.prompt, place), "user")
-    return _compared(raw, prompt, shape.completions, -1 if first else 1, column)
+    return _compared(raw, prompt, shape.completions, -1 if first else 1, f"'{column}'")
 
 
 # --- webgpt: two answers with scores ---------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def scored_pair_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Dra
         question = question["full_text"]
     prompt = fields.as_messages(fields.content(question, shape.prompt, place), "user")
     scores = [fields.rating(record[name], name, place) for name in (one, other)]
-    return _compared(raw, prompt, tuple(names), scores[1] - scores[0], f"{one}' and '{other}")
+    return _compared(raw, prompt, tuple(names), scores[1] - scores[0], f"'{one}' and '{other}'")
 
 
 # --- nemo-rank: completions with their ranks -------------------------------------------------------------------------

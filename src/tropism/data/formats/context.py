@@ -99,6 +99,8 @@ def _system_messages(value: Any, name: str, place: str) -> tuple[Message, ...]:
     if isinstance(value, list | tuple) and all(
             isinstance(part, dict) and "type" in part and not part.keys() & {"role", "from"} for part in value):
         value = {"role": "system", "content": list(value)}  # parts of one message, as in Anthropic's format
+    if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], str):
+        value = value[0]
     messages = fields.as_messages(fields.content(value, name, place), "system")
     for message in messages:
         if message["role"] not in _SYSTEM_ROLES:
@@ -110,7 +112,7 @@ def _system_messages(value: Any, name: str, place: str) -> tuple[Message, ...]:
 def _is_history(value: Any) -> bool:
     """True for a list of [question, answer] or of messages, which is a history in any format."""
     return isinstance(value, list | tuple) and bool(value) and all(
-        isinstance(turn, dict) and ("role" in turn or "from" in turn) or (
+        (isinstance(turn, dict) and ("role" in turn or "from" in turn)) or (
             isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn))
         for turn in value)
 

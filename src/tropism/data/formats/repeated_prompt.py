@@ -8,9 +8,10 @@ from tropism.data.formats.fields import Content
 from tropism.data.formats.format import Draft
 from tropism.data.formats.plain_records import draft_of_conversation, draft_of_conversations
 from tropism.data.rows import Dropped, Message, Reason
-from tropism.errors import DataError
 
 Messages = tuple[Message, ...]
+
+_ASKING = ("user", "system", "developer")
 
 
 def without_repeated_prompt(draft: Draft, place: str) -> Draft | Dropped:
@@ -19,9 +20,6 @@ def without_repeated_prompt(draft: Draft, place: str) -> Draft | Dropped:
     A conversation may repeat the prompt or its last turns, or contain it after turns that the prompt lacks: a system
     message, or earlier turns where `prompt` is the last user turn. Then the prompt gets these turns. Plain text is
     unchanged.
-
-    Raises:
-        DataError: if prompt and conversation have different system messages.
     """
     conversations = {name: side for name, side in draft.completions.items() if isinstance(side, tuple) and side}
     if not conversations:
@@ -32,19 +30,26 @@ def without_repeated_prompt(draft: Draft, place: str) -> Draft | Dropped:
     completions: dict[str, Content] = dict(draft.completions)
     prompts: list[Messages] = []
     for name, side in conversations.items():
-        before, rest = _cut(prompt, side)
-        if before is None:
-            if _is_other_conversation(prompt, side):
-                return Dropped(place, Reason.NO_COMPLETION,
-                               f"'{name}' begins with role {fields.short_repr(side[0]['role'])} but does not contain "
-                               "the prompt. If it is a complete conversation, ignore the column 'prompt' with "
-                               "--columns unused=prompt.")
+        found, completions[name] = _parted(prompt, side)
+        if found is None and _is_other_conversation(prompt, side):
+            return Dropped(place, Reason.NO_COMPLETION,
+                           f"'{name}' begins with role {fields.short_repr(side[0]['role'])} but does not contain the "
+                           "prompt. If it is a complete conversation, ignore the column 'prompt' with "
+                           "--columns unused=prompt.")
+        if found is None:
             continue
-        completions[name] = rest
-        prompts.append(_merged(before, prompt, name, place))
-    if any(_differ(prompts[0], other) for other in prompts[1:]):
+        own, all_of_them = leading_system(prompt), leading_system(found)
+        if own and len(all_of_them) > len(own):
+            return Dropped(place, Reason.NO_COMPLETION, "the prompt has the system message "
+                           f"{fields.short_repr(own[0].get('content'))}, but '{name}' has "
+                           f"{fields.short_repr(all_of_them[-1].get('content'))}")
+        prompts.append(found)
+    body = prompt[len(leading_system(prompt)):]
+    continued = len(prompts) < len(draft.completions)  # a side that follows the prompt without repeating it
+    if any(_differ(prompts[0], other) for other in prompts[1:]) or (
+            prompts and continued and _differ(prompts[0][len(prompts[0]) - len(body):], body)):
         return Dropped(place, Reason.NO_COMPLETION,
-                       "the two sides have different messages before the prompt, so they do not share a prompt")
+                       "the two sides have different messages before the completion, so they do not share a prompt")
     longer = prompts and len(prompts[0]) > len(prompt)
     return replace(draft, prompt=prompts[0] if longer else draft.prompt, completions=completions)
 
@@ -63,39 +68,49 @@ def _own_prompt(draft: Draft, conversations: dict[str, Messages], place: str) ->
     return replace(found, tools=draft.tools) if isinstance(found, Draft) else found
 
 
-def _cut(prompt: Messages, side: Messages) -> tuple[Messages | None, Messages]:
-    """The messages of a conversation before the prompt, and those after it; (None, all) without the prompt."""
-    for count in range(min(len(prompt), len(side) - 1), 0, -1):
-        if not _differ(prompt[-count:], side[:count]) and (
-                count == len(prompt) or side[0].get("role") != "assistant"):
+def _parted(prompt: Messages, side: Messages) -> tuple[Messages | None, Messages]:
+    """The prompt with the messages that a conversation has around it, and the rest; (None, all) without the prompt."""
+    found = None
+    while (cut := _cut(prompt, side)) is not None:
+        before, side = cut
+        system = leading_system(prompt)
+        new = tuple(message for message in leading_system(before) if all(_differ((message,), (own,)) for own in system))
+        prompt = (*system, *new, *before[len(leading_system(before)):], *prompt[len(system):])
+        if prompt[-1].get("role") == "user":  # further messages of the user
+            more = next((number for number, message in enumerate(side) if message.get("role") not in _ASKING), 0)
+            prompt, side = (*prompt, *side[:more]), side[more:]
+        found = prompt
+    return found, side
+
+
+def _cut(prompt: Messages, side: Messages) -> tuple[Messages, Messages] | None:
+    """The messages of a conversation before the prompt, and those after it."""
+    asked, said = _keys(prompt), _keys(side)
+    for count in range(min(len(asked), len(said) - 1), 0, -1):
+        if asked[-count] == said[0] and asked[-count:] == said[:count] and (
+                count == len(asked) or side[0].get("role") != "assistant"):
             return (), side[count:]
-    lead, body = leading_system(side), prompt[len(leading_system(prompt)):]
-    if lead and all(message.get("role") != "user" for message in side):  # the conversation without its user turn
-        return lead, side[len(lead):]
-    for start in range(1, len(side) - len(body)) if body else ():
-        end = start + len(body)
-        if not _differ(body, side[start:end]):
-            return side[:start], side[end:]
-    return None, side
+    if side[0].get("role") not in _ASKING:
+        return None
+    lead, body = leading_system(side), asked[len(leading_system(prompt)):]
+    if lead and len(lead) < len(side) and all(message.get("role") != "user" for message in side):
+        return lead, side[len(lead):]  # a conversation without its user turn
+    for start in range(1, len(said) - len(body)) if body else ():
+        if said[start] == body[0] and said[start : start + len(body)] == body:
+            return side[:start], side[start + len(body):]
+    return None
+
+
+def _keys(messages: Messages) -> list[tuple[object, str]]:
+    """What makes two messages equal here: role and content."""
+    return [(message.get("role"), (message.get("content") or "").strip()) for message in messages]
 
 
 def _differ(one: Messages, other: Messages) -> bool:
-    def key(message: Message) -> tuple[object, str]:
-        return message.get("role"), (message.get("content") or "").strip()
-
-    return list(map(key, one)) != list(map(key, other))
-
-
-def _merged(before: Messages, prompt: Messages, name: str, place: str) -> Messages:
-    """The prompt with the messages before it, and one system message."""
-    own, theirs = leading_system(prompt), leading_system(before)
-    if own and theirs and _differ(own[:1], theirs[:1]):
-        raise DataError(f"{place}: the prompt has the system message {fields.short_repr(own[0].get('content'))}, but "
-                        f"'{name}' has {fields.short_repr(theirs[0].get('content'))}. Remove one of them.")
-    return (*(own or theirs), *before[len(theirs):], *prompt[len(own):])
+    return _keys(one) != _keys(other)
 
 
 def _is_other_conversation(prompt: Messages, side: Messages) -> bool:
     """True for a complete conversation where a completion of a user's turn should be."""
-    return (prompt[-1].get("role") == "user" and side[0].get("role") in ("user", "system", "developer")
+    return (prompt[-1].get("role") == "user" and side[0].get("role") in _ASKING
             and side[-1].get("role") == "assistant")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
 from tropism.data.tokenization.template_limits import TemplateTimeout, limited
 from tropism.data.tokenization.tokenizer import TextTokenizer, is_invisible
-from tropism.data.tokenization.tool_arguments import JsonArguments, with_argument_objects
+from tropism.data.tokenization.tool_arguments import JsonArguments, render_with_arguments, with_argument_objects
 from tropism.data.tokenization.truncate import Limits, PromptCutter, fit
 from tropism.data.tree import Completion, prompt_key, token_ids
 from tropism.errors import DataError, ModelError
@@ -142,9 +142,10 @@ class Renderer:
         # Without null values: some releases of transformers let templates write the word None.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            text = str(limited(lambda: tokenizer.apply_chat_template(
-                given, tools=list(row.tools) if row.tools else None,
-                add_generation_prompt=generate, tokenize=False, **self.template_kwargs), TEMPLATE_S, TEMPLATE_BYTES))
+            text = render_with_arguments(lambda chat: str(limited(lambda: tokenizer.apply_chat_template(
+                chat, tools=list(row.tools) if row.tools else None,
+                add_generation_prompt=generate, tokenize=False, **self.template_kwargs), TEMPLATE_S, TEMPLATE_BYTES)),
+                given)
         except TemplateTimeout:
             raise self._endless(row, f"did not end within {TEMPLATE_S:g} s") from None
         except (MemoryError, OverflowError):

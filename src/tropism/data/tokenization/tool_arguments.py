@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from jinja2 import TemplateError
+
 from tropism.data.rows import Message, Row
 
 
 class JsonArguments(dict[str, Any]):
-    """An object for templates that render arguments as JSON, and its text for those that write text as it is.
+    """Arguments as an object, and the text that they were given as.
 
     Args:
         values: of the arguments.
@@ -19,15 +21,6 @@ class JsonArguments(dict[str, Any]):
     def __init__(self, values: dict[str, Any], text: str) -> None:
         super().__init__(values)
         self.text = text
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __add__(self, other: str) -> str:
-        return self.text + other
-
-    def __radd__(self, other: str) -> str:
-        return other + self.text
 
     def changed(self, change: Callable[[Any], Any]) -> "JsonArguments":
         """The same with `change` applied to values and text."""
@@ -43,20 +36,57 @@ def with_argument_objects(row: Row) -> Row:
 
 
 def _with_objects(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_call(call) for call in calls]} if isinstance(calls, list) else message
+    return _changed(message, _parsed)
 
 
-def _call(call: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _call(call["function"])}
-    text = call.get("arguments")
-    if not isinstance(text, str):
-        return call
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        values = json.loads(text) if text.strip() else {}
+        values = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
-        return call
-    return {**call, "arguments": JsonArguments(values, text)} if isinstance(values, dict) else call
+        return arguments
+    return JsonArguments(values, arguments) if isinstance(values, dict) else arguments
+
+
+def _changed(message: Message, change: Callable[[Any], Any]) -> Message:
+    """A message with `change` applied to the arguments of its calls."""
+    def changed(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": changed(call["function"])}
+        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [changed(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def render_with_arguments(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
+    """The text of messages. A template that writes arguments as text gets the text, all others get objects.
+
+    Args:
+        render: renders messages with a chat template.
+        messages: as `with_argument_objects` makes them.
+    """
+    given: list[JsonArguments] = []
+
+    def text_of(arguments: Any) -> Any:
+        if isinstance(arguments, JsonArguments):
+            given.append(arguments)
+            return arguments.text
+        return arguments
+
+    as_text = [_changed(message, text_of) for message in messages]
+    if not given:
+        return render(messages)
+    try:
+        text = render(messages)
+    except (TypeError, TemplateError) as error:  # as of 'text' + object
+        try:
+            return render(as_text)
+        except (TypeError, TemplateError):
+            raise error from None
+    in_python = any(str(dict(arguments)) in text and json.dumps(arguments, ensure_ascii=False) not in text
+                    for arguments in given)
+    return render(as_text) if in_python else text
