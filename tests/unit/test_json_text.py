@@ -97,6 +97,8 @@ def test_calls_and_tools_as_json_text() -> None:
         (row,) = read("single", {"messages": [user("p"), asked], "tools": tools})[1]
         assert row.completions[0][0]["tool_calls"] == [call]
         assert row.tools == (schema,)
+    (row,) = read("single", {"messages": [user("p"), {**asked, "tool_calls": [json.dumps(call)]}]})[1]
+    assert row.completions[0][0]["tool_calls"] == [call]
     assert "'tool_calls' of a message of 'messages' must be a list of calls or its JSON, not 'f()'" in refused(
         "single", {"messages": [user("p"), {**asked, "tool_calls": "f()"}]})
 

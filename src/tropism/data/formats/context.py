@@ -25,6 +25,8 @@ def leading_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 def context_columns(record: Record) -> list[str]:
     """Columns of a record that add to the prompt what only messages can have."""
+    if not any(record.get(name) for name in (*CONTEXT_COLUMNS, "tools")):
+        return []
     found = [name for name in SYSTEM_COLUMNS if not _is_empty(record.get(name))]
     if _is_history(record.get("history")):
         found.append("history")
@@ -47,6 +49,8 @@ def with_context(record: Record, prompt: Content, place: str, chat: bool) -> Con
     Raises:
         DataError: for a system message or a history of another type, or for two system messages that differ.
     """
+    if not any(record.get(name) for name in CONTEXT_COLUMNS):
+        return prompt
     name, system = _system(record, place)
     history = _history(record.get("history"), place) if chat or _is_history(record.get("history")) else ()
     if not system and not history:

@@ -75,8 +75,9 @@ def message(value: Any, name: str, place: str) -> Message:
         raise DataError(f"{place}: each message of '{name}' needs a 'role' and a 'content'")
     given = value.get("content")
     value = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
-    if isinstance(value.get("tool_calls"), str):
-        value["tool_calls"] = _calls_of_text(value["tool_calls"], name, place)
+    calls = value.get("tool_calls")
+    if isinstance(calls, str) or (isinstance(calls, list) and any(isinstance(call, str) for call in calls)):
+        value["tool_calls"] = _calls_of_text(calls, name, place)
     if isinstance(given, list):
         texts = []
         for piece in given:
@@ -102,10 +103,11 @@ def _with_role(value: dict[str, Any], name: str, place: str) -> Message:
     return {"role": SPEAKERS[speaker], "content": said, **others}
 
 
-def _calls_of_text(value: str, name: str, place: str) -> list[Any]:
-    """The key `tool_calls` as JSON text; none for an empty text."""
-    calls = _from_json(value) if value.strip() else []
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+def _calls_of_text(value: str | list[Any], name: str, place: str) -> list[Any]:
+    """The key `tool_calls`, or its entries, as JSON text; none for an empty text."""
+    calls = value if isinstance(value, list) else _from_json(value) if value.strip() else []
+    calls = [_from_json(call) if isinstance(call, str) else call for call in calls] if isinstance(calls, list) else [""]
+    if not all(isinstance(call, dict) for call in calls):
         raise DataError(f"{place}: 'tool_calls' of a message of '{name}' must be a list of calls or its JSON, not "
                         f"{short_repr(value)}")
     return calls

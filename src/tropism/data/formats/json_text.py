@@ -10,7 +10,7 @@ from tropism.data.formats import fields
 from tropism.data.rows import RawRow
 from tropism.errors import DataError
 
-_PRINTED = re.compile(r"\[?\s*\{\s*['\"](?:role|content|from|value)['\"]\s*:")
+_PRINTED = re.compile(r"\s*\[?\s*\{\s*['\"](?:role|content|from|value)['\"]\s*:")
 _PROMPTS = ("prompt", "instruction", "input", "question", "query", "context", "history")
 _NOT_SIDES = {*_PROMPTS, "messages", "conversations", "rejected_messages", "system", "system_prompt"}
 _ASSISTANT = {speaker for speaker, role in fields.SPEAKERS.items() if role == "assistant"}
@@ -32,7 +32,9 @@ def json_columns(rows: Iterable[RawRow], names: Iterable[str]) -> frozenset[str]
         for name, value in row.record.items():
             if name in names and isinstance(value, str) and value.strip():
                 texts[name] += 1
-                objects[name] += _is_printed(value) or _holds_objects(name, _parsed(value), row.record)
+                found = _parsed(value)
+                objects[name] += (_PRINTED.match(value) is not None if found is None
+                                  else _holds_objects(name, found, row.record))
     return frozenset(name for name, count in objects.items() if count and 2 * count >= texts[name])
 
 
@@ -42,14 +44,15 @@ def decoded(row: RawRow, columns: frozenset[str]) -> RawRow:
     Raises:
         DataError: for messages as Python or numpy print them, which would be trained as text.
     """
-    record = {name: _decoded(value, name, row) if name in columns and isinstance(value, str) else value
-              for name, value in row.record.items()} if columns else row.record
-    return RawRow(row.place, record)
+    if not columns:
+        return row
+    return RawRow(row.place, {name: _decoded(value, name, row) if name in columns and isinstance(value, str) else value
+                              for name, value in row.record.items()})
 
 
 def _decoded(text: str, name: str, row: RawRow) -> Any:
     found = _parsed(text)
-    if _is_printed(text) and found is None:
+    if found is None and _PRINTED.match(text):
         problem = ("messages in Python notation, not JSON" if text.rstrip().endswith(("}", "]"))
                    else "messages in JSON that is cut off")
         raise DataError(f"{row.place}: '{name}' has {problem}. Write them with json.dumps, or save the data as JSONL "
@@ -66,10 +69,6 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _is_printed(text: str) -> bool:
-    return _PRINTED.match(text.lstrip()) is not None and _parsed(text) is None
 
 
 def _holds_objects(name: str, value: Any, record: dict[str, Any]) -> bool:

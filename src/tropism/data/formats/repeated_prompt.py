@@ -27,6 +27,8 @@ def without_repeated_prompt(draft: Draft, place: str) -> Draft | Dropped:
     prompt = fields.as_messages(draft.prompt, "user")
     if not prompt:
         return _own_prompt(draft, conversations, place)
+    if all(side[0].get("role") not in (*_ASKING, prompt[0].get("role")) for side in conversations.values()):
+        return draft  # the usual case
     completions: dict[str, Content] = dict(draft.completions)
     prompts: list[Messages] = []
     for name, side in conversations.items():

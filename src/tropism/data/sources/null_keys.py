@@ -40,9 +40,11 @@ class AddedNulls:
         self._given: set[Path] = set()
         self._fractions: set[Path] = set()
         self._own: set[str] = set()  # columns whose objects have keys of their own
+        self._seen = False
 
     def see(self, record: Any) -> None:
         """Note the keys of a record's nested objects."""
+        self._seen = True
         for column, value in record.items() if isinstance(record, dict) else ():
             if isinstance(value, dict | list):
                 self._see(value, (column,))
@@ -66,7 +68,7 @@ class AddedNulls:
 
     def removed(self, record: Any) -> Any:
         """A record without the null keys that were added, after all records that can be known were seen."""
-        if not isinstance(record, dict):
+        if not isinstance(record, dict) or (self._seen and not self._nulls):
             return record
         return {column: self._without(value, (column,)) if isinstance(value, dict | list) else value
                 for column, value in record.items()}

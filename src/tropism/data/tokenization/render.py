@@ -134,8 +134,9 @@ class Renderer:
         """
         tokenizer = self.text.tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            raise ModelError("the data has messages, but the tokenizer has no chat template. Set --chat-template, or "
-                             "use an instruct model or plain text prompts.")
+            raise ModelError("the data has messages, or text with a system message, history or tools, but the "
+                             "tokenizer has no chat template. Set --chat-template, or use an instruct model or plain "
+                             "text prompts alone.")
         if row.tools and _TOOLS.search(str(tokenizer.chat_template)) is None:
             raise DataError(f"{row.place}: the row has tools, but {self.template_name} does not use them. Choose "
                             "another with --chat-template, or remove the column 'tools'.")
