@@ -90,6 +90,11 @@ def test_single_completions() -> None:
     assert short(read("unpaired", {"query": "p", "response": "a", "label": False})[1][0]) == (["u: p"], ["a: a"], False)
 
 
+def test_the_advice_for_pairs_fits_their_columns() -> None:
+    assert "use `tropism dpo`, or write the chosen sides with `tropism convert --to single`." in refused(
+        "single", {**HELP3, "overall_preference": 1})
+
+
 @pytest.mark.parametrize(("record", "message"), [
     ({**HELP3, "overall_preference": 4}, "f:1: overall_preference 4 is not a preference from -3 to 3"),
     ({**HELP3, "overall_preference": "better"}, "f:1: overall_preference 'better' is not a number"),

@@ -35,6 +35,7 @@ def test_messages_in_every_kind_of_file(kind: str, fixture_tokenizer: Any, tmp_p
 @pytest.mark.parametrize(("view", "record", "row"), [
     ("single", {"messages": json.dumps([user("p"), answer("a")])}, (["u: p"], ["a: a"])),
     ("single", {"conversations": json.dumps(FROM)}, (["u: p"], ["a: a"])),
+    ("single", {"messages": [json.dumps(user("p")), json.dumps(answer("a"))]}, (["u: p"], ["a: a"])),
     ("single", {"messages": json.dumps([user("p"), answer("a")]), "prompt": "another "}, (["u: p"], ["a: a"])),
     ("paired", {"prompt": "p", "chosen": json.dumps(answer("a")), "rejected": json.dumps(answer("b"))},
      (["u: p"], ["a: a"], ["a: b"])),

@@ -107,6 +107,27 @@ def test_what_a_user_wrote_is_kept(rows: list[dict[str, Any]], tmp_path: Path) -
     assert records(iter(rows)) == rows
 
 
+class Json:
+    """The type of `datasets` for objects of any keys."""
+
+
+class List:
+    """The type of `datasets` for lists."""
+
+    def __init__(self, feature: Any) -> None:
+        self.feature = feature
+
+
+def test_objects_of_any_keys_are_the_users() -> None:
+    """T4: `datasets` keeps what its type Json holds, and fills the objects around it."""
+    source = Dataset([{"calls": [{"id": None, "args": {"a": None}}], "tools": [[{"default": None}], None],
+                       "old": [{"x": None, "y": {"a": None}}]}])
+    source.features = {"calls": List({"id": "string", "args": Json()}), "tools": Json(),  # type: ignore[attr-defined]
+                       "old": [{"y": Json()}]}
+    assert records(source) == [{"calls": [{"args": {"a": None}}], "tools": [[{"default": None}], None],
+                                "old": [{"y": {"a": None}}]}]
+
+
 def test_fractions_stay() -> None:
     rows = [{"x": arrays([{"a": 2.5, "b": "s"}])}, {"x": arrays([{"a": 2.0, "b": None}])}, {"x": arrays([{"a": None}])}]
     assert json.dumps(records(rows)) == json.dumps([{"x": [{"a": 2.5, "b": "s"}]}, {"x": [{"a": 2.0}]}, {"x": [{}]}])

@@ -64,11 +64,13 @@ def conversation(value: Any, name: str, place: str) -> tuple[Message, ...]:
 def message(value: Any, name: str, place: str) -> Message:
     """A message with `role` and `content`, or with `from` and `value` or `content`. Other keys are kept.
 
-    Keys with a null value are removed, since some programs write the keys of one message into all.
+    Keys with a null value are removed, since some programs write the keys of one message into all. A message of a list
+    may be JSON text, as `datasets` writes its type Json into files.
 
     Raises:
         DataError: for an unknown speaker or content that is not text.
     """
+    value = _from_json(value) if isinstance(value, str) else value
     if isinstance(value, dict) and "role" not in value and isinstance(value.get("from"), str):
         value = _with_role(value, name, place)
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):

@@ -204,8 +204,11 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
     if wanted == "paired" and _claims(rows, "unpaired", plain):
         hint = (" The file has labeled completions: use `tropism kto`, or pair those of the same prompt with "
                 "--pair-by-prompt.")
-    elif wanted == "single" and _claims(rows, "paired", plain):
-        hint = " The file has pairs: use `tropism dpo`, or train on the chosen side with --columns completion=chosen."
+    elif wanted == "single" and (pairs := _claims(rows, "paired", plain)):
+        chosen = ("train on the chosen side with --columns completion=chosen"
+                  if any("chosen" in shape.completions for _, shape in pairs)
+                  else "write the chosen sides with `tropism convert --to single`")
+        hint = f" The file has pairs: use `tropism dpo`, or {chosen}."
     elif wanted == "unpaired" and _claims(rows, "single", plain):
         hint = " The file has completions without labels: use `tropism sft`."
     needed = " or ".join(map(str, shapes))

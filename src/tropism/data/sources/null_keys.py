@@ -1,24 +1,35 @@
 """Null keys that table libraries add to nested objects, so that all objects of a column have the same keys."""
 
+from collections.abc import Mapping
 from typing import Any
 
 Path = tuple[str, ...]
 
 
-def without_none(value: Any) -> Any:
-    """The value without None entries in nested objects, which columnar files add."""
+def without_none(value: Any, feature: Any = None) -> Any:
+    """The value without None entries in nested objects, which columnar data adds.
+
+    Args:
+        value: of a column.
+        feature: type of the column in `datasets`. Objects of its type `Json` are as the user wrote them.
+    """
+    if type(feature).__name__ == "Json":
+        return value
     if isinstance(value, dict):
-        return {key: without_none(entry) for key, entry in value.items() if entry is not None}
+        types = feature if isinstance(feature, dict) else {}
+        return {key: without_none(entry, types.get(key)) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):
-        return [without_none(entry) for entry in value]
+        inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+        return [without_none(entry, inner) for entry in value]
     return value
 
 
-def without_nested_none(record: Any) -> Any:
+def without_nested_none(record: Any, features: Mapping[str, Any] | None = None) -> Any:
     """A record without None entries in nested objects. Its own columns are kept."""
     if not isinstance(record, dict):
         return record
-    return {name: without_none(value) for name, value in record.items()}
+    types = features or {}
+    return {name: without_none(value, types.get(name)) for name, value in record.items()}
 
 
 class TableList(list[Any]):

@@ -31,7 +31,9 @@ def plain_records(records: Iterable[Any]) -> Iterator[Any]:
         for _ in _converted(records, nulls.see):
             pass
     of_datasets = any(kind.__module__.partition(".")[0] == "datasets" for kind in type(records).__mro__)
-    yield from _converted(records, without_nested_none if of_datasets else nulls.removed)
+    features = getattr(records, "features", None)
+    yield from _converted(records, (lambda record: without_nested_none(record, features)) if of_datasets
+                          else nulls.removed)
 
 
 def _as_arrow(table: Any) -> Any:
