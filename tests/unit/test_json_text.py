@@ -68,6 +68,13 @@ def test_a_completion_that_is_other_json_stays_text(text: str) -> None:
         ("p", text, True)]
 
 
+def test_other_json_beside_messages() -> None:
+    asked = '[{"role": "user", "content": "q"}]'
+    for prompt in ([user("p")], json.dumps([user("p")])):
+        (row,) = read("unpaired", {"prompt": prompt, "completion": asked, "label": True})[1]
+        assert short(row) == (["u: p"], [f"a: {asked}"], True)
+
+
 def test_a_column_is_messages_only_if_most_of_it_is() -> None:
     odd = json.dumps([answer("a")])
     rows = [{"prompt": "p", "completion": text, "label": True} for text in ("x", "y", odd)]

@@ -106,13 +106,11 @@ def _is_message(value: Any) -> bool:
 
 def _answers(messages: list[dict[str, Any]], record: dict[str, Any]) -> bool:
     """True if messages can be a completion of the record's prompt. Beside a prompt of text, other JSON is text."""
+    roles = [str(message.get("role", message.get("from"))).strip().lower() for message in messages]
     prompts = [record[name] for name in _PROMPTS if isinstance(record.get(name), str) and record[name].strip()]
-    if not prompts or any(_is_messages(_parsed(prompt)) for prompt in prompts):
+    if roles[-1] not in _ASSISTANT:
+        return False
+    if not prompts or roles[0] in _ASSISTANT or any(_is_messages(_parsed(prompt)) for prompt in prompts):
         return True
-
-    def role(message: dict[str, Any]) -> str:
-        return str(message.get("role", message.get("from"))).strip().lower()
-
     said = {str(message.get("content", message.get("value"))).strip() for message in messages}
-    return role(messages[-1]) in _ASSISTANT and (
-        role(messages[0]) in _ASSISTANT or any(prompt.strip() in said for prompt in prompts))
+    return any(prompt.strip() in said for prompt in prompts)
