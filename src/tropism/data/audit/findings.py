@@ -39,6 +39,10 @@ _NOTED: tuple[tuple[str, float, str], ...] = (
      "changed text. `tropism inspect` shows it."),
     ("unseen", 0.1, "a completion of {count} has only invisible characters (first {first}). Training uses it "
      "unchanged. Remove these rows if that is not intended."),
+    ("earlier_marked", 1.0, "the messages of {count} say whether to train on them (first {first}), but --supervise last "
+     "trains on the last one only. To train on every assistant message that is not excluded, use --supervise all."),
+    ("others_marked", 1.0, "a message of {count} is marked to be trained on but is not the assistant's (first {first}). "
+     "Training is on assistant messages only."),
     ("control_spelled", 1.0, "the text of {count} contains control tokens (first {first}). They are encoded as plain "
      "characters."),
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tropism.data.formats.turn_marks import effective, with_marks
 from tropism.data.rows import Message
 from tropism.errors import DataError
 
@@ -62,13 +63,18 @@ def conversation(value: Any, name: str, place: str) -> tuple[Message, ...]:
 
 
 def message(value: Any, name: str, place: str) -> Message:
-    """A message with `role` and `content`, or with `from` and `value` or `content`. Other keys are kept.
+    """A message with `role` and `content`, or with `from` and `value` or `content`. Other keys are kept, and marks that
+    say whether to train on it get the names of `turn_marks`.
 
     Keys with a null value are removed, since some programs write the keys of one message into all.
 
     Raises:
-        DataError: for an unknown speaker or content that is not text.
+        DataError: for an unknown speaker, content that is not text, or an invalid mark.
     """
+    return with_marks(_message(value, name, place), name, place)
+
+
+def _message(value: Any, name: str, place: str) -> Message:
     if isinstance(value, dict) and "role" not in value and isinstance(value.get("from"), str):
         value = _with_role(value, name, place)
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
@@ -154,7 +160,7 @@ def as_messages(given: Content, role: str) -> tuple[Message, ...]:
 def shared_start(one: tuple[Message, ...], other: tuple[Message, ...]) -> int:
     """Number of messages that two conversations share from the start."""
     shared = 0
-    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+    while shared < min(len(one), len(other)) and effective(one[shared]) == effective(other[shared]):
         shared += 1
     return shared
 

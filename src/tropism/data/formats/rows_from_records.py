@@ -10,6 +10,7 @@ from tropism.data.formats.fields import Content
 from tropism.data.formats.format import Draft, Drafts
 from tropism.data.formats.plain_records import plain_drafts
 from tropism.data.formats.recognize import Reading
+from tropism.data.formats.turn_marks import without_marks
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
 
@@ -105,7 +106,8 @@ def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
         if isinstance(row, Dropped):
             paired[number] = row
             continue
-        key = json.dumps([row.prompt, row.tools], sort_keys=True, default=str)
+        prompt = row.prompt if isinstance(row.prompt, str) else tuple(map(without_marks, row.prompt))
+        key = json.dumps([prompt, row.tools], sort_keys=True, default=str)
         same, opposite = waiting[key] if row.desirable else waiting[key][::-1]
         if not opposite:
             same.append(number)

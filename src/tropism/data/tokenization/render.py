@@ -7,7 +7,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+from tropism.data.formats.turn_marks import is_trained, without_marks
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
+from tropism.data.tokenization import turns
 from tropism.data.tokenization.template_limits import TemplateTimeout, limited
 from tropism.data.tokenization.tokenizer import TextTokenizer, is_invisible
 from tropism.data.tokenization.truncate import Limits, PromptCutter, fit
@@ -66,11 +68,14 @@ class Renderer:
         """
         try:
             return self._encode(row)
+        except turns.NothingToLearn as why:
+            return Dropped(row.place, Reason.NO_SUPERVISED_TOKEN, str(why))
         except RecursionError:
             raise DataError(f"{row.place}: messages or tools are nested too deeply") from None
 
     def _encode(self, row: Row) -> EncodedRow | Dropped:
         notes: set[str] = set()
+        turns.check_marks(row, self.supervise, notes)
         if isinstance(row.prompt, str):
             cutter, split = self._plain_prompt(row.prompt)
             encoded = [self._plain_completion(row.prompt, cutter.ids, str(text), notes) for text in row.completions]
@@ -139,7 +144,8 @@ class Renderer:
             raise DataError(f"{row.place}: the row has tools, but {self.template_name} does not use them. Choose "
                             "another with --chat-template, or remove the column 'tools'.")
         # Without null values: some releases of transformers let templates write the word None.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        given = [{key: value for key, value in without_marks(message).items() if value is not None}
+                 for message in messages]
         try:
             text = str(limited(lambda: tokenizer.apply_chat_template(
                 given, tools=list(row.tools) if row.tools else None,
@@ -210,7 +216,8 @@ class _Conversation:
         self.completions_start = len(self.prompt)
         if renderer.supervise == "all":
             # A greeting with which the assistant opens the conversation is context, not a completion.
-            first = next((i for i, message in enumerate(self.prompt) if i and message["role"] == "assistant"), None)
+            first = next((i for i, message in enumerate(self.prompt)
+                          if i and message["role"] == "assistant" and is_trained(message)), None)
             self.completions_start = len(self.prompt) if first is None else first
         head = self.prompt[: self.completions_start]
         self.prompt_text = renderer.template(head, self.row, generate=True) if head else ""
@@ -296,7 +303,7 @@ class _Conversation:
         """Ids after the prompt, with a mask of the supervised assistant messages; None if these are empty."""
         rest = [*self.prompt[self.completions_start :], *(self._masked(message) for message in messages)]
         head = self.prompt[: self.completions_start]
-        assistant = [i for i, message in enumerate(rest) if message["role"] == "assistant"]
+        assistant = [i for i, message in enumerate(rest) if message["role"] == "assistant" and is_trained(message)]
         supervised = assistant if self.renderer.supervise == "all" else assistant[-1:]
         ids: list[int] = []
         mask: list[bool] = []
@@ -316,11 +323,15 @@ class _Conversation:
                 notes.add("text_changed")
             ids += [*new, stop]
             self.renderer.stop_ids.add(stop)
-            mask += [True] * (len(new) + 1)
+            content = self._unmasked(rest[i].get("content") or "")
+            tokens, terminator = turns.learned(rest[i], content, new, self.renderer.text.decode, self.row.place)
+            mask += [*tokens, terminator]
             content_tokens += len(new)
             before = start + text + self._spell(stop)
         if not content_tokens:
             return None
+        if not any(mask):
+            raise turns.NothingToLearn("no token lies in a trained span of 'train_detail'")
         array = Completion.supervised(ids)
         if all(mask):
             return array
