@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -258,6 +259,33 @@ def thumb(value: Any, name: str, place: str) -> bool:
     except DataError:
         raise DataError(f"{place}: {name} {short_repr(value)} of a message is not a valid label. Use true/false, 0/1, "
                         "up/down or thumbs_up/thumbs_down.") from None
+
+
+WEIGHTS = ("weight", "sample_weight", "loss_weight", "example_weight")
+"""Columns with the weight of a row."""
+
+
+def weight(record: Mapping[str, Any], place: str) -> float | None:
+    """The weight of a record; None for none, or for an empty cell of CSV.
+
+    Raises:
+        DataError: for anything but a finite number that is 0 or more, or its text.
+    """
+    given = {name: value for name in WEIGHTS if (value := record.get(name)) not in (None, "")}
+    if not given:
+        return None
+    name, value = next(iter(given.items()))
+    if len(given) > 1:
+        raise DataError(f"{place}: {' and '.join(map(repr, given))} are both weights of the row. To ignore one, rename "
+                        f"it: --columns unused={name}")
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise DataError(f"{place}: {name} {short_repr(value)} is not a weight, which is a number of 0 or more. Fix it, "
+                        f"or ignore the column by renaming it: --columns unused={name}")
+    return number
 
 
 def is_thumb(value: Any) -> bool:

@@ -34,6 +34,7 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     record, view = raw.record, reading.shape.view
     first = fields.identifier(record.get("id"), raw.place)
     tools = fields.tool_schemas(record.get("tools"), raw.place)
+    weight = fields.weight(record, raw.place)
     known = reading.format
     if known.make_drafts is None:
         drafts = plain_drafts(known, raw, view)
@@ -46,7 +47,8 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
         row = _checked_row(draft, raw.place, reading) if isinstance(draft, Draft) else draft
         if isinstance(row, Row):
             number = 1 + len(rows)
-            row = replace(row, id=first if number == 1 else f"{first}#{number}", tools=row.tools or tools)
+            row = replace(row, id=first if number == 1 else f"{first}#{number}", tools=row.tools or tools,
+                          weight=weight)
         rows.append(row)
     return rows
 
@@ -99,6 +101,9 @@ def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
     """Pair labeled completions: the first desirable one of a prompt with its first undesirable one, and so on.
 
     A pair has the id and place of its desirable row, and the position of the later of the two rows.
+
+    Raises:
+        DataError: if their weights differ.
     """
     waiting: dict[str, tuple[deque[int], deque[int]]] = defaultdict(lambda: (deque(), deque()))
     paired: dict[int, Row | Dropped] = {}
@@ -115,6 +120,9 @@ def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
         partner = rows[opposite.popleft()]
         assert isinstance(partner, Row)
         chosen, rejected = (row, partner) if row.desirable else (partner, row)
+        if chosen.weight != rejected.weight:
+            raise DataError(f"{rejected.place}: the weight {rejected.weight} differs from {chosen.weight}, the weight "
+                            f"of {chosen.place}, with which --pair-by-prompt pairs it. Give both the same weight.")
         paired[number] = replace(chosen, completions=chosen.completions + rejected.completions, desirable=None)
     for queues in waiting.values():
         for queue, missing in zip(queues, ("undesirable", "desirable"), strict=True):

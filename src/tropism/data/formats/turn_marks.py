@@ -68,8 +68,8 @@ def _spans(value: Any, content: str, what: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     marked: dict[int, bool] = {}
     for span in value:
-        begin, end, train = (span.get(key) if isinstance(span, dict) else None
-                             for key in ("begin_offset", "end_offset", "train"))
+        fields: dict[str, Any] = span if isinstance(span, dict) else {}
+        begin, end, train = fields.get("begin_offset", ""), fields.get("end_offset", ""), fields.get("train")
         if not all(isinstance(offset, int) and not isinstance(offset, bool) for offset in (begin, end)) or (
                 train is None):
             raise DataError(f"{what} has the span {span!r:.100}. A span needs 'begin_offset', 'end_offset' and "

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from tropism.data.formats.turn_marks import DETAIL, TRAIN, is_marked, is_trained
 from tropism.data.rows import Message, Row
@@ -25,8 +25,9 @@ def check_marks(row: Row, supervise: Literal["last", "all"], notes: set[str]) ->
     if isinstance(row.prompt, str):
         return
     names = ("the chosen side", "the rejected side") if len(row.completions) == 2 else ("the completion",)
-    for name, completion in zip(names, row.completions, strict=True):
-        messages: list[Message] = [*row.prompt, *completion]  # type: ignore[list-item]
+    completions: Any = row.completions
+    for name, completion in zip(names, completions, strict=True):
+        messages: list[Message] = [*row.prompt, *completion]
         if not any(map(is_marked, messages)):
             continue
         if any(message.get(TRAIN) and message["role"] != "assistant" for message in messages):
