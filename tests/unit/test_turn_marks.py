@@ -1,4 +1,4 @@
-"""Marks on messages that say whether they are trained on: every spelling is respected, and none reaches the template."""
+"""Marks on messages that say whether to train on them: every spelling is respected, and none reaches the template."""
 
 import json
 from pathlib import Path
@@ -21,8 +21,8 @@ from tropism.data.tokenization.truncate import Limits
 from tropism.errors import DataError
 
 # Every value of a template's message that could change its text is shown by this one.
-SHOWS_KEYS = ("{% for m in messages %}<|turn|>{{ m.role }}{% for key in m if key not in ('role', 'content') %} {{ key }}"
-              "{% endfor %}{{ '\n' + m.content }}<|end|>\n{% endfor %}"
+SHOWS_KEYS = ("{% for m in messages %}<|turn|>{{ m.role }}"
+              "{% for key in m if key not in ('role', 'content') %} {{ key }}{% endfor %}{{ '\n' + m.content }}<|end|>\n{% endfor %}"
               "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}")
 FALSE: list[tuple[str, Any]] = [
     *((key, value) for key in ("weight", "loss", "train", "trainable", "training", "loss_mask", "step_loss_mask",
@@ -59,7 +59,7 @@ def chat(*marks: dict[str, Any], **others: Any) -> dict[str, Any]:
         said("user", f"u{number}"), said("assistant", chr(ord("a") + number)) | mark)], **others}
 
 
-# --- whole turns -------------------------------------------------------------------------------------------------------
+# --- whole turns ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("key", "value"), FALSE)
@@ -145,7 +145,8 @@ def test_marks_of_the_shared_turns_of_a_pair() -> None:
 
 @pytest.mark.parametrize(("marks", "role", "named"), [
     ({"weight": 0.5}, "assistant", "'weight' of a message of 'messages' is 0.5"),
-    ({"weight": -1}, "assistant", "is -1"), ({"weight": 2}, "assistant", "is 2"), ({"loss": "maybe"}, "user", "'maybe'"),
+    ({"weight": -1}, "assistant", "is -1"), ({"weight": 2}, "assistant", "is 2"),
+    ({"loss": "maybe"}, "user", "'maybe'"),
     ({"loss": float("nan")}, "assistant", "is nan"), ({"loss_mask": [0, 1]}, "assistant", r"is \[0, 1\]"),
     ({"loss": ""}, "assistant", "is ''"), ({"mask": {}}, "assistant", "is {}"),
     ({"weight": 1, "loss": False}, "assistant", "'weight' and 'loss' of a message of 'messages' contradict"),
@@ -166,7 +167,7 @@ def test_invalid_marks(marks: dict[str, Any], role: str, named: str) -> None:
     assert str(caught.value).startswith("f.jsonl:7: ")
 
 
-# --- parts of turns ----------------------------------------------------------------------------------------------------
+# --- parts of turns ---------------------------------------------------------------------------------------------------
 
 
 def spans(*given: tuple[int, int, bool]) -> list[dict[str, Any]]:
@@ -186,7 +187,8 @@ def test_spans_of_characters(detail: list[dict[str, Any]], wanted: list[str]) ->
 
 
 @pytest.mark.parametrize("marks", [
-    {"train_detail": spans((0, 0, False))}, {"train_detail": []}, {"train": False, "train_detail": spans((0, 0, True))}])
+    {"train_detail": spans((0, 0, False))}, {"train_detail": []},
+    {"train": False, "train_detail": spans((0, 0, True))}])
 def test_spans_that_leave_nothing(marks: dict[str, Any]) -> None:
     assert learned(chat({}, marks)) == ["a<|end|>"]
     assert isinstance(encode(chat(marks)), Dropped)
@@ -223,7 +225,7 @@ def test_spans_of_a_text_that_the_template_changes() -> None:
         turns.learned(marked, " Hello", [2, 3], pieces, "f:1")
 
 
-# --- what is said ------------------------------------------------------------------------------------------------------
+# --- what is said -----------------------------------------------------------------------------------------------------
 
 
 def audited(tmp_path: Path, supervise: str, *records: dict[str, Any]) -> Audit:
@@ -245,11 +247,11 @@ def test_marks_without_effect_are_said(tmp_path: Path) -> None:
 
 
 def test_no_row_left(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no row is left to train on.*no_supervised_token.*marked as not trained on"):
+    with pytest.raises(DataError, match=r"no row is left to train on.*no_supervised_token.*marked as not trained on"):
         audited(tmp_path, "last", chat({"weight": 0}))
 
 
-# --- convert -----------------------------------------------------------------------------------------------------------
+# --- convert ----------------------------------------------------------------------------------------------------------
 
 
 def converted(tmp_path: Path, *records: dict[str, Any], **options: Any) -> list[dict[str, Any]]:

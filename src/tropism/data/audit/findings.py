@@ -158,9 +158,9 @@ def _weights(facts: RowFacts) -> Iterator[Finding]:
     if facts.weighted and facts.weight is not None:
         low, mean, high = (float(value) for value in (facts.weight.min(), facts.weight.mean(), facts.weight.max()))
         none = int((facts.weight == 0).sum())
-        yield Finding("weights", "notice", f"the rows have weights, by which training multiplies their loss: {low:g} to "
-                      f"{high:g}, mean {mean:.3g}, {count_of(none, 'row')} with weight 0. To ignore the weights, rename "
-                      "their column: --columns unused=weight", (),
+        yield Finding("weights", "notice", "the rows have weights, by which training multiplies their loss: "
+                      f"{low:g} to {high:g}, mean {mean:.3g}, {count_of(none, 'row')} with weight 0. To ignore them, "
+                      "rename their column: --columns unused=weight", (),
                       {"min": low, "mean": mean, "max": high, "zero": none})
 
 

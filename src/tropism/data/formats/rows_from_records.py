@@ -120,9 +120,10 @@ def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
         partner = rows[opposite.popleft()]
         assert isinstance(partner, Row)
         chosen, rejected = (row, partner) if row.desirable else (partner, row)
-        if chosen.weight != rejected.weight:
-            raise DataError(f"{rejected.place}: the weight {rejected.weight} differs from {chosen.weight}, the weight "
-                            f"of {chosen.place}, with which --pair-by-prompt pairs it. Give both the same weight.")
+        weights = [1.0 if one.weight is None else one.weight for one in (chosen, rejected)]
+        if weights[0] != weights[1]:
+            raise DataError(f"{rejected.place}: the weight {weights[1]:g} differs from {weights[0]:g}, the weight of "
+                            f"{chosen.place}, with which --pair-by-prompt pairs it. Give both the same weight.")
         paired[number] = replace(chosen, completions=chosen.completions + rejected.completions, desirable=None)
     for queues in waiting.values():
         for queue, missing in zip(queues, ("undesirable", "desirable"), strict=True):
