@@ -137,6 +137,7 @@ def test_convert_keeps_weights(tmp_path: Path, to: Any, kind: str) -> None:
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     report = convert(str(source), ConvertOptions(output=str(target), to=to))
     assert not report.columns
+    assert report.changed["column sample_weight became weight"] == 2
     view: View = "unpaired" if to == "unpaired" else "single"
     found = read_rows(str(target), Renderer(build_tokenizer(), Limits(1000)), view)
     assert [one.weight for one in found.rows] == [0, 2.5, 1]

@@ -22,7 +22,8 @@ from tropism.errors import DataError
 
 # Every value of a template's message that could change its text is shown by this one.
 SHOWS_KEYS = ("{% for m in messages %}<|turn|>{{ m.role }}"
-              "{% for key in m if key not in ('role', 'content') %} {{ key }}{% endfor %}{{ '\n' + m.content }}<|end|>\n{% endfor %}"
+              "{% for key in m if key not in ('role', 'content') %} {{ key }}{% endfor %}"
+              "{{ '\n' + m.content }}<|end|>\n{% endfor %}"
               "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}")
 FALSE: list[tuple[str, Any]] = [
     *((key, value) for key in ("weight", "loss", "train", "trainable", "training", "loss_mask", "step_loss_mask",
@@ -167,6 +168,15 @@ def test_invalid_marks(marks: dict[str, Any], role: str, named: str) -> None:
     assert str(caught.value).startswith("f.jsonl:7: ")
 
 
+@pytest.mark.parametrize("speaker", ["Assistant", "gpt", " model "])
+def test_a_masked_speaker(speaker: str) -> None:
+    """NeMo's chats name the speaker that is not trained on: the user as a rule."""
+    talk = [{"from": "User", "value": "u"}, {"from": "Assistant", "value": "a"}]
+    assert learned({"conversations": talk, "mask": "User"}) == ["a<|end|>"]
+    with pytest.raises(DataError, match=r"f:1: mask .* excludes the assistant's messages.*--columns unused=mask"):
+        encode({"conversations": talk, "mask": speaker})
+
+
 # --- parts of turns ---------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +187,7 @@ def spans(*given: tuple[int, int, bool]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("detail", "wanted"), [
     (spans((0, 6, False), (7, 13, True)), ["an oak.<|end|>"]), (spans((7, 8, True)), ["an"]),
     (spans((0, 13, True)), ["Sorry, an oak.<|end|>"]), (spans((0, 4, True), (10, 12, True)), ["Sorry", "oak"]),
-    (spans((7, 13, "true"), (0, 6, 0)), ["an oak.<|end|>"])])
+    (spans((7, 13, "true"), (0, 6, 0)), ["an oak.<|end|>"]), (spans((7.0, 8.0, 1.0)), ["an"])])  # type: ignore[arg-type]
 def test_spans_of_characters(detail: list[dict[str, Any]], wanted: list[str]) -> None:
     """Offsets include the end; characters outside of trained spans are context; the terminator goes with the last."""
     for key in ("train_detail", "training_detail"):

@@ -288,6 +288,18 @@ def weight(record: Mapping[str, Any], place: str) -> float | None:
     return number
 
 
+def check_masked_speaker(record: Mapping[str, Any], place: str) -> None:
+    """The column `mask` of NeMo's chats names the speaker that is not trained on, who must not be the assistant.
+
+    Raises:
+        DataError: if it is.
+    """
+    speaker = record.get("mask")
+    if isinstance(speaker, str) and SPEAKERS.get(speaker.strip().lower()) == "assistant":
+        raise DataError(f"{place}: mask {short_repr(speaker)} excludes the assistant's messages from training, but "
+                        "training is on these only. Remove the column, or rename it: --columns unused=mask")
+
+
 def is_thumb(value: Any) -> bool:
     """True if `thumb` accepts the value."""
     try:

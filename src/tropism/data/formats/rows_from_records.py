@@ -35,6 +35,7 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     first = fields.identifier(record.get("id"), raw.place)
     tools = fields.tool_schemas(record.get("tools"), raw.place)
     weight = fields.weight(record, raw.place)
+    fields.check_masked_speaker(record, raw.place)
     known = reading.format
     if known.make_drafts is None:
         drafts = plain_drafts(known, raw, view)

@@ -69,9 +69,9 @@ def _spans(value: Any, content: str, what: str) -> list[dict[str, Any]]:
     marked: dict[int, bool] = {}
     for span in value:
         fields: dict[str, Any] = span if isinstance(span, dict) else {}
-        begin, end, train = fields.get("begin_offset", ""), fields.get("end_offset", ""), fields.get("train")
-        if not all(isinstance(offset, int) and not isinstance(offset, bool) for offset in (begin, end)) or (
-                train is None):
+        begin, end = (_offset(fields.get(key)) for key in ("begin_offset", "end_offset"))
+        train = fields.get("train")
+        if begin is None or end is None or train is None:
             raise DataError(f"{what} has the span {span!r:.100}. A span needs 'begin_offset', 'end_offset' and "
                             "'train'.")
         if not 0 <= begin <= end < len(content):
@@ -82,6 +82,12 @@ def _spans(value: Any, content: str, what: str) -> list[dict[str, Any]]:
             raise DataError(f"{what} has the span {begin} to {end}, which contradicts an earlier one")
         found.append({"begin_offset": begin, "end_offset": end, "train": train})
     return found
+
+
+def _offset(value: Any) -> int | None:
+    """A whole number, also as a float, as tables with missing values have it."""
+    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+    return int(value) if is_whole else None
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
