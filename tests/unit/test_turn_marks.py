@@ -225,14 +225,14 @@ def test_tokens_at_the_border_of_a_span(span: tuple[int, int], wanted: list[int]
     """A token with a character that is not trained on is not learned. A character in two tokens needs both."""
     content = "Hello world\U0001f333!\n"
     marked = message(said("assistant", content) | {"train_detail": spans((*span, True))}, "messages", "f:1")
-    assert turns.learned(marked, content, list(range(7)), pieces, "f:1") == ([bool(one) for one in wanted], ends)
+    assert turns.learned(marked, list(range(7)), pieces, "f:1") == ([bool(one) for one in wanted], ends)
 
 
 def test_spans_of_a_text_that_the_template_changes() -> None:
     marked = message(said("assistant", " Hello") | {"train_detail": spans((1, 5, True))}, "messages", "f:1")
-    assert turns.learned(marked, " Hello", [0, 1], pieces, "f:1") == ([True, True], True)  # trimmed
+    assert turns.learned(marked, [0, 1], pieces, "f:1") == ([True, True], True)  # trimmed
     with pytest.raises(DataError, match="f:1: the chat template or the tokenizer changes the text"):
-        turns.learned(marked, " Hello", [2, 3], pieces, "f:1")
+        turns.learned(marked, [2, 3], pieces, "f:1")
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

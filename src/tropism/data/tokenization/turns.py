@@ -42,7 +42,7 @@ def check_marks(row: Row, supervise: Literal["last", "all"], notes: set[str]) ->
             notes.add("earlier_marked")
 
 
-def learned(message: Message, content: str, ids: list[int], decode: Callable[[list[int]], str],
+def learned(message: Message, ids: list[int], decode: Callable[[list[int]], str],
             place: str) -> tuple[list[bool], bool]:
     """Which tokens of a rendered message are supervised, and whether its terminator is.
 
@@ -50,8 +50,7 @@ def learned(message: Message, content: str, ids: list[int], decode: Callable[[li
     not count. The terminator goes with the last character. What the template adds is not supervised.
 
     Args:
-        message: with its marks.
-        content: its text.
+        message: with its marks and its content.
         ids: of the rendered message, without the terminator.
         decode: ids to text.
         place: of the row, for errors.
@@ -61,7 +60,7 @@ def learned(message: Message, content: str, ids: list[int], decode: Callable[[li
     """
     if DETAIL not in message:
         return [True] * len(ids), True
-    text, borders = decode(ids), _borders(ids, decode)
+    text, borders, content = decode(ids), _borders(ids, decode), str(message.get("content") or "")
     shown = content if content in text else content.strip()
     if borders[-1] != len(text) or shown not in text:
         raise DataError(f"{place}: the chat template or the tokenizer changes the text of a message with "
