@@ -160,7 +160,10 @@ def test_marks_of_the_shared_turns_of_a_pair() -> None:
     ({"train_detail": [{"begin_offset": -1, "end_offset": 1, "train": True}]}, "assistant", "the span -1 to 1"),
     ({"training_detail": [{"begin_offset": 0, "end_offset": 1, "train": "x"}]}, "assistant", "'train' is 'x'"),
     ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True},
-                       {"begin_offset": 1, "end_offset": 2, "train": False}]}, "assistant", "contradicts an earlier"),
+                       {"begin_offset": 1, "end_offset": 2, "train": False}]}, "assistant", "overlaps an earlier"),
+    ({"train_detail": [{"begin_offset": 0, "end_offset": 10**400, "train": True}]}, "assistant", "characters 0 to 3"),
+    *(({"train_detail": [{"begin_offset": odd, "end_offset": 3, "train": True}]}, "assistant", "A span needs")
+      for odd in (True, 0.5, "0", None, float("nan"), float("inf"))),
 ])
 def test_invalid_marks(marks: dict[str, Any], role: str, named: str) -> None:
     with pytest.raises(DataError, match=named) as caught:

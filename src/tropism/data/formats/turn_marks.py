@@ -66,7 +66,7 @@ def _spans(value: Any, content: str, what: str) -> list[dict[str, Any]]:
     if not isinstance(value, list | tuple):
         raise DataError(f"{what} must be a list of spans, not {type(value).__name__}")
     found: list[dict[str, Any]] = []
-    marked: dict[int, bool] = {}
+    covered: set[int] = set()
     for span in value:
         fields: dict[str, Any] = span if isinstance(span, dict) else {}
         begin, end = (_offset(fields.get(key)) for key in ("begin_offset", "end_offset"))
@@ -77,17 +77,19 @@ def _spans(value: Any, content: str, what: str) -> list[dict[str, Any]]:
         if not 0 <= begin <= end < len(content):
             raise DataError(f"{what} has the span {begin} to {end}, but the content has the characters 0 to "
                             f"{len(content) - 1}. Offsets count from 0, and the end is included.")
-        train = _verdict(train, f"{what}: 'train'")
-        if any(marked.setdefault(number, train) != train for number in range(begin, end + 1)):
-            raise DataError(f"{what} has the span {begin} to {end}, which contradicts an earlier one")
-        found.append({"begin_offset": begin, "end_offset": end, "train": train})
+        characters = range(begin, end + 1)
+        if not covered.isdisjoint(characters):
+            raise DataError(f"{what} has the span {begin} to {end}, which overlaps an earlier one")
+        covered.update(characters)
+        found.append({"begin_offset": begin, "end_offset": end, "train": _verdict(train, f"{what}: 'train'")})
     return found
 
 
 def _offset(value: Any) -> int | None:
     """A whole number, also as a float, as tables with missing values have it."""
-    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
-    return int(value) if is_whole else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:  # NaN too
+        return None
+    return int(value)
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
