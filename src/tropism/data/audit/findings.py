@@ -39,8 +39,30 @@ _NOTED: tuple[tuple[str, float, str], ...] = (
      "changed text. `tropism inspect` shows it."),
     ("unseen", 0.1, "a completion of {count} has only invisible characters (first {first}). Training uses it "
      "unchanged. Remove these rows if that is not intended."),
+    ("earlier_marked", 1.0, "the messages of {count} say whether to train on them (first {first}), but --supervise "
+     "last trains on the last one only. To train on every assistant message that is not excluded, use --supervise "
+     "all."),
+    ("others_marked", 1.0, "a message of {count} is marked to be trained on, but is not the assistant's (first "
+     "{first}). Training is on assistant messages only."),
     ("control_spelled", 1.0, "the text of {count} contains control tokens (first {first}). They are encoded as plain "
      "characters."),
+    ("control_kept", 1.0, "the text of {count} contains control tokens (first {first}), which stay control tokens "
+     "(--control-tokens keep). They can open or end a turn."),
+    ("turn_spelled", 0.0, "the text of {count} contains tokens with which the chat template marks turns (first "
+     "{first}). The tokenizer does not list them as special, so they stay tokens, in training and in generation, and "
+     "can open a turn. Remove them from the text, or stop at such rows with --control-tokens refuse."),
+    ("thought_hidden", 0.0, "a thought of {count} is not trained, since the chat template does not show it (first "
+     "{first}). Move it to the key that the template reads (reasoning_content, reasoning or thinking), or into the "
+     "content as <think>...</think>. If the generation prompt closes the thought, set --chat-template-kwargs "
+     "enable_thinking=true. Otherwise choose another --chat-template."),
+    ("thought_open", 0.0, "a completion of {count} is inside a thought that it never closes (first {first}), so the "
+     "model learns to answer within its thoughts. Begin these completions with a thought and </think>, or use a "
+     "generation prompt without an open thought: --chat-template-kwargs enable_thinking=false if the template reads "
+     "it, or another --chat-template."),
+    ("thought_restored", 1.0, "the chat template removes the thought of {count} (first {first}), but its generation "
+     "prompt opens one. These completions are trained with their thoughts, as generation writes them."),
+    ("system_hidden", 0.0, "the chat template does not show a system message of {count} as it is written (first "
+     "{first}). Put its text into the first user message, or choose another template with --chat-template."),
 )
 
 
@@ -85,8 +107,8 @@ def find_in_rows(
     facts = facts_of(rows) if facts is None else facts
     if reasons is None:
         reasons = dict(Counter(str(drop.reason) for drop in dropped).most_common())
-    found = [*_tokens(facts), *_balance(facts), *_dropped(len(rows), dropped, reasons), *_noted(rows, facts),
-             *_duplicates(rows, facts), *_both_labels(rows, facts), *_both_orders(rows, facts),
+    found = [*_tokens(facts), *_weights(facts), *_balance(facts), *_dropped(len(rows), dropped, reasons),
+             *_noted(rows, facts), *_duplicates(rows, facts), *_both_labels(rows, facts), *_both_orders(rows, facts),
              *_one_token(rows, facts), *_length(facts)]
     if decode is not None:
         found += _refusals(rows, facts, decode)
@@ -147,6 +169,16 @@ def _tokens(facts: RowFacts) -> Iterator[Finding]:
     repeated, prompts = facts.repeated_tokens, int(facts.prompt_numbers.max()) + 1
     text = f"an epoch has {flat:,} tokens, {percent(repeated / flat)} of them repeated prompts"
     yield Finding("tokens", "info", text, (), {"flat": flat, "repeated_prompt": repeated, "prompts": prompts})
+
+
+def _weights(facts: RowFacts) -> Iterator[Finding]:
+    if facts.weighted and facts.weight is not None:
+        low, mean, high = (float(value) for value in (facts.weight.min(), facts.weight.mean(), facts.weight.max()))
+        none = int((facts.weight == 0).sum())
+        yield Finding("weights", "notice", "the rows have weights, by which training multiplies their loss: "
+                      f"{low:g} to {high:g}, mean {mean:.3g}, {count_of(none, 'row')} with weight 0. To ignore them, "
+                      "rename their column: --columns unused=weight", (),
+                      {"min": low, "mean": mean, "max": high, "zero": none})
 
 
 def _balance(facts: RowFacts) -> Iterator[Finding]:

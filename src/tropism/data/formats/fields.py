@@ -2,10 +2,12 @@
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from tropism.data.formats.turn_marks import effective, with_marks
 from tropism.data.rows import Message
 from tropism.errors import DataError
 
@@ -62,19 +64,29 @@ def conversation(value: Any, name: str, place: str) -> tuple[Message, ...]:
 
 
 def message(value: Any, name: str, place: str) -> Message:
-    """A message with `role` and `content`, or with `from` and `value` or `content`. Other keys are kept.
+    """A message with `role` and `content`, or with `from` and `value` or `content`. Other keys are kept, and marks that
+    say whether to train on it get the names of `turn_marks`.
 
-    Keys with a null value are removed, since some programs write the keys of one message into all.
+    Keys with a null value are removed, since some programs write the keys of one message into all. A message of a list
+    may be JSON text, as `datasets` writes its type Json into files.
 
     Raises:
-        DataError: for an unknown speaker or content that is not text.
+        DataError: for an unknown speaker, content that is not text, or an invalid mark.
     """
+    value = _from_json(value) if isinstance(value, str) else value
+    return with_marks(_message(value, name, place), name, place)
+
+
+def _message(value: Any, name: str, place: str) -> Message:
     if isinstance(value, dict) and "role" not in value and isinstance(value.get("from"), str):
         value = _with_role(value, name, place)
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f"{place}: each message of '{name}' needs a 'role' and a 'content'")
     given = value.get("content")
     value = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
+    calls = value.get("tool_calls")
+    if isinstance(calls, str) or (isinstance(calls, list) and any(isinstance(call, str) for call in calls)):
+        value["tool_calls"] = _calls_of_text(calls, name, place)
     if isinstance(given, list):
         texts = []
         for piece in given:
@@ -98,6 +110,16 @@ def _with_role(value: dict[str, Any], name: str, place: str) -> Message:
     if speaker == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _tool_calls(said, name, place), **others}
     return {"role": SPEAKERS[speaker], "content": said, **others}
+
+
+def _calls_of_text(value: str | list[Any], name: str, place: str) -> list[Any]:
+    """The key `tool_calls`, or its entries, as JSON text; none for an empty text."""
+    calls = value if isinstance(value, list) else _from_json(value) if value.strip() else []
+    calls = [_from_json(call) if isinstance(call, str) else call for call in calls] if isinstance(calls, list) else [""]
+    if not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{place}: 'tool_calls' of a message of '{name}' must be a list of calls or its JSON, not "
+                        f"{short_repr(value)}")
+    return calls
 
 
 def _tool_calls(value: Any, name: str, place: str) -> list[dict[str, Any]]:
@@ -154,7 +176,7 @@ def as_messages(given: Content, role: str) -> tuple[Message, ...]:
 def shared_start(one: tuple[Message, ...], other: tuple[Message, ...]) -> int:
     """Number of messages that two conversations share from the start."""
     shared = 0
-    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+    while shared < min(len(one), len(other)) and effective(one[shared]) == effective(other[shared]):
         shared += 1
     return shared
 
@@ -165,6 +187,8 @@ def tool_schemas(value: Any, place: str) -> tuple[Any, ...] | None:
     Raises:
         DataError: for anything else.
     """
+    if is_missing(value):
+        return None
     if isinstance(value, str):
         if not value.strip():
             return None
@@ -173,12 +197,24 @@ def tool_schemas(value: Any, place: str) -> tuple[Any, ...] | None:
             raise DataError(f"{place}: 'tools' is text that is not valid JSON. Give a list of schemas or its JSON.")
     if value is not None and not isinstance(value, list | tuple):
         raise DataError(f"{place}: 'tools' must be a list of schemas, not {type(value).__name__}")
-    schemas = [_from_json(schema) if isinstance(schema, str) else schema for schema in value or ()]
+    schemas = [_schema(schema) for schema in value or ()]
     for number, schema in enumerate(schemas, start=1):
         if not isinstance(schema, dict):
             raise DataError(f"{place}: schema {number} of 'tools' must be an object or its JSON, not "
                             f"{short_repr(schema)}")
     return tuple(schemas) or None
+
+
+def _schema(value: Any) -> Any:
+    """A schema whose parts may be JSON text."""
+    value = _from_json(value) if isinstance(value, str) else value
+    if isinstance(value, dict):
+        for key in ("function", "parameters"):
+            if isinstance(value.get(key), str) and isinstance(inner := _from_json(value[key]), dict):
+                value = {**value, key: inner}
+        if isinstance(value.get("function"), dict):
+            value = {**value, "function": _schema(value["function"])}
+    return value
 
 
 def _from_json(value: str) -> Any:
@@ -214,6 +250,12 @@ def is_label(value: Any) -> bool:
     return True
 
 
+def is_missing(value: Any) -> bool:
+    """True for None, and for what numpy and pandas write for a missing value."""
+    return value is None or (not isinstance(value, str | list | tuple | dict)
+                             and str(value) in ("nan", "NaN", "NaT", "<NA>"))
+
+
 def identifier(value: Any, place: str) -> str:
     """The id of a record as text; its place if it has none.
 
@@ -222,7 +264,7 @@ def identifier(value: Any, place: str) -> str:
     """
     if value is None:
         return place
-    if str(value) in ("nan", "NaN", "NaT", "<NA>") and not isinstance(value, str):
+    if is_missing(value):
         raise DataError(f"{place}: id {short_repr(value)} is a missing value. Set an id in every row, or remove the "
                         "column 'id'.")
     return str(value)
@@ -252,6 +294,45 @@ def thumb(value: Any, name: str, place: str) -> bool:
     except DataError:
         raise DataError(f"{place}: {name} {short_repr(value)} of a message is not a valid label. Use true/false, 0/1, "
                         "up/down or thumbs_up/thumbs_down.") from None
+
+
+WEIGHTS = ("weight", "sample_weight", "loss_weight", "example_weight")
+"""Columns with the weight of a row."""
+
+
+def weight(record: Mapping[str, Any], place: str) -> float | None:
+    """The weight of a record; None for none, or for an empty cell of CSV.
+
+    Raises:
+        DataError: for anything but a finite number that is 0 or more, or its text.
+    """
+    given = {name: value for name in WEIGHTS if (value := record.get(name)) not in (None, "")}
+    if not given:
+        return None
+    name, value = next(iter(given.items()))
+    if len(given) > 1:
+        raise DataError(f"{place}: {' and '.join(map(repr, given))} are both weights of the row. To ignore one, rename "
+                        f"it: --columns unused={name}")
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise DataError(f"{place}: {name} {short_repr(value)} is not a weight, which is a number of 0 or more. Fix it, "
+                        f"or ignore the column by renaming it: --columns unused={name}")
+    return number
+
+
+def check_masked_speaker(record: Mapping[str, Any], place: str) -> None:
+    """The column `mask` of NeMo's chats names the speaker that is not trained on, who must not be the assistant.
+
+    Raises:
+        DataError: if it is.
+    """
+    speaker = record.get("mask")
+    if isinstance(speaker, str) and SPEAKERS.get(speaker.strip().lower()) == "assistant":
+        raise DataError(f"{place}: mask {short_repr(speaker)} excludes the assistant's messages from training, but "
+                        "training is on these only. Remove the column, or rename it: --columns unused=mask")
 
 
 def is_thumb(value: Any) -> bool:
