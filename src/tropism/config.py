@@ -248,6 +248,8 @@ class InspectOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions
     """Method that the data is for. Default: detected from the fields."""
     eval_data: Everyday[str | None] = None
     """Evaluation data to check for overlap with the training data."""
+    eval_split: str | None = None
+    """Split to read of `--eval-data`. Default: validation, test or train, the first that is there."""
     batch_size: int = Field(32, ge=1)
     """Rows per optimizer step, used to estimate what shared prompts save."""
     rows: Everyday[int] = Field(3, ge=0)

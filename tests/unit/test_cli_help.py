@@ -15,12 +15,12 @@ from tropism.config import METHODS, ConvertOptions, InspectOptions, KTOOptions, 
 GROUPS = {
     "Required": "model data output",
     "Data": "chat_template chat_template_kwargs columns control_tokens format group_prompts label_threshold "
-            "max_expansion max_length max_prompt_length max_record_bytes pair_by_prompt shuffle store store_limit "
+            "max_expansion max_length max_prompt_length max_record_bytes pair_by_prompt shuffle split store store_limit "
             "streaming strict supervise system_prompt weight_divisor workers",
     "Optimization": "batch_size epochs layout learning_rate max_grad_norm max_steps microbatch_tokens on_nonfinite "
                     "optimizer precision prefetch router_aux_weight schedule seed trust_remote_code warmup_ratio "
                     "weight_decay",
-    "Evaluation": "eval_data eval_every eval_fraction eval_limit samples stop_delta stop_metric stop_patience",
+    "Evaluation": "eval_data eval_every eval_fraction eval_limit eval_split samples stop_delta stop_metric stop_patience",
     "Checkpoints": "checkpoint_model export_dtype fall_back keep keep_best max_time resume save_every",
     "Adapters": "lora.adapter lora.alpha lora.dora lora.modules_to_save lora.quantize lora.rank lora.rslora "
                 "lora.targets",

@@ -159,7 +159,7 @@ def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _
     found = scoring.score(model, options, voice)
     if not found.is_main:
         return 0
-    columns = scoring.original_columns(options.data) if keep_columns else None
+    columns = scoring.original_columns(options.data, options.split) if keep_columns else None
     scoring.write(scoring.records(found, options.beta, columns), output)
     voice.say(f"{output}: {count_of(len(found.rows), 'row')}")
     return 0

@@ -1,7 +1,7 @@
 """`tropism inspect`: preview data as training will see it, with findings and sample rows token by token."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from tropism.data.read_rows import check_embedding, read_rows, view_of_source
 from tropism.data.row_facts import first_of
 from tropism.data.rows import EncodedRow
 from tropism.data.sources.python_values import plain_records
-from tropism.data.sources.resolve import DataSource
+from tropism.data.sources.resolve import DataSource, SplitChoice
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.tokenizer import Piece
@@ -130,7 +130,7 @@ def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = Non
         ModelError: for a model that cannot be trained.
         UsageError: for options that exclude each other or have no effect.
     """
-    if not isinstance(data, str | Path):
+    if not isinstance(data, str | Path | Mapping):
         data = list(plain_records(data))  # read more than once
     source = ModelSource.of(options.model)
     tokenizer = load.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
@@ -141,7 +141,8 @@ def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = Non
         read = partial(read_rows, renderer=renderer, view=view, workers=options.workers, options=options,
                        cache=options.store_root / ROWS, report=report)
         audit = read(data)
-        eval_audit = None if options.eval_data is None else read(options.eval_data)
+        eval_audit = None if options.eval_data is None else read(
+            options.eval_data, split=SplitChoice(options.eval_split, "--eval-split", held_out=True))
     tidy(options.store_root, options.store_bytes)
     check_effect(options, renderer)
     findings = audit.findings(renderer.text.decode)

@@ -17,6 +17,8 @@ class HeldOutOptions(FormatOptions):
 
     eval_data: Everyday[str | None] = None
     """Evaluation data: files, a directory, or a dataset on the Hub. Cannot be combined with `--eval-fraction`."""
+    eval_split: str | None = None
+    """Split to read of `--eval-data`. Default: validation, test or train, the first that is there."""
     eval_fraction: Everyday[float] = Field(0.0, ge=0.0, lt=1.0)
     """Share of prompts to hold out for evaluation (at least one prompt). Never splits the rows of a prompt."""
 

@@ -14,7 +14,7 @@ from tropism.data.formats.options import FormatOptions
 from tropism.data.formats.recognize import renamed
 from tropism.data.row_blocks import RowTable, TableBuilder
 from tropism.data.rows import Dropped, EncodedRow, RawRow, Row
-from tropism.data.sources.resolve import DataSource, resolve_source
+from tropism.data.sources.resolve import DataSource, SourcePart, SplitChoice, resolve_source
 from tropism.data.tokenization.encode import Encoder, default_workers
 from tropism.data.tokenization.render import Renderer
 from tropism.errors import DataError
@@ -27,7 +27,7 @@ ReportProgress = Callable[[int, int | None], None]
 def read_rows(
     source: DataSource, renderer: Renderer, view: View, *, strict: bool = False, workers: int | None = 0,
     options: FormatOptions | None = None, cache: Path | None = None, most: int | None = None,
-    report: ReportProgress = lambda done, total: None,
+    split: SplitChoice | None = None, report: ReportProgress = lambda done, total: None,
 ) -> Audit:
     """Read, tokenize and truncate all rows of a source.
 
@@ -43,6 +43,7 @@ def read_rows(
         options: how to read the records.
         cache: directory of rendered blocks, by content.
         most: stop after this many kept rows.
+        split: of a directory with several; by default that of the options.
         report: called with (records read, None) after each block.
 
     Returns:
@@ -52,10 +53,11 @@ def read_rows(
         DataError: for an unreadable row, an invalid label, missing or ambiguous columns, or if no row is kept.
     """
     options = options or FormatOptions()
-    parts = _open(source, options, most)
+    parts = _open(source, options, most, split)
     readings = [recognize(part.head, view, part.name, options) for part in parts]
     audit = Audit(source=str(source) if isinstance(source, str | Path) else "rows given in Python",
-                  format="; ".join(dict.fromkeys(map(str, readings))))
+                  format="; ".join(dict.fromkeys([*(part.split for part in parts if part.split),
+                                                  *map(str, readings)])))
     origins = [name for name in ORIGINS if any(part.has(name) for part in parts)]
     rows_read = (row for part, reading in zip(parts, readings, strict=True) for row in _rows(part, reading))
     if options.pair_by_prompt:
@@ -104,16 +106,18 @@ class _PartWithHead:
     """Records of one part of a source; the first ones are read ahead, to recognize its format.
 
     Attributes:
+        split: a sentence about the split, if there are several.
         head: the first records, columns renamed.
         columns: of the first records, before renaming.
         read: number of records that iteration has yielded.
     """
 
-    def __init__(self, name: str, rows: Iterator[RawRow], renames: Mapping[str, str], head: int) -> None:
-        self.name, self._renames = name, renames
+    def __init__(self, part: SourcePart, renames: Mapping[str, str], head: int) -> None:
+        self.name, self.split, self._renames = part.name, part.split, renames
+        rows = part.read()
         first = list(islice(rows, head))
         if not first:
-            raise DataError(f"{name}: no rows")
+            raise DataError(f"{part.name}: no rows")
         self.columns = dict.fromkeys(key for row in first for key in row.record)
         self.head = renamed(first, renames)
         self._rest = rows
@@ -133,10 +137,12 @@ class _PartWithHead:
             yield renamed([row], self._renames)[0] if self._renames else row
 
 
-def _open(source: DataSource, options: FormatOptions, most: int | None = None) -> list[_PartWithHead]:
+def _open(source: DataSource, options: FormatOptions, most: int | None = None,
+          split: SplitChoice | None = None) -> list[_PartWithHead]:
     """The parts of a source, each with a format of its own."""
     head = _HEAD if most is None else min(_HEAD, most)
-    parts = [_PartWithHead(part.name, part.read(), options.renames, head) for part in resolve_source(source, options)]
+    parts = [_PartWithHead(part, options.renames, head)
+             for part in resolve_source(source, options, split or SplitChoice(options.split))]
     for column in options.renames:
         if not any(column in part.columns for part in parts):
             found = dict.fromkeys(key for part in parts for key in part.columns)

@@ -64,10 +64,11 @@ class ConvertPart:
 
     def __str__(self) -> str:
         """How the part is read, in one sentence."""
+        split = f"{self.source.split}; " if self.source.split else ""
         if not self.first_side:
-            return str(self.reading)
-        return (f"read as {self.reading.format.name} {self.reading.shape}, the chosen side of each pair; override with "
-                "--format and --columns")
+            return split + str(self.reading)
+        return (f"{split}read as {self.reading.format.name} {self.reading.shape}, the chosen side of each pair; "
+                "override with --format and --columns")
 
     def rows(self) -> Iterator[ConvertedRecord]:
         """Each record with its rows, once. Pairs that are split alternate their order, as in training."""
@@ -103,7 +104,7 @@ def open_parts(source: sources.DataSource, options: ConvertOptions) -> list[Conv
         DataError: if one is missing, empty, or cannot be converted to the wanted shape.
     """
     opened = []
-    for part in sources.resolve_source(source, options):
+    for part in sources.resolve_source(source, options, sources.SplitChoice(options.split)):
         rest = part.read()
         opened.append((part, list(islice(rest, PEEKED)), rest))
     for part, head, _ in opened:

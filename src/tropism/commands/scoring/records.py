@@ -23,9 +23,13 @@ def check_target(path: Path) -> None:
     check_new(path)
 
 
-def original_columns(data: str) -> dict[str, dict[str, Any]]:
-    """The records of a source by their places."""
-    return {row.place: row.record for row in sources.read(data)}
+def original_columns(data: str, split: str | None = None) -> dict[str, dict[str, Any]]:
+    """The records of a source by their places.
+
+    Args:
+        split: of a directory with several.
+    """
+    return {row.place: row.record for row in sources.read(data, sources.SplitChoice(split))}
 
 
 def records(scores: Scores, beta: float, columns: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:

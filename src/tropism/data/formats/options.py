@@ -18,6 +18,9 @@ class FormatOptions(ReadingLimits):
 
     format: FormatName | None = None
     """Record format, if the columns do not identify it. Default: detected from the columns."""
+    split: str | None = None
+    """Split to read of a directory saved by `datasets`, a cloned data set, or a dataset on the Hub. With several
+    configurations: CONFIGURATION/SPLIT. Default: train."""
     columns: str | None = None
     """Columns to rename, as comma-separated NAME=COLUMN pairs. For example prompt=question,completion=answer."""
     label_threshold: float | None = Field(None, allow_inf_nan=False)

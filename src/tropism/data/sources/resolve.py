@@ -60,13 +60,13 @@ class SourcePart:
             yield from file.rows()
 
 
-def read(source: DataSource) -> Iterator[RawRow]:
+def read(source: DataSource, split: "SplitChoice | None" = None) -> Iterator[RawRow]:
     """Yield the rows of a source; see `resolve_source`.
 
     Raises:
         DataError: if it is missing, of an unknown type, or a row cannot be read.
     """
-    for part in resolve_source(source):
+    for part in resolve_source(source, split=split):
         yield from part.read()
 
 
@@ -100,8 +100,9 @@ def resolve_source(source: DataSource, limits: ReadingLimits | None = None,
     """
     split = split or SplitChoice()
     if isinstance(source, Mapping):  # a DatasetDict
-        if not source:
-            raise DataError("the data is an empty mapping. Pass rows, or a mapping of splits to rows.")
+        if not source or any(isinstance(rows, str | int | float | None) for rows in source.values()):
+            raise DataError("the data is a mapping, but not one of splits to rows. Pass a list of rows, or such a "
+                            "mapping.")
         name = chosen_split([str(key) for key in source], split.name, "data", split.option, split.held_out)
         others = ", ".join(str(key) for key in source if str(key) != name)
         return [SourcePart("data", records=source[name],
@@ -171,18 +172,24 @@ def _part(name: str, label: str, weight: float, prefix: str, limits: ReadingLimi
     if path.is_file():
         return SourcePart(label, (DataFile(path, label, limits),), weight)
     if _HUB_NAME.fullmatch(name) and DataFile(path, label).kind is None:
-        return _of_directory(_from_hub(name), name, weight, prefix, limits, split)
+        return _of_directory(_from_hub(name), name, weight, prefix, limits, split, name)
     if path.exists():
         raise DataError(f"{path}: is not a regular file. Save the data in a file or a directory.")
     raise DataError(f"{path}: file not found")
 
 
 def _of_directory(path: Path, label: str, weight: float, prefix: str, limits: ReadingLimits,
-                  split: SplitChoice) -> SourcePart:
-    """The rows of a directory: of one split, if it has several."""
+                  split: SplitChoice, hub: str | None = None) -> SourcePart:
+    """The rows of a directory: of one split, if it has several.
+
+    Args:
+        hub: name of the dataset on the hub that it holds.
+    """
     files = _in_directory(path, prefix, limits)
     if not files:
-        raise DataError(f"{path}: no data file in this directory. Known: {', '.join(KINDS)}")
+        here = f"{path}: no data file in this directory" if hub is None else (
+            f"{hub}: this dataset on the Hub has no data file")
+        raise DataError(f"{here}. Known: {', '.join(KINDS)}")
     by_path = {file.path: file for file in files}
     splits, wanted = find_splits(path, split.name, list(by_path))
     if wanted is not None and set(splits.files) == {""}:

@@ -21,6 +21,7 @@ _SPLIT_OF = {keyword: split for split, keywords in _KEYWORDS.items() for keyword
 _WORDS = re.compile(r"[a-zA-Z]+")
 _FRONT = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
 _CARD_BYTES = 2**22
+_OF_CLONES = (CARD, ".git", ".gitattributes", ".cache")
 _CACHED = re.compile(r"(cache|tmp)-?\w*.*\.arrow")
 """Files in which `datasets` caches results beside the data."""
 
@@ -54,7 +55,7 @@ class Splits:
         """
         name = chosen_split(list(self.files), wanted, self.place, option, held_out)
         others = [other for other in self.files if other != name]
-        said = f"split {name}" if name else ""
+        said = f"split {name}" if name and (others or wanted is not None) else ""
         if others:
             said += f" (also there: {', '.join(others)}; choose with {option})"
         if len(self.configs) > 1:
@@ -109,11 +110,11 @@ def find_splits(path: Path, wanted: str | None, data_files: Sequence[Path]) -> t
     named: dict[str, list[Path]] = {}
     for file in files:
         named.setdefault(_split_by_name(file.relative_to(path)) or "", []).append(file)
-    if set(named) <= {""} or (len(named) == 1):
+    if len(named) <= 1:
         return Splits(place, {next(iter(named), ""): files}), wanted
-    if rest := named.pop("", []):  # a clone has other files too, a directory of the user's own only rows
-        if not any((path / name).exists() for name in (CARD, ".git", ".gitattributes", ".cache")):
-            named[TRAIN] = sorted([*named.get(TRAIN, []), *rest])
+    rest, cloned = named.pop("", []), any((path / name).exists() for name in _OF_CLONES)
+    if rest and not cloned:  # a clone has other files too, a directory of the user's own only rows
+        named[TRAIN] = sorted([*named.get(TRAIN, []), *rest])
     order = [name for name in _KEYWORDS if name in named]
     return Splits(place, {name: named[name] for name in order}), wanted
 
@@ -137,8 +138,10 @@ def _saved(directory: Path) -> list[Path]:
     if not file.is_file():
         raise DataError(f"{file}: file not found, so the files of this split are unknown")
     entries = read_object(file, kind=DataError).get("_data_files")
-    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    if not names or not all(isinstance(name, str) for name in names):
+    named = [entry.get("filename") if isinstance(entry, dict) else None
+             for entry in (entries if isinstance(entries, list) else [])]
+    names = [name for name in named if isinstance(name, str)]
+    if not names or len(names) < len(named):
         raise DataError(f"{file}: '_data_files' does not name the files of the data")
     found = [_inside(directory, name, file) for name in names]
     for one in found:

@@ -19,7 +19,7 @@ from tropism.data.row_blocks import RowTable
 from tropism.data.row_facts import facts_of
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule, Schedule
-from tropism.data.sources.resolve import DataSource
+from tropism.data.sources.resolve import DataSource, SplitChoice
 from tropism.data.split import split_by_prompt
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
@@ -117,11 +117,13 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
     """
     if options.eval_data and options.eval_fraction:
         raise UsageError("--eval-data and --eval-fraction exclude each other. Remove one of them.")
+    if options.eval_split is not None and options.eval_data is None and evaluation is None:
+        raise UsageError("--eval-split has no effect without --eval-data")
     renderer = make_renderer(tokenizer, limits(options, *configs), options)
 
-    def load(source: DataSource, most: int | None = None) -> Audit:
+    def load(source: DataSource, most: int | None = None, split: SplitChoice | None = None) -> Audit:
         return read_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options,
-                         cache=cache, most=most, report=report)
+                         cache=cache, most=most, split=split, report=report)
 
     audit = load(options.data if train is None else train, most)
     rows, eval_audit = audit.rows, None
@@ -130,7 +132,7 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
     if options.eval_fraction:
         rows, held_out = split_by_prompt(audit.rows, options.eval_fraction)
     elif other is not None:
-        eval_audit = load(other)
+        eval_audit = load(other, split=SplitChoice(options.eval_split, "--eval-split", held_out=True))
         held_out = eval_audit.rows
     check_effect(options, renderer)
     if view == "unpaired":
