@@ -1,14 +1,14 @@
 """Applies a chat template within limits, and says in a sentence why a template fails."""
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tropism.data.formats.turn_marks import without_marks
 from tropism.data.rows import Message
 from tropism.data.tokenization.template_limits import TemplateTimeout, limited
+from tropism.data.tokenization.tool_arguments import render_with_arguments
 from tropism.errors import DataError, ModelError
 
 TEMPLATE_S = 30.0
@@ -42,26 +42,25 @@ class ChatTemplate:
         """
         source = getattr(self.tokenizer, "chat_template", None)
         if not source:
-            raise ModelError("the data has messages, but the tokenizer has no chat template. Set --chat-template, or "
-                             "use an instruct model or plain text prompts.")
+            raise ModelError("the data has messages, or text with a system message, history or tools, but the "
+                             "tokenizer has no chat template. Set --chat-template, or use an instruct model or plain "
+                             "text prompts alone.")
         if tools and _TOOLS.search(str(source)) is None:
             raise DataError(f"{place}: the row has tools, but {self.name} does not use them. Choose another with "
                             "--chat-template, or remove the column 'tools'.")
-        refusal: Exception | None = None
-        for given in _forms(messages):
-            try:
-                text = str(limited(lambda: self.tokenizer.apply_chat_template(
-                    given, tools=list(tools) if tools else None,  # noqa: B023  called at once
-                    add_generation_prompt=generate, tokenize=False, **self.kwargs), TEMPLATE_S, TEMPLATE_BYTES))
-                break
-            except TemplateTimeout:
-                raise self._endless(place, f"did not end within {TEMPLATE_S:g} s") from None
-            except (MemoryError, OverflowError):
-                raise self._endless(place, f"needs more than {TEMPLATE_BYTES / 2**30:g} GiB of memory") from None
-            except Exception as error:  # templates may raise anything
-                refusal = refusal or error
-        else:
-            raise DataError(f"{place}: {self.name} rejects these messages: {refusal}") from refusal
+        # Without null values: some releases of transformers let templates write the word None.
+        given = [{key: value for key, value in without_marks(message).items() if value is not None}
+                 for message in messages]
+        try:
+            text = render_with_arguments(lambda chat: str(limited(lambda: self.tokenizer.apply_chat_template(
+                chat, tools=list(tools) if tools else None, add_generation_prompt=generate, tokenize=False,
+                **self.kwargs), TEMPLATE_S, TEMPLATE_BYTES)), given)
+        except TemplateTimeout:
+            raise self._endless(place, f"did not end within {TEMPLATE_S:g} s") from None
+        except (MemoryError, OverflowError):
+            raise self._endless(place, f"needs more than {TEMPLATE_BYTES / 2**30:g} GiB of memory") from None
+        except Exception as error:  # templates may raise anything
+            raise DataError(f"{place}: {self.name} rejects these messages: {error}") from error
         if len(text) > TEMPLATE_CHARACTERS:
             raise self._endless(place, f"renders {len(text):,} characters, more than {TEMPLATE_CHARACTERS:,}")
         if not text.isascii():
@@ -74,23 +73,3 @@ class ChatTemplate:
 
     def _endless(self, place: str, problem: str) -> DataError:
         return DataError(f"{place}: {self.name} {problem}. Fix the template, or choose another with --chat-template.")
-
-
-def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """The messages without marks, and without null values, since some releases of transformers let templates write the
-    word None; and, for templates that fail, with the arguments of tool calls as JSON text, as some need them."""
-    bare = [{key: value for key, value in without_marks(message).items() if value is not None} for message in messages]
-    yield bare
-    if any(isinstance(message.get("tool_calls"), list | tuple) for message in bare):
-        yield [{**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-               if isinstance(message.get("tool_calls"), list | tuple) else message for message in bare]
-
-
-def _with_text(call: Any) -> Any:
-    """A tool call whose arguments are JSON text."""
-    if not isinstance(call, dict):
-        return call
-    inner = {key: _with_text(value) if key == "function" else value for key, value in call.items()}
-    if isinstance(arguments := inner.get("arguments"), dict | list):
-        inner["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    return inner

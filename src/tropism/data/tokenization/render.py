@@ -13,6 +13,7 @@ from tropism.data.tokenization.conversation import Conversation
 from tropism.data.tokenization.spelled import Spelled, texts_in
 from tropism.data.tokenization.thoughts import is_mark
 from tropism.data.tokenization.tokenizer import TextTokenizer, is_invisible
+from tropism.data.tokenization.tool_arguments import with_argument_objects
 from tropism.data.tokenization.truncate import Limits, PromptCutter, fit
 from tropism.data.tree import Completion, prompt_key, token_ids
 from tropism.errors import DataError, ModelError
@@ -65,7 +66,7 @@ class Renderer:
             ModelError: if the row has messages and the tokenizer has no chat template.
         """
         try:
-            return self._encode(row)
+            return self._encode(with_argument_objects(row))
         except turns.NothingToLearn as why:
             return Dropped(row.place, Reason.NO_SUPERVISED_TOKEN, str(why))
         except RecursionError:

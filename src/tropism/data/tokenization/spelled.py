@@ -4,6 +4,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from tropism.data.tokenization.tool_arguments import JsonArguments
+
 _FIRST_MARK = 0x29000  # of rare ideographs: printable, so templates neither escape nor change them
 
 
@@ -14,6 +16,8 @@ def texts_in(value: Any) -> Iterator[str]:
     elif isinstance(value, dict):
         yield from texts_in(list(value))
         yield from texts_in(list(value.values()))
+        if isinstance(value, JsonArguments):
+            yield value.text
     elif isinstance(value, list | tuple):
         for entry in value:
             yield from texts_in(entry)
@@ -51,6 +55,8 @@ class Spelled:
             return value
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._marks[match.group()], value)
+        if isinstance(value, JsonArguments):
+            return value.changed(self.mark)
         if isinstance(value, dict):
             return {self.mark(key): self.mark(entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):
