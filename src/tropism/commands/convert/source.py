@@ -21,7 +21,7 @@ WANTED: dict[str, View] = {"unpaired": "unpaired", "paired": "paired", "single":
 """The view that each shape is written from."""
 
 _JUDGED = ("feedback", "rating")  # formats whose earlier completions may be bad
-_COMMON = {"id", "tools", *WEIGHTS, *CONTEXT_COLUMNS}  # columns that every format takes
+_COMMON = {"id", "tools", *CONTEXT_COLUMNS, *WEIGHTS}  # columns that every format takes
 
 READ_BY_NAME = _COMMON | {
     column for known in FORMATS.values() for shape in known.shapes for column in shape.columns

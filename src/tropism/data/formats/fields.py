@@ -73,7 +73,8 @@ def message(value: Any, name: str, place: str) -> Message:
     Raises:
         DataError: for an unknown speaker, content that is not text, or an invalid mark.
     """
-    return with_marks(_message(_from_json(value) if isinstance(value, str) else value, name, place), name, place)
+    value = _from_json(value) if isinstance(value, str) else value
+    return with_marks(_message(value, name, place), name, place)
 
 
 def _message(value: Any, name: str, place: str) -> Message:

@@ -48,7 +48,7 @@ class ChatTemplate:
         if tools and _TOOLS.search(str(source)) is None:
             raise DataError(f"{place}: the row has tools, but {self.name} does not use them. Choose another with "
                             "--chat-template, or remove the column 'tools'.")
-        # Without null values: some releases of transformers let templates write the word None.
+        # Without marks, and without null values: some releases of transformers let templates write the word None.
         given = [{key: value for key, value in without_marks(message).items() if value is not None}
                  for message in messages]
         try:
