@@ -24,7 +24,7 @@ from tropism.errors import DataError, UsageError
 from tropism.losses import Scored
 from tropism.methods import LOSSES, StepInputs, Units
 from tropism.methods.build import build_method, describe_method
-from tropism.train.setup.data import check_row_weights, data_fingerprint, prepare_rows
+from tropism.train.setup.data import PreparedData, check_row_weights, data_fingerprint, prepare_rows
 from unit.test_methods import doubles
 
 LABELED = {"prompt": "p", "completion": "c", "label": True}
@@ -262,17 +262,20 @@ def test_losses_that_rank_refuse_weights(loss: str) -> None:
     build_method("paired", {"loss": loss}, [], weighted=False)
 
 
+def given(*weights: float) -> PreparedData:
+    rows = [encoded("single", number, weight) for number, weight in enumerate(weights)]
+    return prepare_rows(SFTOptions(model="m", data="d", output="o"), build_tokenizer(), [], "single", rows, [])
+
+
 def test_a_divisor_without_weights() -> None:
     with pytest.raises(UsageError, match="--weight-divisor sum has no effect, because no row has a weight"):
-        build_method("single", {"loss": "sft", "weight_divisor": "sum"}, [])
+        check_row_weights(given(1, 1), "sum")
+    assert [check_row_weights(given(1, weight), "count") for weight in (1, 2)] == [False, True]
     assert "divided by the sum" in describe_method(build_method("single", {"loss": "sft", "weight_divisor": "sum"}, [],
                                                                 weighted=True))
 
 
 def test_weights_that_are_all_zero() -> None:
-    options = SFTOptions(model="m", data="d", output="o")
-    rows = [encoded("single", number, 0.0) for number in range(2)]
-    data = prepare_rows(options, build_tokenizer(), [], "single", rows, [])
     with pytest.raises(DataError, match="the weight of every training row is 0"):
-        check_row_weights(data)
-    assert facts_of(rows).weighted
+        check_row_weights(given(0, 0), "count")
+    assert facts_of(given(0, 0).train).weighted

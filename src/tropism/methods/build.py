@@ -124,17 +124,13 @@ def build_method(view: View, options: Mapping[str, Any], labels: Sequence[bool |
         weighted: a row has another weight than 1.
 
     Raises:
-        UsageError: if the weights of rows do not fit the options.
+        UsageError: if the losses cannot be weighted.
     """
     rows = rows_of_losses(view, options["loss"])
     ranking = [row.name for row in rows if row.reward is not None and not row.weighted]
     if weighted and ranking:
         raise UsageError(f"the rows have weights, which are not defined for --loss {ranking[0]}: it compares ranks "
                          "instead of pairs. Choose another loss, or ignore the column: --columns unused=weight")
-    divisor = options.get("weight_divisor", "count")
-    if divisor != "count" and not weighted:
-        raise UsageError(f"--weight-divisor {divisor} has no effect, because no row has a weight other than 1. Remove "
-                         "it, or add a column 'weight'.")
     values = {name: options[name] for name in OPTIONS if options.get(name) is not None}
     if "auto" in (values.get("desirable_weight"), values.get("undesirable_weight")):
         desirable = sum(map(bool, labels))
@@ -152,7 +148,7 @@ def build_method(view: View, options: Mapping[str, Any], labels: Sequence[bool |
         given = options.get("kd_weight")
         parts = _with_teacher(view, parts, DEFAULT_KD_WEIGHT if given is None else given)
     return Method(view, tuple(_terms(view, parts)), options.get("ld_alpha"), bool(options.get("wpo")),
-                  divisor if weighted else "")
+                  options.get("weight_divisor", "count") if weighted else "")
 
 
 def _with_teacher(view: View, parts: list[WeightedLoss], weight: float) -> list[WeightedLoss]:

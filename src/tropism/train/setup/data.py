@@ -192,18 +192,26 @@ def labels_of(rows: Sequence[EncodedRow]) -> list[bool | None]:
     return [None if label < 0 else bool(label) for label in facts_of(rows).desirable.tolist()]
 
 
-def check_row_weights(data: PreparedData) -> bool:
+def check_row_weights(data: PreparedData, divisor: str) -> bool:
     """True if a row has another weight than 1.
+
+    Args:
+        divisor: the option `weight_divisor`.
 
     Raises:
         DataError: if the weights of all training rows are 0.
+        UsageError: if the option has no effect.
     """
     weight = facts_of(data.train).weight
     assert weight is not None
     if not weight.any():
         raise DataError(f"{data.audit.source}: the weight of every training row is 0, so there is nothing to learn. "
                         "Fix the weights, or ignore them by renaming the column: --columns unused=weight")
-    return facts_of(data.train).weighted or facts_of(data.evaluation).weighted
+    weighted = facts_of(data.train).weighted or facts_of(data.evaluation).weighted
+    if divisor != "count" and not weighted:
+        raise UsageError(f"--weight-divisor {divisor} has no effect, because no row has a weight other than 1. Remove "
+                         "it, or add a column 'weight'.")
+    return weighted
 
 
 def check_classes(rows: Sequence[EncodedRow], source: str) -> None:

@@ -85,7 +85,8 @@ def read_inputs(options: Any, world: World, voice: Voice, objects: PythonObjects
     data = world.together(lambda: _read_data(options, world, voice, objects, parts))
     check_same(world, lambda: facts_of_data(data, tokenizer, options, objects),
                "Pass all rows to every process, without a DistributedSampler. Tropism divides each step over them.")
-    method = build_method(options.view, options.values, labels_of(data.train), check_row_weights(data))
+    method = build_method(options.view, options.values, labels_of(data.train),
+                          check_row_weights(data, options.weight_divisor))
     if method.ld_alpha is not None:
         data = replace(data, train=[row.with_shared_lengths() for row in data.train],
                        evaluation=[row.with_shared_lengths() for row in data.evaluation])
