@@ -128,8 +128,8 @@ def test_descriptions_follow_the_rules() -> None:
             assert option.info.default is None or " Default: " not in (option.info.description or ""), option.name
 
 
-CONVERT = ("columns format keep_columns label_threshold max_expansion max_record_bytes output pair_by_prompt strict to "
-           "turns")
+CONVERT = ("columns format keep_columns label_threshold max_expansion max_record_bytes output pair_by_prompt split "
+           "strict to turns")
 
 
 def test_the_surface_of_convert_changes_only_on_purpose() -> None:

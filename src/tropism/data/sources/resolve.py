@@ -101,8 +101,8 @@ def resolve_source(source: DataSource, limits: ReadingLimits | None = None,
     split = split or SplitChoice()
     if isinstance(source, Mapping):  # a DatasetDict
         if not source or any(isinstance(rows, str | int | float | None) for rows in source.values()):
-            raise DataError("the data is a mapping, but not one of splits to rows. Pass a list of rows, or such a "
-                            "mapping.")
+            raise DataError("the data is a mapping, but not one of splits to rows. Pass a list of rows, or a "
+                            "mapping of splits to rows.")
         name = chosen_split([str(key) for key in source], split.name, "data", split.option, split.held_out)
         others = ", ".join(str(key) for key in source if str(key) != name)
         return [SourcePart("data", records=source[name],
