@@ -53,7 +53,7 @@ def read_rows(
     """
     options = options or FormatOptions()
     parts = _open(source, options, most)
-    readings = [recognize(part.head, view, part.name, options) for part in parts]
+    readings = [recognize(part.head, view, part.name, options, whole=part.whole) for part in parts]
     audit = Audit(source=str(source) if isinstance(source, str | Path) else "rows given in Python",
                   format="; ".join(dict.fromkeys(map(str, readings))))
     origins = [name for name in ORIGINS if any(part.has(name) for part in parts)]
@@ -78,6 +78,9 @@ def read_rows(
             break
     for drop in stream.dropped_before(table.rows):
         _drop(audit, drop, strict)
+    for reading in readings:
+        reading.labels.finish()
+    audit.label_words = "; ".join(dict.fromkeys(filter(None, (str(reading.labels) for reading in readings))))
     audit.rows = table.table()
     audit.read = sum(part.read for part in parts)
     audit.origins = {name: [values[number] for number in table.kept_numbers()]
@@ -104,6 +107,7 @@ class _PartWithHead:
 
     Attributes:
         head: the first records, columns renamed.
+        whole: there are no other records.
         columns: of the first records, before renaming.
         read: number of records that iteration has yielded.
     """
@@ -115,6 +119,7 @@ class _PartWithHead:
             raise DataError(f"{name}: no rows")
         self.columns = dict.fromkeys(key for row in first for key in row.record)
         self.head = renamed(first, renames)
+        self.whole = len(first) < head
         self._rest = rows
         self.read = 0
 

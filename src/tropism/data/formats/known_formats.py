@@ -1,7 +1,8 @@
 """The table of known formats, one row each."""
 
-from tropism.data.formats import fields, nested_records
+from tropism.data.formats import nested_records
 from tropism.data.formats.format import Format, Record, Shape
+from tropism.data.formats.labels import MARKS, PREFERENCES
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows import View
 
@@ -65,7 +66,7 @@ _FORMATS = (
     Format("nemo", (
         Shape("unpaired", "prompt", ("response",), "preference"),
         Shape("paired", "prompt", ("chosen_response", "rejected_response")),
-    ), parse_label=fields.preference),
+    ), labels=PREFERENCES),
     Format("anthropic-hh", (Shape("paired", "", _PAIR),),
            matches=nested_records.is_transcript, decisive=True, make_drafts=nested_records.transcript_drafts),
     Format("axolotl", (  # the last shape only with --format axolotl: without the column `system` it is trl's
@@ -79,7 +80,7 @@ _FORMATS = (
     Format("rating", (*_rating_shapes("unpaired"), *_rating_shapes("single")),
            matches=nested_records.has_threshold, decisive=True, make_drafts=nested_records.rating_drafts),
     Format("feedback", (Shape("unpaired", "", ("messages",)), Shape("single", "", ("messages",))),
-           matches=nested_records.has_marked_message, decisive=True,
+           matches=nested_records.has_marked_message, decisive=True, labels=MARKS, votes=True,
            make_drafts=nested_records.marked_message_drafts),
 )
 

@@ -2,13 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tropism.data.formats import fields
-from tropism.data.formats.format import Format, Shape
+from tropism.data.formats.format import Draft, Drafts, Format, Record, Shape
 from tropism.data.formats.known_formats import FORMATS
+from tropism.data.formats.label_words import MISSING, is_pair, key_of
+from tropism.data.formats.labels import SIDES, LabelReader, Vote
 from tropism.data.formats.options import FormatOptions
+from tropism.data.formats.plain_records import label_columns, plain_drafts
 from tropism.data.rows import RawRow, View
 from tropism.errors import DataError, count_of
 
@@ -31,12 +34,29 @@ class Reading:
         shape: columns by which it was recognized; `shape.view` is the view of the file.
         wanted: view that the method needs.
         options: as the user gave them.
+        labels: reads the labels, and counts them.
     """
 
     format: Format
     shape: Shape
     wanted: View
     options: FormatOptions
+    labels: LabelReader = field(default_factory=LabelReader)
+
+    def shape_for(self, record: Record) -> Shape:
+        """The columns of a record."""
+        return self.shape if self.format.locate else self.format.shape_for(record, self.shape.view)
+
+    def drafts(self, raw: RawRow) -> Drafts:
+        """The rows of a record before their checks.
+
+        Raises:
+            DataError: for an invalid label, message or text.
+        """
+        known = self.format
+        if known.make_drafts is None:
+            return plain_drafts(known, raw, self.shape.view, self.labels)
+        return known.make_drafts(raw, self.shape_for(raw.record), self.options)
 
     def __str__(self) -> str:
         """One line for the log: the format, and the options that override it."""
@@ -62,17 +82,19 @@ def renamed(rows: Sequence[RawRow], names: Mapping[str, str]) -> list[RawRow]:
     return found
 
 
-def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: FormatOptions | None = None) -> Reading:
+def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: FormatOptions | None = None, *,
+              whole: bool = True) -> Reading:
     """Decide how to read a file for a method.
 
     Args:
-        rows: of the file, columns renamed.
+        rows: the first ones of the file, columns renamed.
         wanted: view that the method needs.
         source: name of the file, for errors.
         options: as the user gave them.
+        whole: these are all rows of the file.
 
     Raises:
-        DataError: if no format or several formats match, or an option has no effect.
+        DataError: if no format or several formats match, an option has no effect, or a label is invalid.
     """
     options = options or FormatOptions()
     for view in NATIVE[wanted]:
@@ -81,10 +103,38 @@ def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: Format
         claims = _claims(rows, view, options)
         if claims:
             known, shape = _decide(claims, source)
-            reading = Reading(known, shape, wanted, options)
+            reading = Reading(known, shape, wanted, options, _label_reader(known, view, options))
             _check_effect(reading, source)
+            _learn_labels(reading, rows, whole)
             return reading
     raise DataError(_refusal(rows, wanted, source, options))
+
+
+def _label_reader(known: Format, view: View, options: FormatOptions) -> LabelReader:
+    if known.votes and view == "paired":
+        return LabelReader(SIDES)
+    return LabelReader(known.labels, options.words, options.label_threshold if known.named else None)
+
+
+def _learn_labels(reading: Reading, rows: Sequence[RawRow], whole: bool) -> None:
+    """Let the reading see the words of the first labels.
+
+    Raises:
+        DataError: for a value that is not a label.
+    """
+    known, view, words = reading.format, reading.shape.view, reading.labels.words
+    votes: list[Vote] = []
+    if known.votes:
+        for raw in rows:
+            for draft in reading.drafts(raw):
+                if isinstance(draft, Draft) and draft.votes is not None:
+                    votes += [(vote, draft.label_name, raw.place) for vote in draft.votes
+                              if key_of(vote) != MISSING or MISSING in words]
+    elif known.make_drafts is None and view != "paired":
+        for raw in rows:
+            names = [reading.shape_for(raw.record).label] if view == "unpaired" else label_columns(known)
+            votes += [(raw.record[name], name, raw.place) for name in names if name in raw.record]
+    reading.labels.learn(votes, whole, lenient=view == "single" and not known.votes)
 
 
 def view_of(rows: Sequence[RawRow], options: FormatOptions | None = None) -> View:
@@ -114,13 +164,18 @@ def _claims(rows: Iterable[RawRow], view: View, options: FormatOptions) -> list[
     found: dict[Claim, int] = {}
     for known in formats:
         for shape in known.shapes:
-            if shape.view != view:
+            if shape.view != view or known.locate:
                 continue
             having = [columns for columns in probes if set(shape.columns) <= set(columns)]
             # A format that the user names is not checked, except that ratings need a threshold.
             forced = options.format is not None and known.name != "rating"
             if any(forced or known.matches(record, shape, options) for columns in having for record in probes[columns]):
                 found[known, shape] = sum(sizes[columns] for columns in having)
+        if known.locate:
+            for columns, records in probes.items():
+                shapes = (known.locate(record, view, options) for record in records)
+                if (located := next(filter(None, shapes), None)) is not None:
+                    found[known, located] = found.get((known, located), 0) + sizes[columns]
     # A few odd rows do not decide the format of the file.
     return [claim for claim, count in found.items() if 2 * count >= max(found.values())]
 
@@ -151,9 +206,15 @@ def _check_effect(reading: Reading, source: str) -> None:
     options, view = reading.options, reading.shape.view
     name = reading.format.name
     if options.label_threshold is not None and not (
-            name == "rating" or (name == "ultrafeedback" and view == "unpaired")):
+            name == "rating" or (name == "ultrafeedback" and view == "unpaired") or (
+                reading.labels.threshold is not None and view == "unpaired")):
         raise DataError(f"{source}: --label-threshold has no effect on {name} {reading.shape}. It applies to the "
                         "columns 'rating' and 'score' of a completion.")
+    if options.labels is not None and (view == "paired" or (reading.format.make_drafts and not reading.format.votes)):
+        raise DataError(f"{source}: --labels has no effect on {name} {reading.shape}, which has no labels.")
+    if options.label_name is not None and not reading.format.named:
+        raise DataError(f"{source}: --label-name has no effect on {name} {reading.shape}. It applies to exports with "
+                        "several scores, questions or controls. Use --columns label=NAME to name a column.")
     if options.pair_by_prompt and (view, reading.wanted) != ("unpaired", "paired"):
         raise DataError(f"{source}: --pair-by-prompt has no effect. It pairs labeled completions, but the file is "
                         f"{name} {reading.shape} and the method takes {_CONTENT[reading.wanted]}.")
@@ -173,6 +234,8 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
         rated = [claim for claim in _claims(rows, "unpaired", open_threshold) if claim[0].name == "rating"]
         if rated and (wanted == "unpaired" or options.pair_by_prompt):
             column = rated[0][1].label
+            if hint := _hint_of_names(rows, "unpaired"):
+                return f"{source}: '{column}' is a rating, not a label.{hint}"
             return (f"{source}: '{column}' is a rating, not a label. Set the lowest desirable rating with "
                     f"--label-threshold NUMBER. Ratings: {_distribution(rows, column)}")
     known = FORMATS[options.format or "trl"]
@@ -180,8 +243,10 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
     if options.format and not shapes:
         return (f"{source}: format {known.name} does not contain {_CONTENT[wanted]}. Its columns are "
                 f"{' or '.join(map(str, known.shapes))}")
-    hint = ""
+    hint = _hint_of_names(rows, wanted) if options.format is None else ""
     plain = options.model_copy(update={"format": None})
+    if hint:
+        return f"{source}: no row has the columns {needed}{other}. Found: {_columns_of(rows)}.{hint}"
     if wanted == "paired" and _claims(rows, "unpaired", plain):
         hint = (" The file has labeled completions: use `tropism kto`, or pair those of the same prompt with "
                 "--pair-by-prompt.")
@@ -193,6 +258,32 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
     other, rename = ("", "") if options.format else (
         ", or those of another supported format", " Rename columns with --columns, as in --columns prompt=question.")
     return f"{source}: no row has the columns {needed}{other}. Found: {_columns_of(rows)}.{hint}{rename}"
+
+
+_PROMPTS = ("prompt", "question", "instruction", "query", "input", "request", "user", "user_message", "user_input")
+_COMPLETIONS = ("completion", "answer", "response", "output", "reply", "generation", "assistant", "assistant_message",
+                "model_output")
+
+
+def _hint_of_names(rows: Sequence[RawRow], wanted: View) -> str:
+    """The value of --columns for a table that has a prompt, a completion and words of a label under other names."""
+    if wanted != "unpaired":
+        return ""
+    values: dict[str, list[Any]] = {}
+    for row in rows[:_PROBED]:
+        for name, value in row.record.items():
+            values.setdefault(name, []).append(value)
+    plain = {name.strip().lower().replace(" ", "_"): name for name in values}
+    prompt, completion = (next((plain[name] for name in names if name in plain), None)
+                          for names in (_PROMPTS, _COMPLETIONS))
+    labels = [name for name, found in values.items() if name not in (prompt, completion) and is_pair(found)]
+    chat = "messages" if "messages" in values else None
+    if not labels or not (chat or (prompt and completion)):
+        return ""
+    known = {"label": labels[0]} if chat else {"prompt": prompt, "completion": completion, "label": labels[0]}
+    renames = ",".join(f"{new}={old}" for new, old in known.items() if new != old)
+    renames = f'"{renames}"' if " " in renames else renames
+    return f" The values of '{labels[0]}' are labels: use --columns {renames}"
 
 
 def _distribution(rows: Sequence[RawRow], column: str) -> str:

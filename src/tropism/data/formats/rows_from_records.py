@@ -8,7 +8,6 @@ from dataclasses import replace
 from tropism.data.formats import fields
 from tropism.data.formats.fields import Content
 from tropism.data.formats.format import Draft, Drafts
-from tropism.data.formats.plain_records import plain_drafts
 from tropism.data.formats.recognize import Reading
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
@@ -33,11 +32,7 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     record, view = raw.record, reading.shape.view
     first = fields.identifier(record.get("id"), raw.place)
     tools = fields.tool_schemas(record.get("tools"), raw.place)
-    known = reading.format
-    if known.make_drafts is None:
-        drafts = plain_drafts(known, raw, view)
-    else:
-        drafts = known.make_drafts(raw, known.shape_for(record, view), reading.options)
+    drafts = [_decided(draft, raw.place, reading) for draft in reading.drafts(raw)]
     if view == "paired" and reading.wanted == "unpaired":
         drafts = [side for draft in drafts for side in _split_pair(draft, raw.place)]
     rows: list[Row | Dropped] = []
@@ -48,6 +43,19 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
             row = replace(row, id=first if number == 1 else f"{first}#{number}", tools=row.tools or tools)
         rows.append(row)
     return rows
+
+
+def _decided(draft: Draft | Dropped, place: str, reading: Reading) -> Draft | Dropped:
+    """A draft whose label is read."""
+    if isinstance(draft, Dropped) or draft.votes is None:
+        return draft
+    verdict = reading.labels.decide(draft.votes, draft.label_name, place)
+    if isinstance(verdict, Dropped):
+        return verdict
+    if len(draft.completions) == 1:
+        return replace(draft, desirable=verdict, votes=None)
+    sides = list(draft.completions.items())
+    return replace(draft, completions=dict(sides if verdict else reversed(sides)), votes=None)
 
 
 def _checked_row(draft: Draft, place: str, reading: Reading) -> Row | Dropped:
