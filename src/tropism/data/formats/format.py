@@ -81,7 +81,6 @@ class Format:
         votes: its drafts have labels that are not read yet.
         named: a record can have several labels, and `--label-name` chooses one.
         locate: finds the columns of a record for a view, if they have no fixed names; None if it is not in this format.
-            The shapes are then examples.
         make_drafts: reads a record; None for `plain_records.plain_drafts`.
     """
 

@@ -1,8 +1,8 @@
 """The table of known formats, one row each."""
 
-from tropism.data.formats import nested_records
+from tropism.data.formats import annotation_exports, comparison_tables, nested_records, tool_exports
 from tropism.data.formats.format import Format, Record, Shape
-from tropism.data.formats.labels import MARKS, PREFERENCES
+from tropism.data.formats.labels import MARKS, PREFERENCES, SIDES, THUMBS, VERDICTS
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows import View
 
@@ -82,6 +82,28 @@ _FORMATS = (
     Format("feedback", (Shape("unpaired", "", ("messages",)), Shape("single", "", ("messages",))),
            matches=nested_records.has_marked_message, decisive=True, labels=MARKS, votes=True,
            make_drafts=nested_records.marked_message_drafts),
+    Format("comparison", (  # any usual names of a prompt, two completions and a winner
+        Shape("paired", "prompt", ("response_a", "response_b"), "winner"),
+    ), matches=comparison_tables.is_comparison, decisive=True, labels=SIDES, votes=True,
+           locate=comparison_tables.locate, make_drafts=comparison_tables.comparison_drafts),
+    Format("arena", (
+        Shape("paired", "", ("conversation_a", "conversation_b"), "winner"),
+        Shape("paired", "full_conversation", (), "winner"),
+        Shape("paired", "prompt", ("response_a", "response_b"), "winner_model_a"),
+    ), matches=comparison_tables.is_battle, decisive=True, labels=SIDES, votes=True,
+           make_drafts=comparison_tables.battle_drafts),
+    Format("label-studio", (Shape("paired", "data", ("annotations",)), Shape("unpaired", "data", ("annotations",))),
+           matches=annotation_exports.is_annotated_task, decisive=True, labels=VERDICTS, votes=True, named=True,
+           locate=annotation_exports.locate_min_task, make_drafts=annotation_exports.task_drafts),
+    Format("argilla", (Shape("paired", "fields", ("responses",)), Shape("unpaired", "fields", ("responses",))),
+           matches=annotation_exports.is_argilla, decisive=True, labels=VERDICTS, votes=True, named=True,
+           locate=annotation_exports.locate_argilla, make_drafts=annotation_exports.argilla_drafts),
+    Format("open-webui", (Shape("unpaired", "snapshot", ("meta",), "data"),),
+           matches=tool_exports.is_rated_chat, decisive=True, labels=THUMBS, votes=True,
+           make_drafts=tool_exports.rated_chat_drafts),
+    Format("langfuse", (Shape("unpaired", "input", ("output",), "scores"),),
+           matches=tool_exports.is_trace, decisive=True, labels=VERDICTS, votes=True, named=True,
+           locate=tool_exports.locate_trace, make_drafts=tool_exports.trace_drafts),
 )
 
 FORMATS: dict[str, Format] = {known.name: known for known in _FORMATS}

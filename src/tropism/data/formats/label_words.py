@@ -21,7 +21,8 @@ def pair(desirable: str, undesirable: str) -> Pair:
 
 BOOLEANS = pair("true, 1", "false, 0")
 PAIRS = (
-    pair("true, t, 1, 1.0", "false, f, 0, 0.0"), pair("1, 1.0, +1", "-1, -1.0"), pair("yes, y", "no, n"),
+    pair("true, t, 1", "false, f, 0"), pair("1, +1", "-1"), pair("1.0", "0.0"), pair("1.0", "-1.0"),
+    pair("yes, y", "no, n"),
     pair("up, thumb up, thumbs up, thumbup, thumbsup, 👍", "down, thumb down, thumbs down, thumbdown, thumbsdown, 👎"),
     pair("good", "bad"), pair("like, liked", "dislike, disliked"), pair("upvote, upvoted", "downvote, downvoted"),
     pair("positive, pos", "negative, neg"), pair("accept, accepted", "reject, rejected"),
@@ -69,10 +70,15 @@ def mapping_key(word: Any) -> str:
     return f"{float(key):g}" if is_number(key) else key
 
 
+def meaning(value: Any) -> bool | None:
+    """What a word says in every pair that has it; None for other values."""
+    key = key_of(value)
+    return next((key in yes for yes, no in PAIRS if key in yes | no), None)
+
+
 def is_word(value: Any) -> bool:
     """True if a value is a word of some pair."""
-    key = key_of(value)
-    return any(key in side for both in PAIRS for side in both)
+    return meaning(value) is not None
 
 
 def is_pair(values: Iterable[Any]) -> bool:
@@ -84,8 +90,7 @@ def is_pair(values: Iterable[Any]) -> bool:
 def example(keys: Sequence[str]) -> str:
     """A value of `--labels` for these words, such as `up=true,down=false,meh=drop`."""
     words = list(keys[:4])
-    said = {key: next(("true" if key in yes else "false" for yes, no in PAIRS if key in yes | no), "drop")
-            for key in words}
+    said = {key: {True: "true", False: "false", None: "drop"}[meaning(key)] for key in words}
     unknown = [key for key in words if said[key] == "drop" and key != MISSING]
     for verdict in ("true", "false"):
         if verdict not in said.values() and unknown:

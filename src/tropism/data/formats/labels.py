@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tropism.data.formats import fields
-from tropism.data.formats.label_words import BOOLEANS, MISSING, PAIRS, Pair, example, is_number, key_of, mapping_key, pair
+from tropism.data.formats.label_words import (
+    BOOLEANS,
+    MISSING,
+    PAIRS,
+    Pair,
+    example,
+    is_number,
+    key_of,
+    mapping_key,
+    pair,
+)
 from tropism.data.rows import Dropped, Reason
 from tropism.errors import DataError, count_of
 
@@ -38,6 +48,8 @@ LABELS = LabelKind()
 PREFERENCES = LabelKind(alone=pair("chosen", "rejected"), refusal="is not 'chosen' or 'rejected'")
 MARKS = LabelKind(refusal="of a message is not a valid label", threshold="")
 VERDICTS = LabelKind(threshold="--label-threshold NUMBER")
+THUMBS = LabelKind(alone=pair("1, 1.0", "-1, -1.0"), pairs=(), ties=frozenset({"0"}), threshold="",
+                   refusal="is not 1 or -1")
 SIDES = LabelKind(alone=pair("a", "b"), pairs=(pair("1", "2"), pair("0", "1")), ties=frozenset({"tie"}), threshold="",
                   refusal="is not a side", meaning=("is the first completion", "is the second completion"))
 
@@ -123,8 +135,7 @@ class LabelReader:
         """The label of several annotators: that of most of them. Empty labels do not count.
 
         Raises:
-            DataError: for a value that is not a label, for marks of one message that differ, or for a label of another
-                name than in the rows before.
+            DataError: for a value that is not a label, or for a label of another name than in the rows before.
         """
         if self._name not in (None, name) and self.kind is not MARKS:
             raise DataError(f"{place}: the label is '{name}', but that of earlier rows is '{self._name}'. Choose one "
@@ -136,9 +147,6 @@ class LabelReader:
             return Dropped(place, Reason.NO_LABEL, f"no label '{name}'")
         counts = Counter(verdict if isinstance(verdict, bool) else str(verdict.reason) for verdict in found)
         (most, number), *others = counts.most_common(2)
-        if others and self.kind is MARKS:
-            raise DataError(f"{place}: marks of one message contradict each other: "
-                            f"{' and '.join(fields.short_repr(vote) for vote in votes)}")
         if others and others[0][1] == number:
             return Dropped(place, Reason.DISAGREEMENT, f"the {len(found)} labels '{name}' have no majority")
         return next(one for one in found if most == (one if isinstance(one, bool) else str(one.reason)))

@@ -6,7 +6,7 @@ from typing import Any
 
 from tropism.data.formats import fields
 from tropism.data.formats.format import Draft, Drafts, Format, Record, Shape
-from tropism.data.formats.label_words import is_word, mapping_key
+from tropism.data.formats.label_words import is_word, mapping_key, meaning
 from tropism.data.formats.labels import LabelReader
 from tropism.data.formats.options import FormatOptions
 from tropism.data.formats.plain_records import draft_of_conversations, missing_column, plain_drafts
@@ -194,7 +194,7 @@ def has_marked_message(record: Record, shape: Shape, options: FormatOptions) -> 
 
 def is_mark(value: Any, options: FormatOptions) -> bool:
     """True if a value can be the label of a message."""
-    return not isinstance(value, float) and is_word(value) or (
+    return (not isinstance(value, float) and is_word(value)) or (
         bool(options.labels) and value is not None and mapping_key(value) in options.words)
 
 
@@ -213,6 +213,9 @@ def marked_message_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> 
         if message["role"] != "assistant":
             raise DataError(f"{place}: message {number + 1} of '{name}' has '{marks[0]}', but its role is "
                             f"{fields.short_repr(message['role'])}. Only assistant messages can be marked.")
-        drafts.append(Draft(unmarked[:number], {name: (unmarked[number],)}, label_name=marks[0],
-                            votes=tuple(message[mark] for mark in marks)))
+        said = {options.words.get(mapping_key(message[mark]), meaning(message[mark])) for mark in marks}
+        if len(said) > 1:
+            raise DataError(f"{place}: message {number + 1} of '{name}': {' and '.join(marks)} contradict each other")
+        drafts.append(Draft(unmarked[:number], {name: (unmarked[number],)}, votes=(message[marks[0]],),
+                            label_name=marks[0]))
     return drafts or [Dropped(place, Reason.MISSING_FIELD, f"no message of '{name}' has a label, feedback or thumbs")]

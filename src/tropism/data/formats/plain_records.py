@@ -6,6 +6,7 @@ from typing import Any
 from tropism.data.formats import fields
 from tropism.data.formats.fields import Content
 from tropism.data.formats.format import Draft, Drafts, Format, Shape
+from tropism.data.formats.label_words import key_of
 from tropism.data.formats.labels import LabelReader
 from tropism.data.rows import Dropped, Message, RawRow, Reason, View
 from tropism.errors import DataError
@@ -31,18 +32,20 @@ def plain_drafts(known: Format, raw: RawRow, view: View, labels: LabelReader,
     record, place = raw.record, raw.place
     shape = known.shape_for(record, view)
     # Checked before anything can drop the row: an invalid label means that the file is not what it seems to be.
-    desirable = None
+    desirable: bool | None = None
     if shape.label:
         if shape.label not in record:
             return [missing_column(place, shape.label)]
-        desirable = (read_label or labels.read)(record[shape.label], shape.label, place)
-        if isinstance(desirable, Dropped):
-            return [desirable]
+        verdict = (read_label or labels.read)(record[shape.label], shape.label, place)
+        if isinstance(verdict, Dropped):
+            return [verdict]
+        desirable = verdict
     elif view == "single":
         for name in label_columns(known):
             if name in record and labels.undesirable(record[name], name, place):
-                return [Dropped(place, Reason.UNDESIRABLE, f"{name} is {fields.short_repr(record[name])}, and this "
-                                                           "method trains on desirable completions only")]
+                said = key_of(record[name])
+                return [Dropped(place, Reason.UNDESIRABLE, f"{name} is {'false' if said == '0' else said}, and this method "
+                                                           "trains on desirable completions only")]
     if missing := shape.missing_in(record):
         return [missing_column(place, missing)]
     completions = {name: fields.content(record[name], name, place) for name in shape.completions}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tropism.data.formats import fields
+from tropism.data.formats.comparison_tables import find_completion, find_prompt
 from tropism.data.formats.format import Draft, Drafts, Format, Record, Shape
 from tropism.data.formats.known_formats import FORMATS
 from tropism.data.formats.label_words import MISSING, is_pair, key_of
@@ -164,7 +165,7 @@ def _claims(rows: Iterable[RawRow], view: View, options: FormatOptions) -> list[
     found: dict[Claim, int] = {}
     for known in formats:
         for shape in known.shapes:
-            if shape.view != view or known.locate:
+            if shape.view != view:
                 continue
             having = [columns for columns in probes if set(shape.columns) <= set(columns)]
             # A format that the user names is not checked, except that ratings need a threshold.
@@ -243,11 +244,12 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
     if options.format and not shapes:
         return (f"{source}: format {known.name} does not contain {_CONTENT[wanted]}. Its columns are "
                 f"{' or '.join(map(str, known.shapes))}")
-    hint = _hint_of_names(rows, wanted) if options.format is None else ""
+    names = _hint_of_names(rows, wanted) if options.format is None else ""
+    hint = names
     plain = options.model_copy(update={"format": None})
-    if hint:
-        return f"{source}: no row has the columns {needed}{other}. Found: {_columns_of(rows)}.{hint}"
-    if wanted == "paired" and _claims(rows, "unpaired", plain):
+    if names:
+        pass
+    elif wanted == "paired" and _claims(rows, "unpaired", plain):
         hint = (" The file has labeled completions: use `tropism kto`, or pair those of the same prompt with "
                 "--pair-by-prompt.")
     elif wanted == "single" and _claims(rows, "paired", plain):
@@ -255,27 +257,21 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
     elif wanted == "unpaired" and _claims(rows, "single", plain):
         hint = " The file has completions without labels: use `tropism sft`."
     needed = " or ".join(map(str, shapes))
-    other, rename = ("", "") if options.format else (
-        ", or those of another supported format", " Rename columns with --columns, as in --columns prompt=question.")
+    other = "" if options.format else ", or those of another supported format"
+    rename = "" if options.format or names else " Rename columns with --columns, as in --columns prompt=question."
     return f"{source}: no row has the columns {needed}{other}. Found: {_columns_of(rows)}.{hint}{rename}"
-
-
-_PROMPTS = ("prompt", "question", "instruction", "query", "input", "request", "user", "user_message", "user_input")
-_COMPLETIONS = ("completion", "answer", "response", "output", "reply", "generation", "assistant", "assistant_message",
-                "model_output")
 
 
 def _hint_of_names(rows: Sequence[RawRow], wanted: View) -> str:
     """The value of --columns for a table that has a prompt, a completion and words of a label under other names."""
-    if wanted != "unpaired":
+    if wanted == "paired":
         return ""
     values: dict[str, list[Any]] = {}
     for row in rows[:_PROBED]:
         for name, value in row.record.items():
             values.setdefault(name, []).append(value)
-    plain = {name.strip().lower().replace(" ", "_"): name for name in values}
-    prompt, completion = (next((plain[name] for name in names if name in plain), None)
-                          for names in (_PROMPTS, _COMPLETIONS))
+    prompt = find_prompt(values)
+    completion = find_completion({name: found for name, found in values.items() if name != prompt})
     labels = [name for name, found in values.items() if name not in (prompt, completion) and is_pair(found)]
     chat = "messages" if "messages" in values else None
     if not labels or not (chat or (prompt and completion)):
