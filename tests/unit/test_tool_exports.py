@@ -47,7 +47,8 @@ def test_label_studio_pairs() -> None:
     name, found = read("paired", task(left), task(right))
     assert (name, [short(row) for row in found]) == ("label-studio", [FIRST, SECOND])
     assert view_of(raw(task(left))) == "paired"
-    chosen = [annotation(item("choices", {"choices": [choice]}, "better")) for choice in ("Response 2", "Tie", "Response 1")]
+    chosen = [annotation(item("choices", {"choices": [choice]}, "better"))
+              for choice in ("Response 2", "Tie", "Response 1")]
     assert rows("paired", *map(task, chosen)) == [SECOND, (Reason.TIE,), FIRST]
     assert rows("paired", task(left, prompt="p", text1="x", text2="y", source="crm")) == [FIRST]
 
@@ -76,7 +77,8 @@ def test_label_studio_with_several_controls() -> None:
     both = [annotation(item("choices", {"choices": [choice]}, "quality"), item("rating", {"rating": 3}, "stars"),
                        item("textarea", {"text": ["fine"]}, "why")) for choice in ("Good", "Bad")]
     tasks = [task(one_of, **one()) for one_of in both]
-    assert refused("unpaired", *tasks) == "f:1: several labels: 'quality', 'stars'. Choose one with --label-name quality."
+    assert refused("unpaired", *tasks) == (
+        "f:1: several labels: 'quality', 'stars'. Choose one with --label-name quality.")
     assert rows("unpaired", *tasks, label_name="quality") == [UP, DOWN]
     assert rows("unpaired", *tasks, label_name="stars", label_threshold=4) == [DOWN, DOWN]
     assert rows("unpaired", *tasks, {**tasks[0], "annotations": []}, label_name="quality")[-1] == NONE
@@ -89,8 +91,8 @@ def test_label_studio_with_several_controls() -> None:
 def test_label_studio_min() -> None:
     """JSON-MIN and CSV: the data beside the controls, one record for each annotation."""
     def least(**more: Any) -> dict[str, Any]:
-        return {"id": 1, "annotator": 1, "annotation_id": 7, "created_at": "2021", "updated_at": "2021", "lead_time": 2.5,
-                "prompt": "p", **more}
+        return {"id": 1, "annotator": 1, "annotation_id": 7, "created_at": "2021", "updated_at": "2021",
+                "lead_time": 2.5, "prompt": "p", **more}
 
     sides = [least(answer1="x", answer2="y", pw=value) for value in (
         [{"selected": "left"}], '[{"selected": "right"}]', "left", "")]
@@ -183,8 +185,8 @@ def rated(rating: Any, wanted: str = "4", chat: dict[str, Any] | None = None, **
              message("5", "4", "assistant", "z", model="n", done=True, annotation={"rating": 1})]
     history = {"messages": {one_of["id"]: one_of for one_of in known}, "currentId": "5"}
     return {"id": "f1", "user_id": "u", "version": 0, "type": "rating",
-            "data": {"rating": rating, "model_id": "n", "sibling_model_ids": None, "reason": "", "comment": "", "tags": [],
-                     "details": {"rating": 7}, **data},
+            "data": {"rating": rating, "model_id": "n", "sibling_model_ids": None, "reason": "", "comment": "",
+                     "tags": [], "details": {"rating": 7}, **data},
             "meta": {"arena": False, "model_id": "n", "message_id": wanted, "message_index": 2, "chat_id": "c"},
             "snapshot": {"chat": {"id": "c", "title": "t", "chat": {
                 "models": ["n"], "params": {}, "history": history, "messages": known, **(chat or {})}}},
@@ -193,8 +195,8 @@ def rated(rating: Any, wanted: str = "4", chat: dict[str, Any] | None = None, **
 
 def test_open_webui() -> None:
     """Each rated message with the branch that leads to it."""
-    name, found = read("unpaired", rated(1, "5"), rated(-1, "2"), rated("1", "3", sibling_model_ids=["m"]), rated(0, "2"),
-                       rated(None, "2"), rated(1, "9"))
+    name, found = read("unpaired", rated(1, "5"), rated(-1, "2"), rated("1", "3", sibling_model_ids=["m"]),
+                       rated(0, "2"), rated(None, "2"), rated(1, "9"))
     assert (name, [short(row) for row in found]) == ("open-webui", [
         (["u: p", "a: y", "u: q"], ["a: z"], True), (["u: p"], ["a: x"], False), (["u: p"], ["a: y"], True),
         (Reason.TIE,), NONE, (Reason.MISSING_FIELD,)])
@@ -207,8 +209,8 @@ def test_open_webui_prompts() -> None:
     assert rows("unpaired", rated(1, "2", {"params": {"system": "s"}})) == [(["s: s", "u: p"], ["a: x"], True)]
     flat = {"history": {}, "messages": [message("1", None, "user", "p"), message("2", None, "assistant", "x")]}
     assert rows("unpaired", rated(1, "2", flat)) == [(["u: p"], ["a: x"], True)]
-    file = {"messages": [message("1", None, "user", "p", files=[{"type": "image"}]), message("2", "1", "assistant", "x")],
-            "history": {}}
+    file = {"history": {}, "messages": [message("1", None, "user", "p", files=[{"type": "image"}]),
+                                        message("2", "1", "assistant", "x")]}
     assert rows("unpaired", rated(1, "2", file)) == [(Reason.MISSING_FIELD,)]
     assert refused("unpaired", rated(1, "4")).startswith("f:1: the rated message is from 'user', not the assistant")
     assert refused("unpaired", rated("great", "2")).startswith("f:1: rating 'great' is not 1 or -1")
@@ -227,8 +229,8 @@ def score(value: Any, kind: str = "NUMERIC", name: str = "feedback", **more: Any
 
 def trace(*scores: dict[str, Any], asked: Any = "p", told: Any = "x", **more: Any) -> dict[str, Any]:
     return {"id": "t", "timestamp": "2024-05-29T13:46:19.963Z", "name": "chat", "input": asked, "output": told,
-            "sessionId": None, "userId": "u", "tags": ["web", "beta"], "metadata": {}, "latency": 1.2, "scores": list(scores),
-            **more}
+            "sessionId": None, "userId": "u", "tags": ["web", "beta"], "metadata": {}, "latency": 1.2,
+            "scores": list(scores), **more}
 
 
 def test_langfuse_scores() -> None:

@@ -11,7 +11,7 @@ from tropism.data.formats.options import FormatOptions
 from tropism.data.formats.plain_records import missing_column
 from tropism.data.formats.tool_exports import Votes, draft_of_fields, find_columns
 from tropism.data.rows import RawRow, View
-from tropism.errors import DataError
+from tropism.errors import DataError, count_of
 
 # --- Label Studio ----------------------------------------------------------------------------------------------------
 
@@ -34,19 +34,20 @@ def task_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
         return _min_drafts(raw, shape, options)
     if missing := shape.missing_in(record):
         return [missing_column(place, missing)]
-    data, annotations = record["data"], record["annotations"]
-    if not isinstance(data, Mapping) or not isinstance(annotations, list):
-        raise DataError(f"{place}: 'data' must be an object, and 'annotations' a list")
+    data = fields.entry(record["data"], "data", place)
+    annotations = fields.entries(record["annotations"], "annotations", place)
     votes: Votes = {}
-    done = [one for one in annotations if isinstance(one, Mapping) and not one.get("was_cancelled")]
+    done = [one for one in annotations if not one.get("was_cancelled")]
     for annotation in done:
-        for item in annotation.get("result") or []:
-            key = _VERDICTS.get(str(item.get("type", "")).lower()) if isinstance(item, Mapping) else None
-            if key is not None and isinstance(item.get("value"), Mapping):
+        for item in fields.entries(annotation.get("result"), "result", place):
+            key = _VERDICTS.get(str(item.get("type")).lower())
+            if key is not None:
                 name = str(item.get("from_name"))
-                votes.setdefault(name, []).append(_verdict(item["value"].get(key), name, place))
+                value = fields.entry(item.get("value"), "value", place).get(key)
+                votes.setdefault(name, []).append(_verdict(value, name, place))
     skipped = len(annotations) - len(done)
-    why = f"{skipped} skipped" if skipped and not done else "no choice, rating or comparison in its annotations"
+    why = (count_of(skipped, "skipped annotation") if skipped and not done
+           else "no choice, rating or comparison in its annotations")
     return [draft_of_fields(data, votes, shape.view, options, place, why)]
 
 
@@ -118,32 +119,31 @@ def argilla_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
     if shape.prompt == "fields":
         if missing := shape.missing_in(record):
             return [missing_column(place, missing)]
-        given, votes = record["fields"], _nested_votes(record)
+        given, votes = fields.entry(record["fields"], "fields", place), _nested_votes(record, place)
     else:
         given, votes = record, _flat_votes(record)
-    if not isinstance(given, Mapping):
-        raise DataError(f"{place}: 'fields' must be an object, not {type(given).__name__}")
     suggested = (options.label_name or "").endswith(_SUGGESTION)
     votes = {name: [_ranked(value, place) for value in values] for name, values in votes.items()
              if name.endswith(_SUGGESTION) == suggested}
     return [draft_of_fields(given, votes, shape.view, options, place, "no submitted response")]
 
 
-def _nested_votes(record: Record) -> Votes:
+def _nested_votes(record: Record, place: str) -> Votes:
     votes: Votes = {}
-    responses = record.get("responses") or {}
-    if isinstance(responses, Mapping):
-        pairs = [(name, one) for name, given in responses.items() for one in given or []]
-    else:  # of the server: one response of a user, with the values of all questions
+    responses = record["responses"]
+    if isinstance(responses, list):  # of the server: one response of a user, with the values of all questions
         pairs = [(name, {**one, "value": value.get("value") if isinstance(value, Mapping) else value})
-                 for one in responses for name, value in (one.get("values") or {}).items()]
+                 for one in fields.entries(responses, "responses", place)
+                 for name, value in fields.entry(one.get("values"), "values", place).items()]
+    else:
+        pairs = [(name, one) for name, given in fields.entry(responses, "responses", place).items()
+                 for one in fields.entries(given, f"responses.{name}", place)]
     for name, one in pairs:
-        if isinstance(one, Mapping) and str(one.get("status") or "submitted") == "submitted":
+        if str(one.get("status") or "submitted") == "submitted":
             votes.setdefault(str(name), []).append(one.get("value"))
-    suggestions = record.get("suggestions") or {}
-    if isinstance(suggestions, Mapping):
-        for name, one in suggestions.items():
-            votes[f"{name}{_SUGGESTION}"] = [one.get("value") if isinstance(one, Mapping) else one]
+    suggestions = record.get("suggestions")
+    for name, one in suggestions.items() if isinstance(suggestions, Mapping) else ():
+        votes[f"{name}{_SUGGESTION}"] = [one.get("value") if isinstance(one, Mapping) else one]
     return votes
 
 

@@ -199,11 +199,11 @@ def _sides_of_battle(record: Record, place: str) -> dict[str, tuple[Message, ...
     own = {name: fields.conversation(parsed(record[name]), name, place) for name in _ARENA_SIDES if record.get(name)}
     full = parsed(record.get("full_conversation"))
     if not isinstance(full, list) or not all(isinstance(turn, Mapping) for turn in full):
-        return own
+        return {name: own.get(name, ()) for name in _ARENA_SIDES}
     whole = {name: tuple(fields.message(turn[key], "full_conversation", place) for turn in full
                          for key in ("user", f"model_side_{name[-1]}") if turn.get(key))
              for name in _ARENA_SIDES}
-    if own and any(whole[name][-len(turns):] != turns for name, turns in own.items()):
+    if len(own) == 2 and any(whole[name][-len(turns):] != turns for name, turns in own.items()):
         return own
     return whole
 

@@ -109,6 +109,29 @@ def _tool_calls(value: Any, name: str, place: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": call} for call in calls]
 
 
+def entries(value: Any, name: str, place: str) -> list[dict[str, Any]]:
+    """A list of objects; none for None.
+
+    Raises:
+        DataError: for anything else.
+    """
+    found = [] if value is None else value
+    if not isinstance(found, list | tuple) or not all(isinstance(entry, dict) for entry in found):
+        raise DataError(f"{place}: '{name}' must be a list of objects, not {short_repr(value)}")
+    return list(found)
+
+
+def entry(value: Any, name: str, place: str) -> dict[str, Any]:
+    """An object; an empty one for None.
+
+    Raises:
+        DataError: for anything else.
+    """
+    if value is not None and not isinstance(value, dict):
+        raise DataError(f"{place}: '{name}' must be an object, not {short_repr(value)}")
+    return value or {}
+
+
 def text(value: Any, name: str, place: str) -> str:
     """A text that tokenizers accept.
 

@@ -20,6 +20,7 @@ from tropism.data.formats.label_words import (
 from tropism.data.rows import Dropped, Reason
 from tropism.errors import DataError, count_of
 
+_PLAIN = {"true", "1", "false", "0", "a", "b"}
 _LISTED = 12  # values that a message counts
 
 
@@ -76,6 +77,7 @@ class LabelReader:
     _counts: Counter[str] = field(default_factory=Counter)
     _first: dict[str, Vote] = field(default_factory=dict)
     _name: str | None = None
+    _learned: bool = False
 
     def __post_init__(self) -> None:
         self._pairs = [self.kind.alone]
@@ -91,7 +93,7 @@ class LabelReader:
         Raises:
             DataError: for a value that is not a label, or words whose meaning is not certain.
         """
-        self._pairs = [self.kind.alone, *self.kind.pairs]
+        self._pairs, self._learned = [self.kind.alone, *self.kind.pairs], True
         keys = {key_of(value) for value, _, _ in votes}
         if lenient and not self.words:
             self.off = not any(keys - {MISSING} <= yes | no for yes, no in self._pairs)
@@ -158,10 +160,11 @@ class LabelReader:
             DataError: for a value that is not a label, in a column of labels.
         """
         key = key_of(value)
-        learned = len(self._pairs) > 1 or bool(self.words)
         if self.off or (key in (None, MISSING) and not self.words):
             return False
-        return (learned or any(key in side for side in self.kind.alone)) and self.read(value, name, place) is not True
+        if not self._learned and not any(key in side for side in self.kind.alone):
+            return False
+        return self.read(value, name, place) is not True
 
     def finish(self) -> None:
         """Check the words of the whole file.
@@ -221,9 +224,8 @@ class LabelReader:
         return use
 
     def __str__(self) -> str:
-        """`labels: up is desirable (12 rows), down is undesirable (3 rows)`; empty for words that need no opposite."""
-        plain = self.kind.alone[0] | self.kind.alone[1] | self.kind.ties
-        if self.off or (not self.words and set(self._counts) <= plain):
+        """`labels: up is desirable (12 rows), down is undesirable (3 rows)`; empty for words that say so themselves."""
+        if self.off or (not self.words and set(self._counts) <= _PLAIN | self.kind.ties):
             return ""
         said = []
         for key, count in self._counts.most_common(_LISTED):

@@ -24,7 +24,7 @@ class FormatOptions(ReadingLimits):
     columns: str | None = None
     """Columns to rename, as comma-separated NAME=COLUMN pairs. For example prompt=question,completion=answer."""
     labels: str | None = None
-    """What the words of a label column mean, as comma-separated WORD=true, WORD=false or WORD=drop. For example
+    """Meaning of the words in a label column, as comma-separated WORD=true, WORD=false or WORD=drop. For example
     up=true,down=false. The word null is an empty label. Default: true/false, 0/1, and common pairs such as up/down."""
     label_name: str | None = None
     """Name of the score, question or control to read labels from, in exports of feedback tools that have several."""

@@ -43,9 +43,9 @@ def plain_drafts(known: Format, raw: RawRow, view: View, labels: LabelReader,
     elif view == "single":
         for name in label_columns(known):
             if name in record and labels.undesirable(record[name], name, place):
-                said = key_of(record[name])
-                return [Dropped(place, Reason.UNDESIRABLE, f"{name} is {'false' if said == '0' else said}, and this method "
-                                                           "trains on desirable completions only")]
+                said = "false" if (key := key_of(record[name])) == "0" else key
+                return [Dropped(place, Reason.UNDESIRABLE,
+                                f"{name} is {said}, and this method trains on desirable completions only")]
     if missing := shape.missing_in(record):
         return [missing_column(place, missing)]
     completions = {name: fields.content(record[name], name, place) for name in shape.completions}
