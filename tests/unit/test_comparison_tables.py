@@ -91,6 +91,7 @@ def test_other_views_and_prompts() -> None:
     make = table("instruction", input="more")
     assert [short(row) for row in read("paired", make("b"))[1]] == [(["u: p\nmore"], ["a: y"], ["a: x"])]
     assert [short(row) for row in read("unpaired", table()("b"))[1]] == [("p", "y", True), ("p", "x", False)]
+    assert "write the chosen sides with `tropism convert --to single`" in refused("single", table()("a"))
     record = {"messages": [user("p")], "response_a": [answer("x")], "response_b": [answer("y")], "winner": "b"}
     assert [short(row) for row in read("paired", record)[1]] == [(["u: p"], ["a: y"], ["a: x"])]
 

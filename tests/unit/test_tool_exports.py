@@ -288,6 +288,15 @@ def test_langfuse_objects() -> None:
     assert row.tools == tuple(tools)
 
 
+def test_imitation_takes_the_desirable_ones() -> None:
+    """SFT does not train on a trace that was rated down, although it has an input and an output."""
+    for records in ([trace(score(1)), trace(score(0)), trace()], [rated(1, "2"), rated(-1, "3"), rated(None, "2")]):
+        assert [one_of[0] if len(one_of) == 1 else "kept" for one_of in rows("single", *records)] == [
+            "kept", Reason.UNDESIRABLE, Reason.NO_LABEL]
+    assert [short(row) for row in read("single", *(trace(score(value)) for value in (1, 0)), format="openrlhf")[1]] == [
+        ("p", "x"), ("p", "x")]
+
+
 # --- OpenAI ----------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,10 @@ _CONTENT: dict[View, str] = {"unpaired": "labeled completions", "paired": "pairs
                              "single": "completions without labels"}
 
 
+Claim = tuple[Format, Shape]
+"""A format that fits, and the columns by which it does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How the records of a file become rows.
@@ -101,7 +105,7 @@ def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: Format
     for view in NATIVE[wanted]:
         if view == "unpaired" and wanted == "paired" and not options.pair_by_prompt:
             continue
-        claims = _claims(rows, view, options)
+        claims = (_judged(rows, options) if view == "single" else []) or _claims(rows, view, options)
         if claims:
             known, shape = _decide(claims, source)
             reading = Reading(known, shape, wanted, options, _label_reader(known, view, options))
@@ -109,6 +113,12 @@ def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: Format
             _learn_labels(reading, rows, whole)
             return reading
     raise DataError(_refusal(rows, wanted, source, options))
+
+
+def _judged(rows: Sequence[RawRow], options: FormatOptions) -> list[Claim]:
+    """Exports of feedback whose columns also look like completions to imitate, good or bad."""
+    return [(known, shape) for known, shape in _claims(rows, "unpaired", options)
+            if known.votes and all(other.view != "single" for other in known.shapes)]
 
 
 def _label_reader(known: Format, view: View, options: FormatOptions) -> LabelReader:
@@ -146,9 +156,6 @@ def view_of(rows: Sequence[RawRow], options: FormatOptions | None = None) -> Vie
     if _claims(rows, "unpaired", options):
         return "paired" if options.pair_by_prompt else "unpaired"
     return "single"
-
-
-Claim = tuple[Format, Shape]
 
 
 def _claims(rows: Iterable[RawRow], view: View, options: FormatOptions) -> list[Claim]:
@@ -252,8 +259,10 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
     elif wanted == "paired" and _claims(rows, "unpaired", plain):
         hint = (" The file has labeled completions: use `tropism kto`, or pair those of the same prompt with "
                 "--pair-by-prompt.")
-    elif wanted == "single" and _claims(rows, "paired", plain):
-        hint = " The file has pairs: use `tropism dpo`, or train on the chosen side with --columns completion=chosen."
+    elif wanted == "single" and (pairs := _claims(rows, "paired", plain)):
+        side = ("train on the chosen side with --columns completion=chosen." if "chosen" in pairs[0][1].columns
+                else "write the chosen sides with `tropism convert --to single`.")
+        hint = f" The file has pairs: use `tropism dpo`, or {side}"
     elif wanted == "unpaired" and _claims(rows, "single", plain):
         hint = " The file has completions without labels: use `tropism sft`."
     needed = " or ".join(map(str, shapes))
