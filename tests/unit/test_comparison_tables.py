@@ -77,6 +77,19 @@ def test_winners_that_are_not_certain(values: list[Any]) -> None:
     assert said.startswith("f:")
 
 
+def test_published_tables() -> None:
+    """Numbers that name the columns, a preference of a judge with ties, and an order as the label."""
+    safe = {"prompt": "p", "response_0": "x", "response_1": "y", "is_response_0_safe": True,
+            "is_response_1_safe": False, "better_response_id": 1, "safer_response_id": 0}
+    assert [short(row) for row in read("paired", safe)[1]] == [SECOND]
+    judged = [{"instruction": "p", "output_1": "x", "generator_1": "m", "output_2": "y", "generator_2": "n",
+               "annotator": "judge", "preference": number} for number in (2.0, 1.0, 1.5)]
+    assert [short(row)[-1] for row in read("paired", *judged)[1]] == [["a: x"], ["a: y"], Reason.TIE]
+    ordered = [{"pair_id": "1", "question": "p", "response_A": "x", "response_B": "y", "label": label}
+               for label in ("A>B", "B>A")]
+    assert [short(row) for row in read("paired", *ordered)[1]] == [FIRST, SECOND]
+
+
 def test_what_the_error_says() -> None:
     said = refused("paired", *map(table(), ["a", "a", "b", "x or y"]))
     assert said.startswith("f:4: winner 'x or y' is not a side. Values: 'a' (2 rows), 'b' (1 row), 'x or y' (1 row). ")

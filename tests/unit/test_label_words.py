@@ -131,6 +131,14 @@ def test_invalid_words(labels: str) -> None:
         FormatOptions(labels=labels)
 
 
+def test_words_of_the_user_as_marks() -> None:
+    """Marks of messages take the same words."""
+    chats = [{"messages": [user("p"), {**answer("a"), "feedback": word}]} for word in ("spot on", "way off", "meh")]
+    assert "no row has the columns" in refused("unpaired", *chats)
+    assert [short(row)[-1] for row in read("unpaired", *chats, labels="spot on=true,way off=false,meh=drop")[1]] == [
+        True, False, Reason.NO_LABEL]
+
+
 def test_words_without_a_label() -> None:
     """L3: an accepted option changes something."""
     pair = {"prompt": "p", "chosen": "a", "rejected": "b"}

@@ -1,12 +1,15 @@
 """Exports of annotation and feedback tools, in the shapes that the tools publish: read as pairs or as labels."""
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from tropism.data.formats import view_of
 from tropism.data.rows import Reason
+from tropism.errors import DataError
 from unit.test_formats_known import answer, raw, read, refused, short, user
 
 UP, DOWN = ("p", "x", True), ("p", "x", False)
@@ -98,6 +101,8 @@ def test_label_studio_min() -> None:
         [{"selected": "left"}], '[{"selected": "right"}]', "left", "")]
     assert read("paired", *sides)[0] == "label-studio"
     assert rows("paired", *sides) == [FIRST, SECOND, FIRST, NONE]
+    named = [least(answer1="x", answer2="y", preference=value) for value in ("left", "right")]
+    assert (read("paired", *named)[0], rows("paired", *named)) == ("label-studio", [FIRST, SECOND])
     labels = [least(response="x", quality=value, sentiment="dull") for value in ("Good", "Bad", None)]
     assert rows("unpaired", *labels) == [UP, DOWN, NONE]
     assert refused("unpaired", *labels, least(response="x", quality="Meh")).startswith("f:4: quality 'Meh' is not")
@@ -306,3 +311,32 @@ def test_openai_preferences() -> None:
             "preferred_output": [answer("x")], "non_preferred_output": [answer("y")]}
     name, found = read("paired", line)
     assert (name, [short(row) for row in found]) == ("openai", [(["u: p"], ["a: x"], ["a: y"])])
+
+
+# --- files that are not what they seem -------------------------------------------------------------------------------
+
+JUNK = [None, True, 0, -1.5, float("nan"), "", "x", "[1]", "{}", [], {}, [None], [{}], {"a": 1}, [1, "a"]]
+
+
+def replaced(value: Any) -> Iterator[Any]:
+    """The value with each of its parts replaced by each piece of junk."""
+    yield from JUNK
+    if isinstance(value, dict):
+        yield from ({**value, key: new} for key, part in value.items() for new in replaced(part))
+    elif isinstance(value, list):
+        yield from ([*value[:place], new, *value[place + 1:]]
+                    for place, part in enumerate(value) for new in replaced(part))
+
+
+@pytest.mark.parametrize(("view", "intact"), [
+    ("paired", task(annotation(item("pairwise", {"selected": "left"})))), ("unpaired", rated(1, "2")),
+    ("unpaired", task(annotation(item("choices", {"choices": ["yes"]})), **one())), ("unpaired", trace(score(1))),
+    ("unpaired", record({"q": said(True)}, {"q": {"value": "no"}})),
+    ("unpaired", record([{"values": {"q": {"value": 1}}}])),
+    ("paired", {"prompt": "p", "response_a": "x", "response_b": "y", "winner": "a"})])
+def test_damaged_exports(view: Any, intact: dict[str, Any]) -> None:
+    """D1: whatever a part is, the row is read, dropped with a reason, or refused with its place."""
+    for damaged in replaced(intact):
+        if isinstance(damaged, dict) and damaged:
+            with suppress(DataError):
+                read(view, intact, damaged)

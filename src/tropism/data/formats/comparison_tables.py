@@ -22,7 +22,8 @@ COMPLETIONS = ("completion", "answer", "response", "output", "reply", "generatio
 """Usual names of the columns of a prompt and of a completion."""
 
 _WINNERS = ("winner", "preferred", "preference", "choice", "better", "best", "preferred_response", "preferred_answer",
-            "preferred_output", "preferred_completion", "better_response", "better_answer")
+            "preferred_output", "preferred_completion", "better_response", "better_answer",
+            "better_response_id")
 _PERHAPS = ("selected", "human_preference", "verdict", "vote", "label", "annotation", "result", "chosen")
 """Columns that name the winner, and columns that may have another meaning, whose values decide."""
 
@@ -37,7 +38,7 @@ _AROUND = _STEMS | _QUALIFIERS | {
     "clearly", "significantly", "strongly", "chosen", "good"}
 _TIES = {"tie", "tied", "draw", "equal", "equally good", "equally bad", "both", "neither", "none", "same", "similar",
          "no preference", "both good", "both bad", "bothbad", "bothgood", "tie (bothbad)", "tie (both bad)",
-         "tie bothbad", "tie both bad", "about the same", "a=b", "="}
+         "tie bothbad", "tie both bad", "about the same", "a=b", "=", "0.5", "1.5"}
 _TOKENS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ORDER = re.compile(r"\[*\s*([ab])\s*([<>])+\s*([ab])\s*\]*")
 
@@ -126,7 +127,7 @@ def _models(record: Record, side: str) -> set[str | None]:
 def locate(record: Record, view: View, options: FormatOptions) -> Shape | None:
     """The columns of a table with two completions and a winner."""
     sides, prompt = find_sides(record), find_prompt(record)
-    if view != "paired" or sides is None or prompt is None or prompt in sides:
+    if view != "paired" or sides is None or prompt is None or prompt in sides or "annotation_id" in record:
         return None
     plain = {"_".join(words_of(name)): name for name in reversed(list(record))}
     for name in (*_WINNERS, *_PERHAPS):
