@@ -67,6 +67,13 @@ def test_label_studio_labels() -> None:
     assert "its opposite does not occur" in refused("unpaired", task(good, **one()))
 
 
+def test_system_prompts_of_tools() -> None:
+    """A system prompt among the fields reaches the prompt."""
+    for make in (lambda **given: task(annotation(item("choices", {"choices": ["true"]})), **given),
+                 lambda **given: record({"q": said(True)}, **given)):
+        assert rows("unpaired", make(**one(system="s"))) == [(["s: s", "u: p"], ["a: x"], True)]
+
+
 def test_label_studio_annotators() -> None:
     """Skipped ones do not count; most of the others decide; without a majority the task is dropped and counted."""
     left, right = (annotation(item("pairwise", {"selected": side})) for side in ("left", "right"))

@@ -81,7 +81,8 @@ class Format:
         votes: its drafts have labels that are not read yet.
         named: a record can have several labels, and `--label-name` chooses one.
         locate: finds the columns of a record for a view, if they have no fixed names; None if it is not in this format.
-        make_drafts: reads a record; None for `plain_records.plain_drafts`.
+        make_drafts: reads a record. `plain_records.plain_drafts` reads those for which it is or gives None.
+        plain: some records are plain columns with labels, although there is `make_drafts`.
     """
 
     name: str
@@ -90,10 +91,11 @@ class Format:
     decisive: bool = False
     chat: bool = False
     labels: LabelKind = LABELS
+    plain: bool = False
     votes: bool = False
     named: bool = False
     locate: Callable[[Record, View, FormatOptions], Shape | None] | None = None
-    make_drafts: Callable[[RawRow, Shape, FormatOptions], Drafts] | None = None
+    make_drafts: Callable[[RawRow, Shape, FormatOptions], Drafts | None] | None = None
 
     def shape_for(self, record: Record, view: View) -> Shape:
         """The first shape whose columns the record has, or else the one with the most columns in it."""

@@ -10,8 +10,8 @@ from tropism.data.formats.label_words import mapping_key
 from tropism.data.reading_limits import ReadingLimits
 
 FormatName = Literal["trl", "openai", "sharegpt", "alpaca", "openrlhf", "coati", "nemo", "anthropic-hh", "axolotl",
-                     "ultrafeedback", "oasst", "rating", "feedback", "comparison", "arena", "label-studio", "argilla",
-                     "open-webui", "langfuse"]
+                     "ultrafeedback", "oasst", "rating", "feedback", "nemo-rank", "helpsteer", "ms-swift", "shp",
+                     "webgpt", "comparison", "arena", "label-studio", "argilla", "open-webui", "langfuse"]
 
 
 class FormatOptions(ReadingLimits):

@@ -7,7 +7,9 @@ from typing import Any
 
 from tropism.data.formats import fields
 from tropism.data.formats.comparison_tables import find_completion, find_prompt
+from tropism.data.formats.context import CONTEXT_COLUMNS, context_columns
 from tropism.data.formats.format import Draft, Drafts, Format, Record, Shape
+from tropism.data.formats.json_text import decoded, json_columns
 from tropism.data.formats.known_formats import FORMATS
 from tropism.data.formats.label_words import MISSING, is_pair, key_of
 from tropism.data.formats.labels import SIDES, LabelReader, Vote
@@ -17,6 +19,9 @@ from tropism.data.rows import RawRow, View
 from tropism.errors import DataError, count_of
 
 _PROBED = 1000  # records of each set of columns whose values are checked
+
+_MESSAGE_COLUMNS = {*CONTEXT_COLUMNS, *(name for known in FORMATS.values() for shape in known.shapes
+                                        for name in shape.columns)}
 
 NATIVE: dict[View, tuple[View, ...]] = {
     "unpaired": ("unpaired", "paired"), "paired": ("paired", "unpaired"), "single": ("single", "unpaired")}
@@ -39,6 +44,9 @@ class Reading:
         shape: columns by which it was recognized; `shape.view` is the view of the file.
         wanted: view that the method needs.
         options: as the user gave them.
+        json_columns: columns whose messages are JSON text.
+        beside: columns that add to the prompt what only messages have.
+        chat: they are beside plain text, so the plain text of all rows becomes messages.
         labels: reads the labels, and counts them.
     """
 
@@ -46,6 +54,9 @@ class Reading:
     shape: Shape
     wanted: View
     options: FormatOptions
+    json_columns: frozenset[str] = frozenset()
+    beside: tuple[str, ...] = ()
+    chat: bool = False
     labels: LabelReader = field(default_factory=LabelReader)
 
     def shape_for(self, record: Record) -> Shape:
@@ -59,15 +70,15 @@ class Reading:
             DataError: for an invalid label, message or text.
         """
         known = self.format
-        if known.make_drafts is None:
-            return plain_drafts(known, raw, self.shape.view, self.labels)
-        return known.make_drafts(raw, self.shape_for(raw.record), self.options)
+        drafts = known.make_drafts(raw, self.shape_for(raw.record), self.options) if known.make_drafts else None
+        return plain_drafts(known, raw, self.shape.view, self.labels) if drafts is None else drafts
 
     def __str__(self) -> str:
         """One line for the log: the format, and the options that override it."""
         how = {("paired", "unpaired"): ", each pair as a desirable and an undesirable row",
                ("unpaired", "paired"): ", paired by prompt"}.get((self.shape.view, self.wanted), "")
-        return f"read as {self.format.name} {self.shape}{how}; override with --format and --columns"
+        context = f", with {' and '.join(self.beside)}" if self.beside else ""
+        return f"read as {self.format.name} {self.shape}{context}{how}; override with --format and --columns"
 
 
 def renamed(rows: Sequence[RawRow], names: Mapping[str, str]) -> list[RawRow]:
@@ -102,13 +113,19 @@ def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: Format
         DataError: if no format or several formats match, an option has no effect, or a label is invalid.
     """
     options = options or FormatOptions()
+    columns = json_columns(rows, _MESSAGE_COLUMNS)
+    rows = [decoded(row, columns) for row in rows]
     for view in NATIVE[wanted]:
         if view == "unpaired" and wanted == "paired" and not options.pair_by_prompt:
             continue
         claims = (_judged(rows, options) if view == "single" else []) or _claims(rows, view, options)
         if claims:
             known, shape = _decide(claims, source)
-            reading = Reading(known, shape, wanted, options, _label_reader(known, view, options))
+            beside = {name: None for row in rows for name in context_columns(row.record)}
+            chat = any(context_columns(row.record) for row in rows
+                       if all(isinstance(row.record.get(name), str) for name in (shape.prompt, *shape.completions)))
+            reading = Reading(known, shape, wanted, options, columns, tuple(beside), chat,
+                              _label_reader(known, view, options))
             _check_effect(reading, source)
             _learn_labels(reading, rows, whole)
             return reading
@@ -127,6 +144,10 @@ def _label_reader(known: Format, view: View, options: FormatOptions) -> LabelRea
     return LabelReader(known.labels, options.words, options.label_threshold if known.named else None)
 
 
+def _has_plain_labels(known: Format) -> bool:
+    return known.plain or known.make_drafts is None
+
+
 def _learn_labels(reading: Reading, rows: Sequence[RawRow], whole: bool) -> None:
     """Let the reading see the words of the first labels.
 
@@ -141,7 +162,7 @@ def _learn_labels(reading: Reading, rows: Sequence[RawRow], whole: bool) -> None
                 if isinstance(draft, Draft) and draft.votes is not None:
                     votes += [(vote, draft.label_name, raw.place) for vote in draft.votes
                               if key_of(vote) != MISSING or MISSING in words]
-    elif known.make_drafts is None and view != "paired":
+    elif _has_plain_labels(known) and view != "paired":
         for raw in rows:
             names = [reading.shape_for(raw.record).label] if view == "unpaired" else label_columns(known)
             votes += [(raw.record[name], name, raw.place) for name in names if name in raw.record]
@@ -151,6 +172,8 @@ def _learn_labels(reading: Reading, rows: Sequence[RawRow], whole: bool) -> None
 def view_of(rows: Sequence[RawRow], options: FormatOptions | None = None) -> View:
     """The view of a file by its columns: pairs, labeled completions, or completions."""
     options = options or FormatOptions()
+    columns = json_columns(rows, _MESSAGE_COLUMNS)
+    rows = [decoded(row, columns) for row in rows]
     if _claims(rows, "paired", options):
         return "paired"
     if _claims(rows, "unpaired", options):
@@ -218,7 +241,8 @@ def _check_effect(reading: Reading, source: str) -> None:
                 reading.labels.threshold is not None and view == "unpaired")):
         raise DataError(f"{source}: --label-threshold has no effect on {name} {reading.shape}. It applies to the "
                         "columns 'rating' and 'score' of a completion.")
-    if options.labels is not None and (view == "paired" or (reading.format.make_drafts and not reading.format.votes)):
+    if options.labels is not None and (view == "paired" or not (
+            reading.format.votes or _has_plain_labels(reading.format))):
         raise DataError(f"{source}: --labels has no effect on {name} {reading.shape}, which has no labels.")
     if options.label_name is not None and not reading.format.named:
         raise DataError(f"{source}: --label-name has no effect on {name} {reading.shape}. It applies to exports with "
@@ -260,9 +284,10 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
         hint = (" The file has labeled completions: use `tropism kto`, or pair those of the same prompt with "
                 "--pair-by-prompt.")
     elif wanted == "single" and (pairs := _claims(rows, "paired", plain)):
-        side = ("train on the chosen side with --columns completion=chosen." if "chosen" in pairs[0][1].columns
-                else "write the chosen sides with `tropism convert --to single`.")
-        hint = f" The file has pairs: use `tropism dpo`, or {side}"
+        chosen = ("train on the chosen side with --columns completion=chosen"
+                  if any("chosen" in shape.completions for _, shape in pairs)
+                  else "write the chosen sides with `tropism convert --to single`")
+        hint = f" The file has pairs: use `tropism dpo`, or {chosen}."
     elif wanted == "unpaired" and _claims(rows, "single", plain):
         hint = " The file has completions without labels: use `tropism sft`."
     needed = " or ".join(map(str, shapes))

@@ -5,6 +5,7 @@ from typing import Any
 
 from tropism.data.formats import fields
 from tropism.data.formats.comparison_tables import find_completion, find_prompt, find_sides, parsed, prompt_of, side_of
+from tropism.data.formats.context import with_context
 from tropism.data.formats.fields import Content
 from tropism.data.formats.format import Draft, Drafts, Record, Shape
 from tropism.data.formats.label_words import is_word, key_of, mapping_key
@@ -54,7 +55,7 @@ def draft_of_fields(record: Record, votes: Votes, view: View, options: FormatOpt
     given = votes[name]
     if len(completions) == 2:
         given = [side_of(vote, (completions[0], completions[1]), record) for vote in given]
-    return Draft(prompt_of(record, prompt, place), {
+    return Draft(with_context(record, prompt_of(record, prompt, place), place, chat=False), {
         column: fields.content(record[column], column, place) for column in completions}, votes=tuple(given),
         label_name=name)
 
