@@ -264,6 +264,8 @@ def test_langfuse_names_and_owners_of_scores() -> None:
     both = [trace(score(value), score(0.3, name="toxicity")) for value in (1, 0)]
     assert refused("unpaired", *both).startswith("f:1: several labels: 'feedback', 'toxicity'. Choose one")
     assert rows("unpaired", *both, label_name="feedback") == [UP, DOWN]
+    assert read("unpaired", *both, label_name="feedbak")[1][0].detail == (
+        "no label 'feedbak', only 'feedback', 'toxicity'")
     assert rows("unpaired", trace(score(0, observationId="o"), score(1, observationId=None)),
                 trace(score(0, observationId="t"))) == [UP, DOWN]
 

@@ -50,7 +50,7 @@ def draft_of_fields(record: Record, votes: Votes, view: View, options: FormatOpt
         return Dropped(place, Reason.MISSING_FIELD, f"no fields for {what} among {', '.join(record) or 'none'}")
     name = choose(votes, options, place)
     if name is None:
-        return Dropped(place, Reason.NO_LABEL, why)
+        return _unlabeled(votes, options, place, why)
     prompt, completions = columns
     given = votes[name]
     if len(completions) == 2:
@@ -58,6 +58,14 @@ def draft_of_fields(record: Record, votes: Votes, view: View, options: FormatOpt
     return Draft(with_context(record, prompt_of(record, prompt, place), place, chat=False), {
         column: fields.content(record[column], column, place) for column in completions}, votes=tuple(given),
         label_name=name)
+
+
+def _unlabeled(votes: Votes, options: FormatOptions, place: str, why: str) -> Dropped:
+    """The reason for dropping a record without the label that counts."""
+    others = [name for name, values in votes.items() if values]
+    if others and options.label_name is not None:
+        why = f"no label '{options.label_name}', only {', '.join(map(repr, others))}"
+    return Dropped(place, Reason.NO_LABEL, why)
 
 
 def choose(votes: Votes, options: FormatOptions, place: str) -> str | None:
@@ -181,7 +189,7 @@ def trace_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
         votes = {name: list(found) for name in columns if (found := _score_list(record[name]))}
     name = choose(votes, options, place)
     if name is None:
-        return [Dropped(place, Reason.NO_LABEL, "no score")]
+        return [_unlabeled(votes, options, place, "no score")]
     asked, tools = _asked(parsed(record["input"]), place)
     return [Draft(asked, {"output": _said(parsed(record["output"]), place)}, tools=tools, votes=tuple(votes[name]),
                   label_name=name)]
