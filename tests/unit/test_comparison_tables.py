@@ -64,6 +64,13 @@ def test_columns_of_the_winner(winner: str) -> None:
     assert [short(row) for row in named] == [FIRST, SECOND]
 
 
+def test_another_name_of_the_winner() -> None:
+    said = refused("paired", *map(table(winner="favourite"), ["a", "tie", "b", None]))
+    assert said.endswith("The values of 'favourite' say which completion is better: use --columns winner=favourite")
+    assert "say which" not in refused("paired", *map(table(winner="color"), ["red", "a"]))
+    assert "say which" not in refused("paired", *map(table(winner="list"), [["a"], ["b"]]))
+
+
 def test_numbers_that_name_the_columns_need_no_other() -> None:
     assert [short(row) for row in read("paired", table("prompt", "answer_1", "answer_2")(1))[1]] == [FIRST]
     assert [short(row) for row in read("paired", table("prompt", "answer_0", "answer_1")(1))[1]] == [SECOND]

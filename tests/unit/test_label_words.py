@@ -35,7 +35,8 @@ def labels_of(*labels: Any, **options: Any) -> list[Any]:
 
 PAIRS = [
     ("up", "down"), ("yes", "no"), ("Y", "n"), ("good", "bad"), ("👍", "👎"), ("👍🏽", "👎🏿"), ("👍\ufe0f", "👎"),
-    (1, -1), ("1", "-1"), ("+1", "-1"), (1.0, 0.0), ("1.0", "0.0"), (1.0, -1.0), (np.float64(1), np.float64(-1)),
+    (1, -1), ("1", "-1"), ("+1", "-1"), (1.0, 0.0), ("1.0", "0.0"), (1.0, -0.0), (1.0, -1.0),
+    (np.float64(1), np.float64(-1)),
     ("like", "dislike"), ("positive", "negative"), ("thumbs_up", "thumbs_down"), ("Thumbs Up", "THUMBS-DOWN"),
     (":thumbsup:", ":thumbsdown:"), (":+1:", ":-1:"), ("accepted", "rejected"), ("accept", "reject"),
     ("chosen", "rejected"), ("correct", "incorrect"), ("upvote", "downvote"), ("helpful", "not helpful"),
@@ -84,6 +85,8 @@ def test_what_the_errors_say() -> None:
     said = refused("unpaired", *labeled("up", "down", None, None))
     assert said.startswith("f:3: label None is not a boolean. Values: None (2 rows), 'up' (1 row), 'down' (1 row).")
     assert said.endswith("--labels null=drop,up=true,down=false.")
+    assert refused("unpaired", *labeled("so, so", "up!")).endswith("""--labels '{"so, so": "true", "up!": "false"}'.""")
+    assert refused("unpaired", *labeled("so so", "up")).endswith("--labels 'so so=false,up=true'.")
     said = refused("unpaired", *labeled(*range(5)))
     assert "For ratings, use --columns rating=label --label-threshold NUMBER" in said
     many = refused("unpaired", *labeled(*(f"w{number}" for number in range(40))))

@@ -1,6 +1,8 @@
 """Words of labels: which spellings are one word, and which words are the two sides of a pair."""
 
+import json
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -56,7 +58,9 @@ def key_of(value: Any) -> str | None:
         return MISSING
     if isinstance(value, np.floating) and float(value).is_integer():
         return str(int(value))
-    return str(value) if isinstance(value, int | float) else None
+    if isinstance(value, float):
+        return str(value + 0.0)  # without the sign of -0.0
+    return str(value) if isinstance(value, int) else None
 
 
 def is_number(key: str) -> bool:
@@ -95,5 +99,7 @@ def example(keys: Sequence[str]) -> str:
     for verdict in ("true", "false"):
         if verdict not in said.values() and unknown:
             said[unknown.pop(0)] = verdict
+    if any("," in key for key in said):
+        return shlex.quote(json.dumps({key[:30]: verdict for key, verdict in said.items()}, ensure_ascii=False))
     text = ",".join(f"{key[:30]}={verdict}" for key, verdict in said.items())
-    return f'"{text}"' if " " in text else text
+    return text if all(char.isalnum() or char in "=,.+-_" or not char.isascii() for char in text) else shlex.quote(text)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tropism.data.formats import fields
-from tropism.data.formats.comparison_tables import find_completion, find_prompt
+from tropism.data.formats.comparison_tables import find_completion, find_prompt, find_sides, side_of
 from tropism.data.formats.context import CONTEXT_COLUMNS, context_columns
 from tropism.data.formats.format import Draft, Drafts, Format, Record, Shape
 from tropism.data.formats.json_text import decoded, json_columns
@@ -299,7 +299,7 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
 def _hint_of_names(rows: Sequence[RawRow], wanted: View) -> str:
     """The value of --columns for a table that has a prompt, a completion and words of a label under other names."""
     if wanted == "paired":
-        return ""
+        return _hint_of_winner(rows)
     values: dict[str, list[Any]] = {}
     for row in rows[:_PROBED]:
         for name, value in row.record.items():
@@ -314,6 +314,21 @@ def _hint_of_names(rows: Sequence[RawRow], wanted: View) -> str:
     renames = ",".join(f"{new}={old}" for new, old in known.items() if new != old)
     renames = f'"{renames}"' if " " in renames else renames
     return f" The values of '{labels[0]}' are labels: use --columns {renames}"
+
+
+def _hint_of_winner(rows: Sequence[RawRow]) -> str:
+    """The value of --columns for a table with two completions, if a column of another name says which is better."""
+    records = [row.record for row in rows[:_PROBED]]
+    sides = find_sides(records[0]) if records else None
+    if sides is None or find_prompt(records[0]) is None:
+        return ""
+    for name in records[0]:
+        said = [side_of(record.get(name), sides, record) for record in records]
+        found = {side if isinstance(side, str | None) else "" for side in said}
+        if name not in (*sides, find_prompt(records[0])) and {"a", "b"} <= found <= {"a", "b", "tie", None}:
+            renames = f'"winner={name}"' if " " in name else f"winner={name}"
+            return f" The values of '{name}' say which completion is better: use --columns {renames}"
+    return ""
 
 
 def _distribution(rows: Sequence[RawRow], column: str) -> str:
