@@ -1,6 +1,6 @@
 """Options for training and evaluation data."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -34,6 +34,9 @@ class DataOptions(HeldOutOptions, TemplateOptions, LengthOptions):
     """Reshuffle rows in every epoch. false keeps the order of the file."""
     group_prompts: bool = False
     """Shuffle prompts instead of rows. All rows of a prompt are then in the same optimizer step."""
+    weight_divisor: Literal["count", "sum"] = "count"
+    """Divisor of the loss if rows have weights: `count` divides by the number of rows or tokens, as without weights;
+    `sum` divides by the sum of their weights."""
     strict: bool = False
     """Stop at the first row that would be dropped. Otherwise the run drops the row and reports it."""
     streaming: bool = False

@@ -72,7 +72,8 @@ def read_rows(
                 for drop in (*stream.dropped_before(table.rows + number), block.dropped(number, row.place)):
                     if drop is not None:
                         _drop(audit, drop, strict)
-            table.add(block, [row.id for row in rows], [row.place for row in rows], [row.desirable for row in rows])
+            table.add(block, [row.id for row in rows], [row.place for row in rows], [row.desirable for row in rows],
+                      [row.weight for row in rows])
             report(sum(part.read for part in parts), None)
         if stream.ended or table.kept == most:
             break

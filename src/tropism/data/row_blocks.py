@@ -31,7 +31,7 @@ _SCHEMA = pa.schema([
 
 
 class Block:
-    """Rows that were rendered together, without what depends on their place in a file: id, place and label.
+    """Rows that were rendered together, without what depends on their place in a file: id, place, label and weight.
 
     Args:
         batch: columns of `_SCHEMA`.
@@ -95,7 +95,7 @@ class Block:
         reason, detail = (self.batch.column(name)[number].as_py() for name in ("reason", "detail"))
         return Dropped(place, Reason(reason), detail)
 
-    def row(self, number: int, id: str, place: str, desirable: bool | None) -> EncodedRow:
+    def row(self, number: int, id: str, place: str, desirable: bool | None, weight: float) -> EncodedRow:
         """A row as an object, whose arrays are views of the block."""
         start, end = int(self.starts[number]), int(self.starts[number + 1])
         borders = [start + int(self.prompt_tokens[number])]
@@ -112,7 +112,7 @@ class Block:
         return EncodedRow(id, place, self.ids[start : borders[0]], tuple(completions), desirable,
                           self.batch.column("split_key")[number].as_py(),
                           frozenset(notes.split(",")) if notes else frozenset(),
-                          prompt_key=self.batch.column("prompt_key")[number].as_py())
+                          prompt_key=self.batch.column("prompt_key")[number].as_py(), weight=weight)
 
     def content(self, number: int) -> tuple[TokenIds, bytes, list[bytes]]:
         """A row's prompt ids, the key of its prompt, and the keys of its completions."""
@@ -208,12 +208,13 @@ def _fixed(column: pa.Array, width: int) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class _Sidecar:
-    """A block with the ids, places and labels of its rows."""
+    """A block with the ids, places, labels and weights of its rows."""
 
     block: Block
     ids: pa.Array | None  # None if they equal the places
     places: pa.Array
     labels: npt.NDArray[np.int8]
+    weights: npt.NDArray[np.float64]
 
 
 @dataclass
@@ -229,11 +230,13 @@ class TableBuilder:
     rows: int = 0
     kept: int = 0
 
-    def add(self, block: Block, ids: Sequence[str], places: Sequence[str], labels: Sequence[bool | None]) -> None:
-        """Add a block with the ids, places and labels of all its rows."""
+    def add(self, block: Block, ids: Sequence[str], places: Sequence[str], labels: Sequence[bool | None],
+            weights: Sequence[float | None] | None = None) -> None:
+        """Add a block with the ids, places, labels and weights of all its rows. Rows without a weight have 1."""
         own = None if list(ids) == list(places) else pa.array(map(_plain, ids), pa.large_string())
         self.sidecars.append(_Sidecar(block, own, pa.array(map(_plain, places), pa.large_string()), np.array(
-            [-1 if label is None else int(label) for label in labels], dtype=np.int8)))
+            [-1 if label is None else int(label) for label in labels], dtype=np.int8), np.array(
+            [1.0 if weight is None else weight for weight in weights or [None] * len(block)], dtype=np.float64)))
         self.rows += len(block)
         self.kept += int(np.count_nonzero(block.sides))
 
@@ -292,7 +295,8 @@ class RowTable(Sequence[EncodedRow]):
         sidecar = self._sidecars[self._blocks[number]]
         place = sidecar.places[offset].as_py()
         name = place if sidecar.ids is None else sidecar.ids[offset].as_py()
-        return sidecar.block.row(offset, name, place, _label(int(sidecar.labels[offset])))
+        return sidecar.block.row(offset, name, place, _label(int(sidecar.labels[offset])),
+                                 float(sidecar.weights[offset]))
 
     def take(self, numbers: npt.NDArray[np.int64]) -> "RowTable":
         """The rows at `numbers`, in that order."""
@@ -303,7 +307,8 @@ class RowTable(Sequence[EncodedRow]):
         """The rows as columns, computed without row objects."""
         if not self._sidecars:
             return facts_of([])
-        columns = [sidecar.block.facts() | {"desirable": sidecar.labels} for sidecar in self._sidecars]
+        columns = [sidecar.block.facts() | {"desirable": sidecar.labels, "weight": sidecar.weights}
+                   for sidecar in self._sidecars]
         notes: dict[str, list[npt.NDArray[np.int64]]] = {}
         starts = np.cumsum([0, *(len(sidecar.block) for sidecar in self._sidecars)])
         for start, sidecar in zip(starts, self._sidecars, strict=False):
@@ -329,11 +334,12 @@ class RowTable(Sequence[EncodedRow]):
         keys = [sidecar.block.batch.column("split_key").to_pylist() for sidecar in self._sidecars]
         return [keys[block][offset] for block, offset in zip(self._blocks, self._offsets, strict=True)]
 
-    def contents(self) -> Iterator[tuple[TokenIds, bytes, list[bytes], bool | None]]:
-        """The content of each row: its prompt ids, the key of its prompt, keys of its completions, label."""
+    def contents(self) -> Iterator[tuple[TokenIds, bytes, list[bytes], bool | None, float]]:
+        """The content of each row: its prompt ids, the key of its prompt, keys of its completions, label, weight."""
         for number, offset in zip(self._blocks.tolist(), self._offsets.tolist(), strict=True):
             sidecar = self._sidecars[number]
-            yield *sidecar.block.content(offset), _label(int(sidecar.labels[offset]))
+            yield (*sidecar.block.content(offset), _label(int(sidecar.labels[offset])),
+                   float(sidecar.weights[offset]))
 
     def first_beyond(self, limit: int) -> EncodedRow | None:
         """The first row that has a token id of at least `limit`."""

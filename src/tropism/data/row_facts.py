@@ -16,7 +16,7 @@ Integers = npt.NDArray[np.int64]
 
 _DIGEST_BYTES = 16
 _TYPES = {"prompt": np.uint64, "tree": np.uint64, "prompt_tokens": np.int64, "completion": np.uint64,
-          "tokens": np.int64, "learned": np.int64, "desirable": np.int8, "split": np.uint64}
+          "tokens": np.int64, "learned": np.int64, "desirable": np.int8, "split": np.uint64, "weight": np.float64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,7 @@ class RowFacts:
         split: `[n]` `key_number` of the split key.
         notes: for each note that occurs, the numbers of its rows, ascending.
         tree: `[n]` `prompt_hash` of the prompt ids after truncation. Default: no prompt was truncated.
+        weight: `[n]` factor of the loss. Default: 1 each.
 
     Raises:
         ValueError: if the columns differ in length.
@@ -47,8 +48,11 @@ class RowFacts:
     split: npt.NDArray[np.uint64]
     notes: Mapping[str, Integers]
     tree: npt.NDArray[np.uint64] | None = None
+    weight: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
+        if self.weight is None:
+            object.__setattr__(self, "weight", np.ones(len(self.prompt)))
         if self.tree is None:
             object.__setattr__(self, "tree", self.prompt)
         for name, dtype in _TYPES.items():  # narrower columns would overflow in products
@@ -85,6 +89,12 @@ class RowFacts:
     def labeled(self) -> bool:
         """True if the rows are labeled completions; either all rows are, or none."""
         return len(self) > 0 and bool(self.desirable[0] >= 0)
+
+    @property
+    def weighted(self) -> bool:
+        """True if a row has another weight than 1."""
+        assert self.weight is not None
+        return bool((self.weight != 1).any())
 
     @property
     def classes(self) -> tuple[int, int]:
@@ -129,6 +139,7 @@ def facts_of(rows: Sequence[EncodedRow]) -> RowFacts:
         learned=both(lambda completion: completion.length, np.int64),
         desirable=np.array([-1 if row.desirable is None else int(row.desirable) for row in rows], dtype=np.int8),
         split=np.array([_split_number(row) for row in rows], dtype=np.uint64),
+        weight=np.array([row.weight for row in rows], dtype=np.float64),
         notes={note: np.array(numbers, dtype=np.int64) for note, numbers in sorted(notes.items())})
 
 

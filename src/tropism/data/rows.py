@@ -55,6 +55,7 @@ class Row:
         completions: one, or (chosen, rejected); text for a text prompt, messages for messages.
         desirable: label of an unpaired row; None without one.
         tools: tool schemas, unchanged.
+        weight: factor of the row's loss; None without one, which is 1.
     """
 
     id: str
@@ -63,6 +64,7 @@ class Row:
     completions: tuple[str | tuple[Message, ...], ...]
     desirable: bool | None = None
     tools: tuple[Any, ...] | None = None
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +82,7 @@ class EncodedRow:
             row's completion.
         prompt_key: `tree.prompt_key` of the prompt before truncation. It decides whether two rows have the same prompt.
             Default: that of `prompt_ids`, for rows that were never truncated.
+        weight: factor of the row's loss, 0 or more.
     """
 
     id: str
@@ -91,6 +94,7 @@ class EncodedRow:
     notes: frozenset[str] = field(default_factory=frozenset)
     partner: Completion | None = None
     prompt_key: bytes = b""
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.prompt_key:

@@ -113,15 +113,28 @@ def weights_of_losses(rows: Sequence[LossRow], weights: str | None) -> list[floa
     return values
 
 
-def build_method(view: View, options: Mapping[str, Any], labels: Sequence[bool | None]) -> Method:
+def build_method(view: View, options: Mapping[str, Any], labels: Sequence[bool | None],
+                 weighted: bool = False) -> Method:
     """Build a method from options that `check_options` has accepted.
 
     Args:
         view: of the method.
         options: all options of a run.
         labels: of the training rows; `auto` class weights depend on their counts.
+        weighted: a row has another weight than 1.
+
+    Raises:
+        UsageError: if the weights of rows do not fit the options.
     """
     rows = rows_of_losses(view, options["loss"])
+    ranking = [row.name for row in rows if row.reward is not None and not row.weighted]
+    if weighted and ranking:
+        raise UsageError(f"the rows have weights, which are not defined for --loss {ranking[0]}: it compares ranks "
+                         "instead of pairs. Choose another loss, or ignore the column: --columns unused=weight")
+    divisor = options.get("weight_divisor", "count")
+    if divisor != "count" and not weighted:
+        raise UsageError(f"--weight-divisor {divisor} has no effect, because no row has a weight other than 1. Remove "
+                         "it, or add a column 'weight'.")
     values = {name: options[name] for name in OPTIONS if options.get(name) is not None}
     if "auto" in (values.get("desirable_weight"), values.get("undesirable_weight")):
         desirable = sum(map(bool, labels))
@@ -138,7 +151,8 @@ def build_method(view: View, options: Mapping[str, Any], labels: Sequence[bool |
     if options.get("teacher") is not None:
         given = options.get("kd_weight")
         parts = _with_teacher(view, parts, DEFAULT_KD_WEIGHT if given is None else given)
-    return Method(view, tuple(_terms(view, parts)), options.get("ld_alpha"), bool(options.get("wpo")))
+    return Method(view, tuple(_terms(view, parts)), options.get("ld_alpha"), bool(options.get("wpo")),
+                  divisor if weighted else "")
 
 
 def _with_teacher(view: View, parts: list[WeightedLoss], weight: float) -> list[WeightedLoss]:
@@ -179,6 +193,8 @@ def describe_method(method: Method) -> str:
         parts.append(f"tokens beyond the length of the shorter side have weight {method.ld_alpha:g} (LD-DPO)")
     if method.wpo:
         parts.append("pairs are weighted by the policy's confidence (WPO)")
+    if method.divisor:
+        parts.append("rows are weighted" + (", divided by the sum of the weights" if method.divisor == "sum" else ""))
     return "; ".join(parts)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -17,6 +17,8 @@ from tropism.shapes import PerCompletion, PerUnit, Scalar
 FLAT = 1e-3
 """Distance from 0 or 1 within which a sigmoid counts as flat. Its slope is then at most a thousandth."""
 
+_PERPLEXITY = "perplexity"
+
 Sums = dict[str, tuple[Tensor, Tensor | int]]
 """(sum, count) of each metric."""
 
@@ -29,15 +31,17 @@ class Units:
         members: `[U, 1]` for single completions, `[U, 2]` (chosen, rejected) for pairs. With `ld_alpha` `[U, 4]`: also
             the beginnings of both sides in the length of the shorter side.
         desirable: `[U]` labels; None without labels.
+        weights: `[U]` factors of the losses; None for 1 each.
     """
 
     members: Int[Tensor, "U m"]
     desirable: Bool[Tensor, " U"] | None
+    weights: PerUnit | None = None
 
     def to(self, device: torch.device) -> "Units":
         """The same units on a device."""
-        desirable = None if self.desirable is None else self.desirable.to(device)
-        return Units(self.members.to(device), desirable)
+        desirable, weights = (None if part is None else part.to(device) for part in (self.desirable, self.weights))
+        return Units(self.members.to(device), desirable, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +90,15 @@ class Method:
             et al. 2024, arXiv:2409.06411); None for 1.
         wpo: weight each pair by the policy's own confidence (WPO, Zhou et al. 2024, arXiv:2406.11827, equation 2,
             with the sampled alignment of section 3.2).
+        divisor: of the losses of rows with weights: the `count` that they have without weights, or the `sum` of the
+            weights of what is counted; empty if the weights of rows are 1.
     """
 
     view: View
     terms: tuple[Term, ...]
     ld_alpha: float | None = None
     wpo: bool = False
+    divisor: Literal["", "count", "sum"] = ""
 
     def needs(self, step_input: str) -> bool:
         """True if a term needs this field of `StepInputs`."""
@@ -128,10 +135,18 @@ class Method:
         """Factor from a log-ratio (or log-prob) to a reward."""
         return float(self.preference.options["beta"]) if self.preference else 0.0
 
-    def counts(self, rows: Iterable[EncodedRow]) -> tuple[int, ...]:
-        """Divisor of each term for some rows: their number, or the supervised tokens that the term covers."""
+    def counts(self, rows: Iterable[EncodedRow]) -> tuple[float, ...]:
+        """Divisor of each term for some rows: their number, or the supervised tokens that the term covers; or the sum
+        of the weights of either."""
         rows = list(rows)
+        if self.divisor == "sum":
+            return tuple(math.fsum(row.weight * (term.row.covers(row) if term.row.covers else 1) for row in rows)
+                         for term in self.terms)
         return tuple(len(rows) if term.row.covers is None else sum(map(term.row.covers, rows)) for term in self.terms)
+
+    def weights(self, rows: Iterable[EncodedRow]) -> PerUnit | None:
+        """`[U]` the weight of each row; None if weights have no effect."""
+        return torch.tensor([row.weight for row in rows], dtype=torch.float64) if self.divisor else None
 
     def sides(self, scored: Scored, units: Units, all_tokens: bool = False) -> tuple[Scored, Scored]:
         """Chosen and rejected completions of each pair, length-desensitized by `ld_alpha` unless `all_tokens`."""
@@ -147,7 +162,7 @@ class Method:
         return sides[0], sides[1]
 
     def losses(self, scored: Scored, units: Units, step_inputs: StepInputs) -> list[PerUnit]:
-        """`[U]` loss of each unit for each term, before weights and divisors."""
+        """`[U]` loss of each unit for each term, times the unit's weight, before weights of terms and divisors."""
         found = []
         for term in self.terms:
             args: tuple[Any, ...]
@@ -160,15 +175,17 @@ class Method:
             losses = term.row.function(*args, **term.row.arguments(term.options), **from_step)
             if self.wpo and term.row.weighted:
                 losses = losses * _confidence(scored, units)
+            if units.weights is not None:
+                losses = losses * units.weights.to(losses.dtype)
             found.append(losses)
         return found
 
-    def total(self, losses: Sequence[PerUnit], counts: Sequence[int]) -> Scalar:
+    def total(self, losses: Sequence[PerUnit], counts: Sequence[float]) -> Scalar:
         """The scalar to differentiate: each term divided by its own count, then weighted.
 
         A term with count 0 adds nothing.
         """
-        parts = [term.weight * values.sum() / max(count, 1)
+        parts = [term.weight * values.sum() / (count or 1)
                  for term, values, count in zip(self.terms, losses, counts, strict=True)]
         return torch.stack(parts).sum()
 
@@ -193,13 +210,13 @@ class Method:
         threshold = noise[members] / (scored.lengths[members] if self._reward_kind.startswith("mean") else 1)
         return torch.where(rewards.abs() <= threshold, torch.zeros_like(rewards), rewards)
 
-    def metrics(self, scored: Scored, units: Units, losses: Sequence[PerUnit], counts: Sequence[int],
+    def metrics(self, scored: Scored, units: Units, losses: Sequence[PerUnit], counts: Sequence[float],
                 noise: PerCompletion) -> Sums:
         """(sum, count) of each training metric. `combine` derives the margin of unpaired data from the class means."""
         found: Sums = {term.key: (values.sum(), count)
                        for term, values, count in zip(self.terms, losses, counts, strict=True)}
         if self.view == "single":
-            return found
+            return found | (self._weighted_entropy(scored, units, losses) if self.divisor else {})
         if self.reports_saturation:
             found["saturated"] = (self._saturated(units, losses).double().sum(), len(units.members))
         rewards = self.unit_rewards(scored, units)
@@ -220,6 +237,13 @@ class Method:
             found[f"logps/{name}"] = ((logps * of_class).sum(), of_class.sum())
         return found
 
+    def _weighted_entropy(self, scored: Scored, units: Units, losses: Sequence[PerUnit]) -> Sums:
+        """The cross-entropy of the tokens with the weights of their rows, which `combine` turns into a perplexity."""
+        assert units.weights is not None
+        tokens = (units.weights * scored.lengths[units.members[:, 0]]).sum()
+        entropy = next(own.sum() for term, own in zip(self.terms, losses, strict=True) if term.row.name == "sft")
+        return {_PERPLEXITY: (entropy, tokens)}
+
     @property
     def reports_saturation(self) -> bool:
         """True if the loss of a unit shows that its derivative is nearly 0."""
@@ -235,6 +259,8 @@ class Method:
             weights = [torch.full_like(values, term.options[name]) for name in ("desirable_weight",
                                                                                 "undesirable_weight")]
             values = values / torch.where(units.desirable, *weights)
+        if units.weights is not None:  # a weight of 0 gives NaN, which is not saturated
+            values = values / units.weights
         if term.row.flat == "ends":
             return (values < FLAT) | (values > 1 - FLAT)
         return values < -math.log1p(-FLAT)
@@ -244,7 +270,7 @@ class Method:
         """Keys of `metrics`, equal on all ranks."""
         keys = tuple(term.key for term in self.terms)
         if self.view == "single":
-            return keys
+            return (*keys, _PERPLEXITY) if self.divisor else keys
         keys += ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
         keys += ("saturated",) if self.reports_saturation else ()
         return (*keys, "rewards/margins", "rewards/accuracies") if self.view == "paired" else keys
@@ -259,12 +285,15 @@ class Method:
             record["rewards/margins"] = record["rewards/chosen"] - record["rewards/rejected"]
         entropy = next((record[term.key] for term in self.terms
                         if self.view == "single" and term.row.name == "sft" and term.key in record), None)
+        if self.divisor:
+            entropy = record.pop(_PERPLEXITY, None)
         if entropy is not None:
-            record["perplexity"] = math.exp(min(entropy, 700.0))
+            record[_PERPLEXITY] = math.exp(min(entropy, 700.0))
         return record
 
-    def loss_at_start(self, labels: Sequence[bool | None]) -> float | None:
-        """The loss of units with these labels while policy equals reference; None if it is not known in advance."""
+    def loss_at_start(self, labels: Sequence[bool | None], weights: PerUnit | None = None) -> float | None:
+        """The loss of units with these labels and weights while policy equals reference; None if it is not known in
+        advance."""
         if self.wpo or any(not term.row.needs_reference for term in self.terms):
             return None
         number = len(labels)
@@ -272,11 +301,13 @@ class Method:
         members = torch.arange(width * number).reshape(number, width)
         zeros = torch.zeros(members.numel(), dtype=torch.float64)
         scored = Scored(zeros, zeros, torch.ones(len(zeros), dtype=torch.int64))
-        units = Units(members, None if self.view == "paired" else torch.tensor([bool(label) for label in labels]))
+        units = Units(members, None if self.view == "paired" else torch.tensor([bool(label) for label in labels]),
+                      weights)
+        count = number if weights is None or self.divisor == "count" else float(weights.sum())
         none, each = torch.zeros((), dtype=torch.float64), torch.zeros(number, dtype=torch.float64)
         plain = replace(self, ld_alpha=None)
         return float(plain.total(plain.losses(scored, units, StepInputs(none, none, each, each, each)),
-                                 [number] * len(self.terms)))
+                                 [count] * len(self.terms)))
 
 
 def _confidence(scored: Scored, units: Units) -> PerUnit:

@@ -45,7 +45,7 @@ class Pack:
     batch: Batch
     units: Units
     rows: tuple[int, ...]
-    counts: tuple[int, ...]
+    counts: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class StepPacks:
 
     step: int
     units: int
-    counts: tuple[int, ...]
+    counts: tuple[float, ...]
     packs: tuple[Pack, ...]
     mismatched: tuple[MismatchedPack, ...]
     leaves: Leaves | None
@@ -219,10 +219,11 @@ def make_pack(planted: Sequence[PlacedTree], rows: Sequence[EncodedRow], layout:
         offset += len(entry.tree.completions)
     labels = [rows[index].desirable for index in indices]
     desirable = None if None in labels else torch.tensor(labels, dtype=torch.bool)
+    weights = method.weights(rows[index] for index in indices)
     width = len(members[0]) if members else 4  # an empty pack has no units of any view
     trees = tuple(entry.tree for entry in planted)
     return Pack(trees, collate(trees, layout),
-                Units(torch.tensor(members, dtype=torch.int64).reshape(-1, width), desirable), tuple(indices),
+                Units(torch.tensor(members, dtype=torch.int64).reshape(-1, width), desirable, weights), tuple(indices),
                 method.counts(rows[index] for index in indices))
 
 

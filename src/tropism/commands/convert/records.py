@@ -33,7 +33,8 @@ def record_of(row: Row, to: str) -> dict[str, Any]:
                    for name, completion in zip(names, row.completions, strict=True)}
         if to == "unpaired":
             record["label"] = row.desirable
-    return record | ({"tools": list(row.tools)} if row.tools else {})
+    return record | ({"tools": list(row.tools)} if row.tools else {}) | (
+        {} if row.weight is None else {"weight": row.weight})
 
 
 def _plain(part: str | tuple[Message, ...]) -> Any:

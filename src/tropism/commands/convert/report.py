@@ -6,6 +6,7 @@ from typing import Any
 
 from tropism.commands.convert.records import SHAPES, is_label
 from tropism.commands.convert.source import ConvertedRecord, ConvertPart
+from tropism.data.formats.fields import WEIGHTS
 from tropism.data.rows import Dropped, Row
 from tropism.errors import count_of
 
@@ -82,6 +83,9 @@ class ConversionReport:
         if known.name == "rating" and part.reading.options.label_threshold is not None:
             threshold = part.reading.options.label_threshold
             self.changed[f"ratings of {threshold:g} or more became desirable, others undesirable"] += 1
+        for name in WEIGHTS[1:]:
+            if found.raw.record.get(name) not in (None, ""):
+                self.changed[f"column {name} became {WEIGHTS[0]}"] += 1
         if (known.name, view) in _OF_FORMATS:
             self.lost[_OF_FORMATS[known.name, view]] += 1
         if known.name == "openai":

@@ -12,7 +12,7 @@ from tropism.commands.convert.target import check_target, formulas, kind_of, wri
 from tropism.commands.files import write_json
 from tropism.config import ConvertOptions
 from tropism.data.formats import pair_by_prompt
-from tropism.data.rows import Dropped, RawRow, Row
+from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.data.sources import resolve as sources
 from tropism.errors import DataError, count_of
 from tropism.observe.console import Voice
@@ -50,7 +50,10 @@ def convert(data: sources.DataSource, options: ConvertOptions, voice: Voice | No
                     raise DataError(f"{row.place}: {row.reason}: {row.detail} (--strict)")
                 report.drop(row)
                 continue
-            for one in turns_of(row) if options.turns == "all" else [row]:
+            turns = turns_of(row) if options.turns == "all" else [row]
+            if not turns:
+                report.drop(Dropped(row.place, Reason.NO_SUPERVISED_TOKEN, "no assistant message is trained on"))
+            for one in turns:
                 write(record := _whole_record(part, raw, one, options, report), one.place)
                 report.written += 1
                 report.formulas += formulas(record.values()) if csv else 0

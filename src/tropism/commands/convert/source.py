@@ -8,7 +8,9 @@ from typing import Any
 from tropism.config import ConvertOptions
 from tropism.data.formats import FORMATS, Reading, View, recognize, rows_of_record, view_of
 from tropism.data.formats.context import CONTEXT_COLUMNS
+from tropism.data.formats.fields import WEIGHTS
 from tropism.data.formats.recognize import renamed
+from tropism.data.formats.turn_marks import is_trained
 from tropism.data.rows import Dropped, RawRow, Row
 from tropism.data.sources import resolve as sources
 from tropism.errors import DataError
@@ -19,7 +21,7 @@ WANTED: dict[str, View] = {"unpaired": "unpaired", "paired": "paired", "single":
 """The view that each shape is written from."""
 
 _JUDGED = ("feedback", "rating")  # formats whose earlier completions may be bad
-_COMMON = {"id", "tools", *CONTEXT_COLUMNS}  # columns that every format takes
+_COMMON = {"id", "tools", *CONTEXT_COLUMNS, *WEIGHTS}  # columns that every format takes
 
 READ_BY_NAME = _COMMON | {
     column for known in FORMATS.values() for shape in known.shapes for column in shape.columns
@@ -156,15 +158,16 @@ def _others(name: str, head: list[RawRow], options: ConvertOptions) -> str:
 def turns_of(row: Row) -> list[Row]:
     """One row per assistant turn of a conversation, in order; the last one is the row itself.
 
-    An assistant's opening greeting answers no prompt. It is only context of the turns after it.
+    An assistant's opening greeting answers no prompt. It is only context of the turns after it, as are turns that are
+    marked as not trained on.
     """
     (completion,) = row.completions
     if isinstance(row.prompt, str) or isinstance(completion, str):
         return [row]
     spoken = (*row.prompt, *completion)
     answers = [number for number, message in enumerate(spoken)
-               if message.get("role") == "assistant" and (str(message.get("content") or "").strip()
-                                                          or message.get("tool_calls"))
+               if message.get("role") == "assistant" and is_trained(message)
+               and (str(message.get("content") or "").strip() or message.get("tool_calls"))
                and any(earlier.get("role") not in ("system", "developer") for earlier in spoken[:number])]
     return [replace(row, id=row.id if count == 0 else f"{row.id}#{count + 1}", prompt=spoken[:number],
                     completions=((spoken[number],),)) for count, number in enumerate(answers)]

@@ -39,6 +39,11 @@ _NOTED: tuple[tuple[str, float, str], ...] = (
      "changed text. `tropism inspect` shows it."),
     ("unseen", 0.1, "a completion of {count} has only invisible characters (first {first}). Training uses it "
      "unchanged. Remove these rows if that is not intended."),
+    ("earlier_marked", 1.0, "the messages of {count} say whether to train on them (first {first}), but --supervise "
+     "last trains on the last one only. To train on every assistant message that is not excluded, use --supervise "
+     "all."),
+    ("others_marked", 1.0, "a message of {count} is marked to be trained on, but is not the assistant's (first "
+     "{first}). Training is on assistant messages only."),
     ("control_spelled", 1.0, "the text of {count} contains control tokens (first {first}). They are encoded as plain "
      "characters."),
     ("control_kept", 1.0, "the text of {count} contains control tokens (first {first}), which stay control tokens "
@@ -102,8 +107,8 @@ def find_in_rows(
     facts = facts_of(rows) if facts is None else facts
     if reasons is None:
         reasons = dict(Counter(str(drop.reason) for drop in dropped).most_common())
-    found = [*_tokens(facts), *_balance(facts), *_dropped(len(rows), dropped, reasons), *_noted(rows, facts),
-             *_duplicates(rows, facts), *_both_labels(rows, facts), *_both_orders(rows, facts),
+    found = [*_tokens(facts), *_weights(facts), *_balance(facts), *_dropped(len(rows), dropped, reasons),
+             *_noted(rows, facts), *_duplicates(rows, facts), *_both_labels(rows, facts), *_both_orders(rows, facts),
              *_one_token(rows, facts), *_length(facts)]
     if decode is not None:
         found += _refusals(rows, facts, decode)
@@ -164,6 +169,16 @@ def _tokens(facts: RowFacts) -> Iterator[Finding]:
     repeated, prompts = facts.repeated_tokens, int(facts.prompt_numbers.max()) + 1
     text = f"an epoch has {flat:,} tokens, {percent(repeated / flat)} of them repeated prompts"
     yield Finding("tokens", "info", text, (), {"flat": flat, "repeated_prompt": repeated, "prompts": prompts})
+
+
+def _weights(facts: RowFacts) -> Iterator[Finding]:
+    if facts.weighted and facts.weight is not None:
+        low, mean, high = (float(value) for value in (facts.weight.min(), facts.weight.mean(), facts.weight.max()))
+        none = int((facts.weight == 0).sum())
+        yield Finding("weights", "notice", "the rows have weights, by which training multiplies their loss: "
+                      f"{low:g} to {high:g}, mean {mean:.3g}, {count_of(none, 'row')} with weight 0. To ignore them, "
+                      "rename their column: --columns unused=weight", (),
+                      {"min": low, "mean": mean, "max": high, "zero": none})
 
 
 def _balance(facts: RowFacts) -> Iterator[Finding]:

@@ -2,10 +2,12 @@
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from tropism.data.formats.turn_marks import effective, with_marks
 from tropism.data.rows import Message
 from tropism.errors import DataError
 
@@ -59,15 +61,20 @@ def conversation(value: Any, name: str, place: str) -> tuple[Message, ...]:
 
 
 def message(value: Any, name: str, place: str) -> Message:
-    """A message with `role` and `content`, or with `from` and `value` or `content`. Other keys are kept.
+    """A message with `role` and `content`, or with `from` and `value` or `content`. Other keys are kept, and marks that
+    say whether to train on it get the names of `turn_marks`.
 
     Keys with a null value are removed, since some programs write the keys of one message into all. A message of a list
     may be JSON text, as `datasets` writes its type Json into files.
 
     Raises:
-        DataError: for an unknown speaker or content that is not text.
+        DataError: for an unknown speaker, content that is not text, or an invalid mark.
     """
     value = _from_json(value) if isinstance(value, str) else value
+    return with_marks(_message(value, name, place), name, place)
+
+
+def _message(value: Any, name: str, place: str) -> Message:
     if isinstance(value, dict) and "role" not in value and isinstance(value.get("from"), str):
         value = _with_role(value, name, place)
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
@@ -189,7 +196,7 @@ def as_messages(given: Content, role: str) -> tuple[Message, ...]:
 def shared_start(one: tuple[Message, ...], other: tuple[Message, ...]) -> int:
     """Number of messages that two conversations share from the start."""
     shared = 0
-    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+    while shared < min(len(one), len(other)) and effective(one[shared]) == effective(other[shared]):
         shared += 1
     return shared
 
@@ -256,6 +263,45 @@ def identifier(value: Any, place: str) -> str:
         raise DataError(f"{place}: id {short_repr(value)} is a missing value. Set an id in every row, or remove the "
                         "column 'id'.")
     return str(value)
+
+
+WEIGHTS = ("weight", "sample_weight", "loss_weight", "example_weight")
+"""Columns with the weight of a row."""
+
+
+def weight(record: Mapping[str, Any], place: str) -> float | None:
+    """The weight of a record; None for none, or for an empty cell of CSV.
+
+    Raises:
+        DataError: for anything but a finite number that is 0 or more, or its text.
+    """
+    given = {name: value for name in WEIGHTS if (value := record.get(name)) not in (None, "")}
+    if not given:
+        return None
+    name, value = next(iter(given.items()))
+    if len(given) > 1:
+        raise DataError(f"{place}: {' and '.join(map(repr, given))} are both weights of the row. To ignore one, rename "
+                        f"it: --columns unused={name}")
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise DataError(f"{place}: {name} {short_repr(value)} is not a weight, which is a number of 0 or more. Fix it, "
+                        f"or ignore the column by renaming it: --columns unused={name}")
+    return number
+
+
+def check_masked_speaker(record: Mapping[str, Any], place: str) -> None:
+    """The column `mask` of NeMo's chats names the speaker that is not trained on, who must not be the assistant.
+
+    Raises:
+        DataError: if it is.
+    """
+    speaker = record.get("mask")
+    if isinstance(speaker, str) and SPEAKERS.get(speaker.strip().lower()) == "assistant":
+        raise DataError(f"{place}: mask {short_repr(speaker)} excludes the assistant's messages from training, but "
+                        "training is on these only. Remove the column, or rename it: --columns unused=mask")
 
 
 def rating(value: Any, name: str, place: str) -> float:

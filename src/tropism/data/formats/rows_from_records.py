@@ -12,6 +12,7 @@ from tropism.data.formats.format import Draft, Drafts
 from tropism.data.formats.json_text import decoded
 from tropism.data.formats.recognize import Reading
 from tropism.data.formats.repeated_prompt import without_repeated_prompt
+from tropism.data.formats.turn_marks import without_marks
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
 
@@ -36,6 +37,8 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     record, view = raw.record, reading.shape.view
     first = fields.identifier(record.get("id"), raw.place)
     tools = fields.tool_schemas(record.get("tools"), raw.place)
+    weight = fields.weight(record, raw.place)
+    fields.check_masked_speaker(record, raw.place)
     drafts = [_decided(draft, raw.place, reading) for draft in reading.drafts(raw)]
     if view == "paired" and reading.wanted == "unpaired":
         drafts = [side for draft in drafts for side in _split_pair(draft, raw.place)]
@@ -44,7 +47,8 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
         row = _checked_row(draft, raw, reading) if isinstance(draft, Draft) else draft
         if isinstance(row, Row):
             number = 1 + len(rows)
-            row = replace(row, id=first if number == 1 else f"{first}#{number}", tools=row.tools or tools)
+            row = replace(row, id=first if number == 1 else f"{first}#{number}", tools=row.tools or tools,
+                          weight=weight)
         rows.append(row)
     return rows
 
@@ -103,6 +107,9 @@ def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
     """Pair labeled completions: the first desirable one of a prompt with its first undesirable one, and so on.
 
     A pair has the id and place of its desirable row, and the position of the later of the two rows.
+
+    Raises:
+        DataError: if their weights differ.
     """
     waiting: dict[str, tuple[deque[int], deque[int]]] = defaultdict(lambda: (deque(), deque()))
     paired: dict[int, Row | Dropped] = {}
@@ -110,7 +117,8 @@ def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
         if isinstance(row, Dropped):
             paired[number] = row
             continue
-        key = json.dumps([row.prompt, row.tools], sort_keys=True, default=str)
+        prompt = row.prompt if isinstance(row.prompt, str) else tuple(map(without_marks, row.prompt))
+        key = json.dumps([prompt, row.tools], sort_keys=True, default=str)
         same, opposite = waiting[key] if row.desirable else waiting[key][::-1]
         if not opposite:
             same.append(number)
@@ -118,6 +126,10 @@ def pair_by_prompt(rows: Sequence[Row | Dropped]) -> list[Row | Dropped]:
         partner = rows[opposite.popleft()]
         assert isinstance(partner, Row)
         chosen, rejected = (row, partner) if row.desirable else (partner, row)
+        weights = [1.0 if one.weight is None else one.weight for one in (chosen, rejected)]
+        if weights[0] != weights[1]:
+            raise DataError(f"{rejected.place}: the weight {weights[1]:g} differs from {weights[0]:g}, the weight of "
+                            f"{chosen.place}, with which --pair-by-prompt pairs it. Give both the same weight.")
         paired[number] = replace(chosen, completions=chosen.completions + rejected.completions, desirable=None)
     for queues in waiting.values():
         for queue, missing in zip(queues, ("undesirable", "desirable"), strict=True):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tropism.data.formats.turn_marks import without_marks
 from tropism.data.rows import Message
 from tropism.data.tokenization.template_limits import TemplateTimeout, limited
 from tropism.data.tokenization.tool_arguments import render_with_arguments
@@ -47,8 +48,9 @@ class ChatTemplate:
         if tools and _TOOLS.search(str(source)) is None:
             raise DataError(f"{place}: the row has tools, but {self.name} does not use them. Choose another with "
                             "--chat-template, or remove the column 'tools'.")
-        # Without null values: some releases of transformers let templates write the word None.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        # Without marks, and without null values: some releases of transformers let templates write the word None.
+        given = [{key: value for key, value in without_marks(message).items() if value is not None}
+                 for message in messages]
         try:
             text = render_with_arguments(lambda chat: str(limited(lambda: self.tokenizer.apply_chat_template(
                 chat, tools=list(tools) if tools else None, add_generation_prompt=generate, tokenize=False,

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from tropism.data.formats.turn_marks import is_trained
 from tropism.data.rows import Message, Row
 from tropism.data.tokenization import thoughts
 from tropism.data.tokenization.apply_template import ChatTemplate
 from tropism.data.tokenization.spelled import Spelled
 from tropism.data.tokenization.tokenizer import TextTokenizer
 from tropism.data.tokenization.truncate import PromptCutter
+from tropism.data.tokenization.turns import NothingToLearn, learned
 from tropism.data.tree import Completion
 from tropism.errors import DataError
 
@@ -30,6 +32,11 @@ class _Turn:
     @property
     def role(self) -> str:
         return str(self.message["role"])
+
+    @property
+    def is_supervised(self) -> bool:
+        """True for an assistant message that is not marked as not trained on."""
+        return self.role == "assistant" and is_trained(self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ class Conversation:
         self.completions_start = len(self.prompt)
         if supervise == "all":
             # A greeting with which the assistant opens the conversation is context, not a completion.
-            first = next((i for i, turn in enumerate(self.prompt) if i and turn.role == "assistant"), None)
+            first = next((i for i, turn in enumerate(self.prompt) if i and turn.is_supervised), None)
             self.completions_start = len(self.prompt) if first is None else first
         head = self.prompt[: self.completions_start]
         self.prompt_text = self._render(head, generate=True) if head else ""
@@ -109,28 +116,32 @@ class Conversation:
 
         Raises:
             DataError: if the template does not render a message, or renders it differently when others follow.
+            NothingToLearn: if marks exclude every token.
         """
         turns = [*self.prompt, *self._turns(messages)]
         ids: list[int] = []
         mask: list[bool] = []
         known, content_tokens = list(self.cutter.ids), 0
-        for span in self._spans(turns):
+        for i, span in zip(self._supervised(turns), self._spans(turns), strict=True):
             between = self._continue(span.before, known, span.between) if span.between else []
             known += between
             new = self._continue(span.start, known, span.text)
             known += [*new, span.stop]
             self.stop_ids.add(span.stop)
             ids += [*between, *new, span.stop]
-            mask += [False] * len(between) + [True] * (len(new) + 1)
+            tokens, terminator = learned(turns[i].message, new, self.text.decode, self.row.place)
+            mask += [*[False] * len(between), *tokens, terminator]
             content_tokens += len(new)
         if not content_tokens:
             return None
+        if not any(mask):
+            raise NothingToLearn("no token lies in a trained span of 'train_detail'")
         array = Completion.supervised(ids)
         return array if all(mask) else Completion(array.ids, array.loss_mask & mask)
 
     def _supervised(self, turns: Sequence[_Turn]) -> list[int]:
         """The messages that are trained on."""
-        assistant = [i for i, turn in enumerate(turns) if i >= self.completions_start and turn.role == "assistant"]
+        assistant = [i for i, turn in enumerate(turns) if i >= self.completions_start and turn.is_supervised]
         return assistant if self.supervise == "all" else assistant[-1:]
 
     def _spans(self, turns: Sequence[_Turn]) -> Iterable[_Span]:

@@ -32,8 +32,9 @@ from tropism.errors import DataError, OutputError, TropismError
 _BLOCKS_BEFORE_WORKERS = 4  # rendered in this process first, since starting workers takes as long as some blocks
 _MOST_WORKERS = 8
 _SAMPLE = 16  # rows of the first stored block that are rendered again; one of each other block
-_RENDERING_CODE = ("row_facts", "row_blocks", "rows", "tree", *(f"tokenization/{name}" for name in (
-    "apply_template", "conversation", "encode", "render", "spelled", "thoughts", "tokenizer", "truncate")))
+_RENDERING_CODE = (
+    "row_facts", "row_blocks", "rows", "tree", "formats/turn_marks", *(f"tokenization/{name}" for name in (
+        "apply_template", "conversation", "encode", "render", "spelled", "thoughts", "tokenizer", "truncate", "turns")))
 
 
 def default_workers() -> int:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
+from tropism.data.tokenization import turns
 from tropism.data.tokenization.apply_template import ChatTemplate
 from tropism.data.tokenization.conversation import Conversation
 from tropism.data.tokenization.spelled import Spelled, texts_in
@@ -66,11 +67,14 @@ class Renderer:
         """
         try:
             return self._encode(with_argument_objects(row))
+        except turns.NothingToLearn as why:
+            return Dropped(row.place, Reason.NO_SUPERVISED_TOKEN, str(why))
         except RecursionError:
             raise DataError(f"{row.place}: messages or tools are nested too deeply") from None
 
     def _encode(self, row: Row) -> EncodedRow | Dropped:
         notes: set[str] = set()
+        turns.check_marks(row, self.supervise, notes)
         if isinstance(row.prompt, str):
             if self.control_tokens == "refuse" and (found := self.text.control_pattern.search(
                     "\n".join([row.prompt, *map(str, row.completions)]))):
@@ -142,12 +146,12 @@ class Renderer:
             prompt.insert(0, {"role": "system", "content": self.system_prompt})
         text = "\n".join(texts_in([prompt, row.completions, row.tools]))
         names = {match.group() for match in self.text.control_pattern.finditer(text)}
-        turns = [name for name in self._other if name in text and name in self._usual[0]]
-        if self.control_tokens == "refuse" and (names or turns):
-            self._refuse(row, min([*names, *turns], key=text.index))
+        spoken = [name for name in self._other if name in text and name in self._usual[0]]
+        if self.control_tokens == "refuse" and (names or spoken):
+            self._refuse(row, min([*names, *spoken], key=text.index))
         if names:
             notes.add("control_spelled" if self.control_tokens == "plain" else "control_kept")
-        if turns:  # the template marks turns with them, but the tokenizer does not call them special
+        if spoken:  # the template marks turns with them, but the tokenizer does not call them special
             notes.add("turn_spelled")
         spelled = Spelled(self.text.control_pattern, names if self.control_tokens == "plain" else (), text)
         return Conversation(self.chat_template, self.text, row, prompt, spelled, supervise=self.supervise,

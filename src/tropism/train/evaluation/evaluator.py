@@ -85,7 +85,7 @@ def summarize(rows: Sequence[EncodedRow], method: Method, scored: Scored, noise:
     """
     members = _members(rows, scored)
     labels = [row.desirable for row in rows]
-    units = Units(members, None if None in labels else torch.tensor(labels))
+    units = Units(members, None if None in labels else torch.tensor(labels), method.weights(rows))
     losses = [torch.zeros(len(members), dtype=torch.float64)] * len(method.terms)
     known = point is not None or not method.needs_reference_point
     if known:
@@ -96,8 +96,8 @@ def summarize(rows: Sequence[EncodedRow], method: Method, scored: Scored, noise:
         losses = method.losses(scored, units, inputs)
     sums = method.metrics(scored, units, losses, method.counts(rows), noise)
     terms = {"saturated", *(term.key for term in method.terms)}  # what follows from the losses
-    record = method.combine({key: float(total) / int(count) for key, (total, count) in sums.items()
-                             if int(count) and (known or key not in terms)})
+    record = method.combine({key: float(total) / float(count) for key, (total, count) in sums.items()
+                             if float(count) and (known or key not in terms)})
     if point is not None:
         record |= point_record(point)
     if method.view != "single":

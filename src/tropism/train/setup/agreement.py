@@ -103,8 +103,10 @@ def facts_of_rows(flag: str, source: str, rows: Sequence[EncodedRow]) -> dict[st
     facts, digest = facts_of(rows), data_fingerprint(rows)
     partners = [row.partner.key for row in rows if row.partner is not None] if isinstance(rows, list) else []
     key = _digest(digest, facts.prompt.tobytes(), facts.split.tobytes(), *partners)
-    columns = np.column_stack([facts.prompt, facts.completion, facts.desirable.astype(np.uint64), facts.split])
-    mixed = (columns * (np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, 6, dtype=np.uint64))).sum(1)  # modulo 2^64
+    assert facts.weight is not None
+    columns = np.column_stack([facts.prompt, facts.completion, facts.desirable.astype(np.uint64), facts.split,
+                               facts.weight.view(np.uint64)])
+    mixed = (columns * (np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, 7, dtype=np.uint64))).sum(1)  # modulo 2^64
     unordered = _digest(np.sort(mixed).tobytes(), *sorted(partners))
     counted = f"{source}: {count_of(len(rows), 'row')}"
     return {flag: Fact(unordered, f"{counted} ({unordered[:12]})"),

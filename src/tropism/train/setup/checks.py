@@ -47,7 +47,8 @@ def check_first_step(engine: Engine, planner: StepPlanner) -> tuple[bool, str]:
         return False, (f"policy and reference differ before step 1: mean |log-ratio| {total / count:.3g} nats. "
                        "Possible causes are another reference model, changed scores in the store, active dropout, and "
                        "a different mask, dtype or layout.")
-    known = engine.method.loss_at_start([planner.rows[index].desirable for index in planner.schedule.step(1)])
+    first = [planner.rows[index] for index in planner.schedule.step(1)]
+    known = engine.method.loss_at_start([row.desirable for row in first], engine.method.weights(first))
     return True, "policy and reference agree before step 1" + (
         f"; the first loss will be {known:.6f}" if known is not None else "")
 

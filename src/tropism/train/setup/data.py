@@ -80,15 +80,16 @@ class PreparedData:
 
 
 def data_fingerprint(rows: Sequence[EncodedRow]) -> str:
-    """Hash of prompt, completions and label of each row, in order. A truncated prompt counts with all of its tokens,
-    since these decide its steps and its mismatched completions."""
+    """Hash of prompt, completions and label of each row, in order, and of a weight other than 1. A truncated prompt
+    counts with all of its tokens, since these decide its steps and its mismatched completions."""
     digest = hashlib.blake2b(digest_size=16)
     contents = rows.contents() if isinstance(rows, RowTable) else (
-        (row.prompt_ids, row.prompt_key, [completion.key for completion in row.completions[:2]], row.desirable)
-        for row in rows)
-    for ids, key, completions, desirable in contents:
+        (row.prompt_ids, row.prompt_key, [completion.key for completion in row.completions[:2]], row.desirable,
+         row.weight) for row in rows)
+    for ids, key, completions, desirable, weight in contents:
         whole = [] if key == prompt_key(ids) else [key]
-        for part in (ids.tobytes(), *whole, *completions, str(desirable).encode()):
+        own = [] if weight == 1 else [repr(weight).encode()]
+        for part in (ids.tobytes(), *whole, *completions, str(desirable).encode(), *own):
             digest.update(part)
     return digest.hexdigest()
 
@@ -187,6 +188,20 @@ def limits(options: LengthOptions, *configs: Any) -> Limits:
 def labels_of(rows: Sequence[EncodedRow]) -> list[bool | None]:
     """The label of each row."""
     return [None if label < 0 else bool(label) for label in facts_of(rows).desirable.tolist()]
+
+
+def check_row_weights(data: PreparedData) -> bool:
+    """True if a row has another weight than 1.
+
+    Raises:
+        DataError: if the weights of all training rows are 0.
+    """
+    weight = facts_of(data.train).weight
+    assert weight is not None
+    if not weight.any():
+        raise DataError(f"{data.audit.source}: the weight of every training row is 0, so there is nothing to learn. "
+                        "Fix the weights, or ignore them by renaming the column: --columns unused=weight")
+    return facts_of(data.train).weighted or facts_of(data.evaluation).weighted
 
 
 def check_classes(rows: Sequence[EncodedRow], source: str) -> None:

@@ -18,7 +18,14 @@ from tropism.train.optimizer import check_given
 from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights, facts_at_start, facts_of_data
 from tropism.train.setup.build import RunInputs
-from tropism.train.setup.data import PreparedData, labels_of, make_schedule, prepare_data, prepare_rows
+from tropism.train.setup.data import (
+    PreparedData,
+    check_row_weights,
+    labels_of,
+    make_schedule,
+    prepare_data,
+    prepare_rows,
+)
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import check_partners
@@ -78,7 +85,7 @@ def read_inputs(options: Any, world: World, voice: Voice, objects: PythonObjects
     data = world.together(lambda: _read_data(options, world, voice, objects, parts))
     check_same(world, lambda: facts_of_data(data, tokenizer, options, objects),
                "Pass all rows to every process, without a DistributedSampler. Tropism divides each step over them.")
-    method = build_method(options.view, options.values, labels_of(data.train))
+    method = build_method(options.view, options.values, labels_of(data.train), check_row_weights(data))
     if method.ld_alpha is not None:
         data = replace(data, train=[row.with_shared_lengths() for row in data.train],
                        evaluation=[row.with_shared_lengths() for row in data.evaluation])
