@@ -90,6 +90,31 @@ MADE: dict[str, Made] = {
         "question": {"dataset": "eli5", "id": f"q{n}", "full_text": f"p{n}"}, "answer_0": f"a{n} [1]",
         "answer_1": f"b{n}", "score_0": (1.0, -0.5, 0.25, -1.0)[n], "score_1": (-1.0, 0.5, -0.25, 1.0)[n]}
         for n in N], 4, flat=True),
+    "comparison": Made("paired", [{"question": f"p{n}", "answer_a": f"a{n}", "answer_b": f"b{n}", "winner": "ab"[n % 2]}
+                                  for n in N], 4, flat=True),
+    "arena": Made("paired", [{
+        "model_a": "m", "model_b": "n", "winner": ("model_a", "model_b")[n % 2],
+        "conversation_a": [_said("user", f"p{n}"), _said("assistant", f"a{n}")],
+        "conversation_b": [_said("user", f"p{n}"), _said("assistant", f"b{n}")]} for n in N], 4, flat=True),
+    "label-studio": Made("unpaired", [{
+        "id": n, "data": {"prompt": f"p{n}", "response": f"a{n}"}, "predictions": [], "annotations": [{
+            "id": n, "was_cancelled": False, "result": [{
+                "from_name": "quality", "type": "choices", "value": {"choices": ["Bad" if n else "Good"]}}]}]}
+        for n in N], 4, 1),
+    "argilla": Made("unpaired", [{
+        "id": f"r{n}", "fields": {"prompt": f"p{n}", "response": f"a{n}"}, "metadata": {"source": "crm"},
+        "suggestions": {"quality": {"value": "no", "score": 0.5, "agent": "m"}},
+        "responses": {"quality": [{"value": "yes" if n else "no", "user_id": "u"}]}, "status": "completed"}
+        for n in N], 4, 3),
+    "open-webui": Made("unpaired", [{
+        "id": f"f{n}", "type": "rating", "data": {"rating": 1 if n else -1, "model_id": "m", "sibling_model_ids": None},
+        "meta": {"arena": False, "message_id": f"b{n}"}, "snapshot": {"chat": {"chat": {"history": {"messages": {
+            f"a{n}": {"id": f"a{n}", "parentId": None, **_said("user", f"p{n}")},
+            f"b{n}": {"id": f"b{n}", "parentId": f"a{n}", **_said("assistant", f"a{n}")}}}}}}} for n in N], 4, 3),
+    "langfuse": Made("unpaired", [{
+        "id": f"t{n}", "timestamp": "2024-05-29T13:46:19Z", "input": [_said("user", f"p{n}")],
+        "output": _said("assistant", f"a{n}"),
+        "scores": [{"name": "user-feedback", "value": n % 2, "dataType": "BOOLEAN"}]} for n in N], 4, 2, True),
 }
 
 KINDS = ("json", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "csv", "tsv")

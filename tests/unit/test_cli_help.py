@@ -14,9 +14,9 @@ from tropism.config import METHODS, ConvertOptions, InspectOptions, KTOOptions, 
 
 GROUPS = {
     "Required": "model data output",
-    "Data": "chat_template chat_template_kwargs columns control_tokens format group_prompts label_threshold "
-            "max_expansion max_length max_prompt_length max_record_bytes pair_by_prompt shuffle split store store_limit "
-            "streaming strict supervise system_prompt weight_divisor workers",
+    "Data": "chat_template chat_template_kwargs columns control_tokens format group_prompts label_name "
+            "label_threshold labels max_expansion max_length max_prompt_length max_record_bytes pair_by_prompt "
+            "shuffle split store store_limit streaming strict supervise system_prompt weight_divisor workers",
     "Optimization": "batch_size epochs layout learning_rate max_grad_norm max_steps microbatch_tokens on_nonfinite "
                     "optimizer precision prefetch router_aux_weight schedule seed trust_remote_code warmup_ratio "
                     "weight_decay",
@@ -128,8 +128,8 @@ def test_descriptions_follow_the_rules() -> None:
             assert option.info.default is None or " Default: " not in (option.info.description or ""), option.name
 
 
-CONVERT = ("columns format keep_columns label_threshold max_expansion max_record_bytes output pair_by_prompt split "
-           "strict to turns")
+CONVERT = ("columns format keep_columns label_name label_threshold labels max_expansion max_record_bytes output "
+           "pair_by_prompt split strict to turns")
 
 
 def test_the_surface_of_convert_changes_only_on_purpose() -> None:

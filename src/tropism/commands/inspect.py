@@ -197,8 +197,8 @@ def show(inspection: Inspection, voice: Voice) -> None:
     for audit, name in ((inspection.audit, "data"), (inspection.eval_audit, "eval data")):
         if audit is not None:
             voice.say(f"{name}: {audit.source}: {audit.summary()}")
-            if audit.format:
-                voice.say(f"  {audit.format}")
+            for line in audit.reading:
+                voice.say(f"  {line}")
             for drop in audit.dropped[:_LISTED]:
                 voice.say(f"  dropped: {drop.place}: {drop.reason}: {drop.detail}")
             if (more := sum(audit.reasons.values()) - _LISTED) > 0:

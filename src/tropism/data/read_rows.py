@@ -54,7 +54,7 @@ def read_rows(
     """
     options = options or FormatOptions()
     parts = _open(source, options, most, split)
-    readings = [recognize(part.head, view, part.name, options) for part in parts]
+    readings = [recognize(part.head, view, part.name, options, whole=part.whole) for part in parts]
     audit = Audit(source=str(source) if isinstance(source, str | Path) else "rows given in Python",
                   format="; ".join(dict.fromkeys([*(part.split for part in parts if part.split),
                                                   *map(str, readings)])))
@@ -81,6 +81,9 @@ def read_rows(
             break
     for drop in stream.dropped_before(table.rows):
         _drop(audit, drop, strict)
+    for reading in readings:
+        reading.labels.finish()
+    audit.label_words = "; ".join(dict.fromkeys(filter(None, (str(reading.labels) for reading in readings))))
     audit.rows = table.table()
     audit.read = sum(part.read for part in parts)
     audit.origins = {name: [values[number] for number in table.kept_numbers()]
@@ -108,6 +111,7 @@ class _PartWithHead:
     Attributes:
         split: a sentence about the split, if there are several.
         head: the first records, columns renamed.
+        whole: there are no other records.
         columns: of the first records, before renaming.
         read: number of records that iteration has yielded.
     """
@@ -120,6 +124,7 @@ class _PartWithHead:
             raise DataError(f"{part.name}: no rows")
         self.columns = dict.fromkeys(key for row in first for key in row.record)
         self.head = renamed(first, renames)
+        self.whole = len(first) < head
         self._rest = rows
         self.read = 0
 

@@ -22,6 +22,9 @@ class Reason(StrEnum):
     UNDESIRABLE = "undesirable"
     UNPAIRED = "unpaired"
     EQUAL_SCORES = "equal_scores"
+    NO_LABEL = "no_label"
+    TIE = "tie"
+    DISAGREEMENT = "disagreement"
 
 
 @dataclass(frozen=True, slots=True)

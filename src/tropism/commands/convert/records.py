@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from tropism.commands.convert.source import READ_BY_NAME, ConvertPart
-from tropism.data.formats.fields import as_messages, is_thumb
+from tropism.data.formats.fields import as_messages
+from tropism.data.formats.label_words import is_word
 from tropism.data.rows import Message, Row
 
 SHAPES = {"unpaired": "prompt, completion, label", "paired": "prompt, chosen, rejected",
@@ -57,7 +58,7 @@ def _unlabeled(message: Message) -> Message:
 
 def is_label(message: Message, key: str) -> bool:
     """Whether a key of a message is read as its label."""
-    return key in _LABELS and message.get("role") == "assistant" and is_thumb(message[key])
+    return key in _LABELS and message.get("role") == "assistant" and is_word(message[key])
 
 
 # --- columns that no row is built from -------------------------------------------------------------------------------

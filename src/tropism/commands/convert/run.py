@@ -62,6 +62,7 @@ def convert(data: sources.DataSource, options: ConvertOptions, voice: Voice | No
             raise DataError(f"{report.source}: no row left to write: {report.read:,} read, dropped "
                             f"{', '.join(f'{count} {reason}' for reason, count in report.dropped.items())} "
                             f"(first: {first.place}: {first.detail})")
+    report.formats += dict.fromkeys(filter(None, (str(part.reading.labels) for part in parts)))
     report.formulas += formulas(report.renamed.get(name, name) for name in report.carried) if csv else 0
     return report
 

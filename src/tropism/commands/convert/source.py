@@ -83,6 +83,7 @@ class ConvertPart:
                 rows.reverse()
             yield ConvertedRecord(raw, rows, [new for old, new in names.items()
                                     if {old, new} <= given.record.keys() and new not in names])
+        self.reading.labels.finish()
 
     @property
     def labels(self) -> set[str]:
@@ -92,7 +93,7 @@ class ConvertPart:
     def used(self, record: dict[str, Any]) -> set[str]:
         """Columns of a record that its rows are built from."""
         known = self.reading.format
-        shape = known.shape_for(record, self.reading.shape.view)
+        shape = self.reading.shape_for(record)
         used = {*shape.columns, *_COMMON, *self.labels}
         return used | {"input"} if known.chat and shape.prompt == "instruction" else used
 
@@ -123,11 +124,11 @@ def _reading(name: str, head: list[RawRow], options: ConvertOptions) -> tuple[Re
     """How records are read, and whether only the chosen side of each pair is taken."""
     wanted = WANTED[options.to]
     try:
-        reading, first_side = recognize(head, wanted, name, options), False
+        reading, first_side = recognize(head, wanted, name, options, whole=len(head) < PEEKED), False
     except DataError as error:
         if wanted != "single" or options.pair_by_prompt or view_of(head, options) != "paired":
             raise DataError(f"{error}{_others(name, head, options)}") from None
-        reading, first_side = recognize(head, "unpaired", name, options), True
+        reading, first_side = recognize(head, "unpaired", name, options, whole=len(head) < PEEKED), True
     if options.turns == "all":
         judged = next((label for label in _labels(reading) for raw in head if label in raw.record), "")
         if judged or reading.shape.view != "single" or reading.format.name in _JUDGED:

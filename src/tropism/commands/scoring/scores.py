@@ -126,7 +126,8 @@ class _Scoring:
         self.rows: Sequence[EncodedRow] = audit.rows
         check_same(world, lambda: facts_of_rows("--data", options.data, audit.rows))
         voice.say(f"data: {audit.source}: {audit.summary()}")
-        voice.say(f"  {audit.format}")
+        for line in audit.reading:
+            voice.say(f"  {line}")
         for notice in audit.notices():
             voice.warn(notice)
         say_options(model, options, renderer, self.numerics.precision, voice)

@@ -25,6 +25,7 @@ class Audit:
         dropped: the first dropped rows.
         rows: kept rows; they must not change after the first use of `facts`.
         format: how the records were read, as one line.
+        label_words: how labels were read, as one line; empty if they are true, false, 1 and 0.
         origins: for each column of `findings.ORIGINS` that occurs, its value in each kept row.
         unlisted: number of dropped rows that are not in `dropped`, by reason.
     """
@@ -34,6 +35,7 @@ class Audit:
     dropped: list[Dropped] = field(default_factory=list)
     rows: Sequence[EncodedRow] = field(default_factory=list)
     format: str = ""
+    label_words: str = ""
     origins: dict[str, list[str | None]] = field(default_factory=dict)
     unlisted: Counter[str] = field(default_factory=Counter)
 
@@ -60,6 +62,11 @@ class Audit:
         text = f"{self.read} read, {len(self.rows)} kept"
         reasons = self.reasons
         return text + (": " + ", ".join(f"{count} {reason}" for reason, count in reasons.items()) if reasons else "")
+
+    @property
+    def reading(self) -> list[str]:
+        """How the source was read, as lines."""
+        return [line for line in (self.format, self.label_words) if line]
 
     def labels(self) -> dict[str, int]:
         """Number of kept rows of each class; empty for pairs."""

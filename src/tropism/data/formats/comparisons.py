@@ -2,10 +2,11 @@
 
 from tropism.data.formats import fields
 from tropism.data.formats.fields import Content
-from tropism.data.formats.format import Draft, Drafts, Format, Record, Shape
+from tropism.data.formats.format import Draft, Drafts, Record, Shape
+from tropism.data.formats.label_words import BOOLEANS, key_of
 from tropism.data.formats.nested_records import drafts_of_scored
 from tropism.data.formats.options import FormatOptions
-from tropism.data.formats.plain_records import draft_of_conversations, missing_column, plain_drafts
+from tropism.data.formats.plain_records import draft_of_conversations, missing_column
 from tropism.data.rows import Dropped, RawRow, Reason
 from tropism.errors import DataError
 
@@ -46,7 +47,10 @@ def comment_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
     if missing := shape.missing_in(record):
         return [missing_column(place, missing)]
     column = shape.label
-    first = fields.label(record[column], column, place)
+    if (key := key_of(record[column])) not in BOOLEANS[0] | BOOLEANS[1]:
+        raise DataError(f"{place}: {column} {fields.short_repr(record[column])} is not a boolean. Use 1 if the first "
+                        "comment is preferred, and 0 if the second is.")
+    first = key in BOOLEANS[0]
     scores = [fields.rating(record[name], name, place) for name in ("score_A", "score_B")
               if not fields.is_missing(record.get(name))]
     if len(scores) == 2 and (scores[0] < scores[1] if first else scores[0] > scores[1]):
@@ -102,13 +106,13 @@ def ranked_list_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Dra
 # --- ms-swift: a conversation, and another end of it -----------------------------------------------------------------
 
 
-def rejected_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
+def rejected_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts | None:
     """A conversation and the rejected last answer, or a rejected conversation."""
     record, place = raw.record, raw.place
     if missing := shape.missing_in(record):
         return [missing_column(place, missing)]
     if shape.prompt:
-        return plain_drafts(Format("ms-swift", (shape,), chat=True), raw, shape.view)
+        return None
     name, other = shape.completions
     chosen = fields.conversation(record[name], name, place)
     rejected = fields.as_messages(fields.content(record[other], other, place), "assistant")

@@ -1,4 +1,4 @@
-"""Checks of the fields of a record: texts, messages, labels, ratings, tool schemas."""
+"""Checks of the fields of a record: texts, messages, ratings, tool schemas."""
 
 import json
 import math
@@ -22,9 +22,6 @@ SPEAKERS = {
     "function_call": "assistant",
 }
 """Speakers in messages that have `from` instead of `role`, and the roles that chat templates use for them."""
-
-_SPELLED = {"true": True, "1": True, "false": False, "0": False}
-_THUMBS = {"up": True, "thumbs_up": True, "down": False, "thumbs_down": False}
 
 
 def content(value: Any, name: str, place: str) -> Content:
@@ -134,6 +131,29 @@ def _tool_calls(value: Any, name: str, place: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": call} for call in calls]
 
 
+def entries(value: Any, name: str, place: str) -> list[dict[str, Any]]:
+    """A list of objects; none for None.
+
+    Raises:
+        DataError: for anything else.
+    """
+    found = [] if value is None else value
+    if not isinstance(found, list | tuple) or not all(isinstance(entry, dict) for entry in found):
+        raise DataError(f"{place}: '{name}' must be a list of objects, not {short_repr(value)}")
+    return list(found)
+
+
+def entry(value: Any, name: str, place: str) -> dict[str, Any]:
+    """An object; an empty one for None.
+
+    Raises:
+        DataError: for anything else.
+    """
+    if value is not None and not isinstance(value, dict):
+        raise DataError(f"{place}: '{name}' must be an object, not {short_repr(value)}")
+    return value or {}
+
+
 def text(value: Any, name: str, place: str) -> str:
     """A text that tokenizers accept.
 
@@ -225,31 +245,6 @@ def _from_json(value: str) -> Any:
         return value
 
 
-def label(value: Any, name: str, place: str) -> bool:
-    """A label: true/false, 0/1, or either as text, as in CSV; 1.0/0.0 only of numpy and the like, see `python_values`.
-
-    Raises:
-        DataError: for anything else. A rating is never read as a label.
-    """
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int | np.floating) and value in (0, 1):
-        return bool(value)
-    if isinstance(value, str) and value.strip().lower() in _SPELLED:
-        return _SPELLED[value.strip().lower()]
-    raise DataError(f"{place}: {name} {short_repr(value)} is not a boolean. Use true/false or 0/1, or map ratings with "
-                    f"--columns rating={name} --label-threshold NUMBER.")
-
-
-def is_label(value: Any) -> bool:
-    """True if `label` accepts the value."""
-    try:
-        label(value, "", "")
-    except DataError:
-        return False
-    return True
-
-
 def is_missing(value: Any) -> bool:
     """True for None, and for what numpy and pandas write for a missing value."""
     return value is None or (not isinstance(value, str | list | tuple | dict)
@@ -268,32 +263,6 @@ def identifier(value: Any, place: str) -> str:
         raise DataError(f"{place}: id {short_repr(value)} is a missing value. Set an id in every row, or remove the "
                         "column 'id'.")
     return str(value)
-
-
-def preference(value: Any, name: str, place: str) -> bool:
-    """A label that is `chosen` or `rejected`.
-
-    Raises:
-        DataError: for anything else.
-    """
-    if value in ("chosen", "rejected"):
-        return bool(value == "chosen")
-    raise DataError(f"{place}: {name} {short_repr(value)} is not 'chosen' or 'rejected'")
-
-
-def thumb(value: Any, name: str, place: str) -> bool:
-    """The mark of a message: a label, `up`, `down`, `thumbs_up` or `thumbs_down`.
-
-    Raises:
-        DataError: for anything else.
-    """
-    if isinstance(value, str) and value.strip().lower() in _THUMBS:
-        return _THUMBS[value.strip().lower()]
-    try:
-        return label(value, name, place)
-    except DataError:
-        raise DataError(f"{place}: {name} {short_repr(value)} of a message is not a valid label. Use true/false, 0/1, "
-                        "up/down or thumbs_up/thumbs_down.") from None
 
 
 WEIGHTS = ("weight", "sample_weight", "loss_weight", "example_weight")
@@ -333,15 +302,6 @@ def check_masked_speaker(record: Mapping[str, Any], place: str) -> None:
     if isinstance(speaker, str) and SPEAKERS.get(speaker.strip().lower()) == "assistant":
         raise DataError(f"{place}: mask {short_repr(speaker)} excludes the assistant's messages from training, but "
                         "training is on these only. Remove the column, or rename it: --columns unused=mask")
-
-
-def is_thumb(value: Any) -> bool:
-    """True if `thumb` accepts the value."""
-    try:
-        thumb(value, "", "")
-    except DataError:
-        return False
-    return True
 
 
 def rating(value: Any, name: str, place: str) -> float:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tropism.data.formats import fields
 from tropism.data.formats.fields import Content
+from tropism.data.formats.labels import LABELS, LabelKind
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows import Dropped, RawRow, View
 
@@ -50,12 +50,17 @@ class Draft:
         completions: one, or chosen and rejected, by column.
         desirable: label of an unpaired row.
         tools: tool schemas from elsewhere than the column `tools`.
+        votes: labels that are not read yet, of one or several annotators: of an unpaired row, or, for two completions,
+            whether the first one is chosen. None if there is nothing to decide.
+        label_name: where the votes come from.
     """
 
     prompt: Content
     completions: dict[str, Content]
     desirable: bool | None = None
     tools: Any = None
+    votes: tuple[Any, ...] | None = None
+    label_name: str = ""
 
 
 Drafts = list[Draft | Dropped]
@@ -72,8 +77,12 @@ class Format:
         decisive: `matches` checks values, so no other format claims a record that it accepts.
         chat: text is a user message, and the columns `system`, `history` and (with `instruction`) `input` are read.
             Otherwise text is used as it is.
-        parse_label: reads a label.
-        make_drafts: reads a record; None for `plain_records.plain_drafts`.
+        labels: what its labels are.
+        votes: its drafts have labels that are not read yet.
+        named: a record can have several labels, and `--label-name` chooses one.
+        locate: finds the columns of a record for a view, if they have no fixed names; None if it is not in this format.
+        make_drafts: reads a record. `plain_records.plain_drafts` reads those for which it is or gives None.
+        plain: some records are plain columns with labels, although there is `make_drafts`.
     """
 
     name: str
@@ -81,8 +90,12 @@ class Format:
     matches: Callable[[Record, Shape, FormatOptions], bool] = lambda record, shape, options: True
     decisive: bool = False
     chat: bool = False
-    parse_label: Callable[[Any, str, str], bool] = fields.label
-    make_drafts: Callable[[RawRow, Shape, FormatOptions], Drafts] | None = None
+    labels: LabelKind = LABELS
+    plain: bool = False
+    votes: bool = False
+    named: bool = False
+    locate: Callable[[Record, View, FormatOptions], Shape | None] | None = None
+    make_drafts: Callable[[RawRow, Shape, FormatOptions], Drafts | None] | None = None
 
     def shape_for(self, record: Record, view: View) -> Shape:
         """The first shape whose columns the record has, or else the one with the most columns in it."""

@@ -1,7 +1,8 @@
 """The table of known formats, one row each."""
 
-from tropism.data.formats import comparisons, fields, nested_records
+from tropism.data.formats import annotation_exports, comparison_tables, comparisons, nested_records, tool_exports
 from tropism.data.formats.format import Format, Record, Shape
+from tropism.data.formats.labels import MARKS, PREFERENCES, SIDES, THUMBS, VERDICTS
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows import View
 
@@ -65,7 +66,7 @@ _FORMATS = (
     Format("nemo", (
         Shape("unpaired", "prompt", ("response",), "preference"),
         Shape("paired", "prompt", ("chosen_response", "rejected_response")),
-    ), parse_label=fields.preference),
+    ), labels=PREFERENCES),
     Format("anthropic-hh", (Shape("paired", "", _PAIR),),
            matches=nested_records.is_transcript, decisive=True, make_drafts=nested_records.transcript_drafts),
     Format("axolotl", (  # the last shape only with --format axolotl: without the column `system` it is trl's
@@ -79,7 +80,7 @@ _FORMATS = (
     Format("rating", (*_rating_shapes("unpaired"), *_rating_shapes("single")),
            matches=nested_records.has_threshold, decisive=True, make_drafts=nested_records.rating_drafts),
     Format("feedback", (Shape("unpaired", "", ("messages",)), Shape("single", "", ("messages",))),
-           matches=nested_records.has_marked_message, decisive=True,
+           matches=nested_records.has_marked_message, decisive=True, labels=MARKS, votes=True,
            make_drafts=nested_records.marked_message_drafts),
     Format("nemo-rank", (Shape("paired", "context", ("completions",)), Shape("unpaired", "context", ("completions",))),
            matches=comparisons.is_ranked_list, decisive=True, make_drafts=comparisons.ranked_list_drafts),
@@ -91,11 +92,33 @@ _FORMATS = (
         Shape("paired", "", ("messages", "rejected_response")), Shape("paired", "", ("messages", "rejected_messages")),
         Shape("paired", "query", ("response", "rejected_response")),
         Shape("unpaired", "query", ("response",), "label"), Shape("single", "query", ("response",)),
-    ), chat=True, make_drafts=comparisons.rejected_drafts),
+    ), chat=True, plain=True, make_drafts=comparisons.rejected_drafts),
     Format("shp", (Shape("paired", "history", ("human_ref_A", "human_ref_B"), "labels"),),
            make_drafts=comparisons.comment_drafts),
     Format("webgpt", (Shape("paired", "question", ("answer_0", "answer_1", "score_0", "score_1")),),
            make_drafts=comparisons.scored_pair_drafts),
+    Format("comparison", (  # any usual names of a prompt, two completions and a winner
+        Shape("paired", "prompt", ("response_a", "response_b"), "winner"),
+    ), matches=comparison_tables.is_comparison, decisive=True, labels=SIDES, votes=True,
+           locate=comparison_tables.locate, make_drafts=comparison_tables.comparison_drafts),
+    Format("arena", (
+        Shape("paired", "", ("conversation_a", "conversation_b"), "winner"),
+        Shape("paired", "full_conversation", (), "winner"),
+        Shape("paired", "prompt", ("response_a", "response_b"), "winner_model_a"),
+    ), matches=comparison_tables.is_battle, decisive=True, labels=SIDES, votes=True,
+           make_drafts=comparison_tables.battle_drafts),
+    Format("label-studio", (Shape("paired", "data", ("annotations",)), Shape("unpaired", "data", ("annotations",))),
+           matches=annotation_exports.is_annotated_task, decisive=True, labels=VERDICTS, votes=True, named=True,
+           locate=annotation_exports.locate_min_task, make_drafts=annotation_exports.task_drafts),
+    Format("argilla", (Shape("paired", "fields", ("responses",)), Shape("unpaired", "fields", ("responses",))),
+           matches=annotation_exports.is_argilla, decisive=True, labels=VERDICTS, votes=True, named=True,
+           locate=annotation_exports.locate_argilla, make_drafts=annotation_exports.argilla_drafts),
+    Format("open-webui", (Shape("unpaired", "snapshot", ("meta",), "data"),),
+           matches=tool_exports.is_rated_chat, decisive=True, labels=THUMBS, votes=True,
+           make_drafts=tool_exports.rated_chat_drafts),
+    Format("langfuse", (Shape("unpaired", "input", ("output",), "scores"),),
+           matches=tool_exports.is_trace, decisive=True, labels=VERDICTS, votes=True, named=True,
+           locate=tool_exports.locate_trace, make_drafts=tool_exports.trace_drafts),
 )
 
 FORMATS: dict[str, Format] = {known.name: known for known in _FORMATS}

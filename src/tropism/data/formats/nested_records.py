@@ -6,6 +6,8 @@ from typing import Any
 
 from tropism.data.formats import fields
 from tropism.data.formats.format import Draft, Drafts, Format, Record, Shape
+from tropism.data.formats.label_words import is_word, mapping_key, meaning
+from tropism.data.formats.labels import LabelReader
 from tropism.data.formats.options import FormatOptions
 from tropism.data.formats.plain_records import draft_of_conversations, missing_column, plain_drafts
 from tropism.data.rows import Dropped, Message, RawRow, Reason
@@ -75,8 +77,8 @@ def rating_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
     assert threshold is not None
     if raw.record.get(shape.label) is None:
         return [missing_column(raw.place, shape.label)]
-    plain = Format("rating", (shape,), parse_label=lambda *given: fields.rating(*given) >= threshold)
-    return plain_drafts(plain, raw, shape.view)
+    return plain_drafts(Format("rating", (shape,)), raw, shape.view, LabelReader(),
+                        lambda *given: fields.rating(*given) >= threshold)
 
 
 # --- ultrafeedback: several scored completions of one prompt ---------------------------------------------------------
@@ -191,8 +193,14 @@ def has_marked_message(record: Record, shape: Shape, options: FormatOptions) -> 
     """True if an assistant message has a valid mark, and not just a key of that name."""
     messages = record[shape.completions[0]]
     return isinstance(messages, list) and any(
-        fields.is_thumb(entry.get(mark)) for entry in messages
+        is_mark(entry.get(mark), options) for entry in messages
         if isinstance(entry, dict) and entry.get("role") == "assistant" for mark in _MARKS)
+
+
+def is_mark(value: Any, options: FormatOptions) -> bool:
+    """True if a value can be the label of a message."""
+    return (not isinstance(value, float) and is_word(value)) or (
+        bool(options.labels) and value is not None and mapping_key(value) in options.words)
 
 
 def marked_message_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Drafts:
@@ -210,8 +218,9 @@ def marked_message_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> 
         if message["role"] != "assistant":
             raise DataError(f"{place}: message {number + 1} of '{name}' has '{marks[0]}', but its role is "
                             f"{fields.short_repr(message['role'])}. Only assistant messages can be marked.")
-        verdicts = {fields.thumb(message[mark], mark, place) for mark in marks}
-        if len(verdicts) > 1:
+        said = {options.words.get(mapping_key(message[mark]), meaning(message[mark])) for mark in marks}
+        if len(said) > 1:
             raise DataError(f"{place}: message {number + 1} of '{name}': {' and '.join(marks)} contradict each other")
-        drafts.append(Draft(unmarked[:number], {name: (unmarked[number],)}, verdicts.pop()))
+        drafts.append(Draft(unmarked[:number], {name: (unmarked[number],)}, votes=(message[marks[0]],),
+                            label_name=marks[0]))
     return drafts or [Dropped(place, Reason.MISSING_FIELD, f"no message of '{name}' has a label, feedback or thumbs")]

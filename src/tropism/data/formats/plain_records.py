@@ -1,15 +1,26 @@
 """Records with one column per field: prompt, completions, label."""
 
+from collections.abc import Callable
 from typing import Any
 
 from tropism.data.formats import fields
 from tropism.data.formats.fields import Content
-from tropism.data.formats.format import Draft, Drafts, Format, Record, Shape
+from tropism.data.formats.format import Draft, Drafts, Format, Shape
+from tropism.data.formats.label_words import key_of
+from tropism.data.formats.labels import LabelReader
 from tropism.data.rows import Dropped, Message, RawRow, Reason, View
 
 
-def plain_drafts(known: Format, raw: RawRow, view: View) -> Drafts:
+def plain_drafts(known: Format, raw: RawRow, view: View, labels: LabelReader,
+                 read_label: Callable[[Any, str, str], bool | Dropped] | None = None) -> Drafts:
     """Read a record by its columns.
+
+    Args:
+        known: its format.
+        raw: the record.
+        view: kind of row.
+        labels: reads the labels of the file.
+        read_label: reads a label in another way.
 
     Returns:
         its one row, or the reason why it is dropped.
@@ -20,13 +31,20 @@ def plain_drafts(known: Format, raw: RawRow, view: View) -> Drafts:
     record, place = raw.record, raw.place
     shape = known.shape_for(record, view)
     # Checked before anything can drop the row: an invalid label means that the file is not what it seems to be.
-    desirable = None
+    desirable: bool | None = None
     if shape.label:
         if shape.label not in record:
             return [missing_column(place, shape.label)]
-        desirable = known.parse_label(record[shape.label], shape.label, place)
-    elif view == "single" and (verdict := _undesirable_label(known, record)):
-        return [Dropped(place, Reason.UNDESIRABLE, f"{verdict}, and this method trains on desirable completions only")]
+        verdict = (read_label or labels.read)(record[shape.label], shape.label, place)
+        if isinstance(verdict, Dropped):
+            return [verdict]
+        desirable = verdict
+    elif view == "single":
+        for name in label_columns(known):
+            if name in record and labels.undesirable(record[name], name, place):
+                said = "false" if (key := key_of(record[name])) == "0" else key
+                return [Dropped(place, Reason.UNDESIRABLE,
+                                f"{name} is {said}, and this method trains on desirable completions only")]
     if missing := shape.missing_in(record):
         return [missing_column(place, missing)]
     completions = {name: fields.content(record[name], name, place) for name in shape.completions}
@@ -46,16 +64,9 @@ def missing_column(place: str, name: str) -> Dropped:
     return Dropped(place, Reason.MISSING_FIELD, f"no '{name}'")
 
 
-def _undesirable_label(known: Format, record: Record) -> str:
-    """The label that marks a completion as undesirable, as in `label is false`; empty without one."""
-    for shape in known.shapes:
-        if shape.label in record and shape.label:
-            value = record[shape.label]
-            if str(value).strip().lower() == "rejected":
-                return f"{shape.label} is rejected"
-            if fields.is_label(value) and not fields.label(value, "", ""):
-                return f"{shape.label} is false"
-    return ""
+def label_columns(known: Format) -> list[str]:
+    """Columns in which a format has labels."""
+    return list(dict.fromkeys(shape.label for shape in known.shapes if shape.label))
 
 
 def draft_of_conversation(messages: tuple[Message, ...], name: str, desirable: bool | None,

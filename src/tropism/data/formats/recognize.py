@@ -2,15 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tropism.data.formats import fields
+from tropism.data.formats.comparison_tables import find_completion, find_prompt, find_sides, side_of
 from tropism.data.formats.context import CONTEXT_COLUMNS, context_columns
-from tropism.data.formats.format import Format, Shape
+from tropism.data.formats.format import Draft, Drafts, Format, Record, Shape
 from tropism.data.formats.json_text import decoded, json_columns
 from tropism.data.formats.known_formats import FORMATS
+from tropism.data.formats.label_words import MISSING, is_pair, key_of
+from tropism.data.formats.labels import SIDES, LabelReader, Vote
 from tropism.data.formats.options import FormatOptions
+from tropism.data.formats.plain_records import label_columns, plain_drafts
 from tropism.data.rows import RawRow, View
 from tropism.errors import DataError, count_of
 
@@ -27,6 +31,10 @@ _CONTENT: dict[View, str] = {"unpaired": "labeled completions", "paired": "pairs
                              "single": "completions without labels"}
 
 
+Claim = tuple[Format, Shape]
+"""A format that fits, and the columns by which it does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How the records of a file become rows.
@@ -39,6 +47,7 @@ class Reading:
         json_columns: columns whose messages are JSON text.
         beside: columns that add to the prompt what only messages have.
         chat: they are beside plain text, so the plain text of all rows becomes messages.
+        labels: reads the labels, and counts them.
     """
 
     format: Format
@@ -48,6 +57,21 @@ class Reading:
     json_columns: frozenset[str] = frozenset()
     beside: tuple[str, ...] = ()
     chat: bool = False
+    labels: LabelReader = field(default_factory=LabelReader)
+
+    def shape_for(self, record: Record) -> Shape:
+        """The columns of a record."""
+        return self.shape if self.format.locate else self.format.shape_for(record, self.shape.view)
+
+    def drafts(self, raw: RawRow) -> Drafts:
+        """The rows of a record before their checks.
+
+        Raises:
+            DataError: for an invalid label, message or text.
+        """
+        known = self.format
+        drafts = known.make_drafts(raw, self.shape_for(raw.record), self.options) if known.make_drafts else None
+        return plain_drafts(known, raw, self.shape.view, self.labels) if drafts is None else drafts
 
     def __str__(self) -> str:
         """One line for the log: the format, and the options that override it."""
@@ -74,17 +98,19 @@ def renamed(rows: Sequence[RawRow], names: Mapping[str, str]) -> list[RawRow]:
     return found
 
 
-def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: FormatOptions | None = None) -> Reading:
+def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: FormatOptions | None = None, *,
+              whole: bool = True) -> Reading:
     """Decide how to read a file for a method.
 
     Args:
-        rows: of the file, columns renamed.
+        rows: the first ones of the file, columns renamed.
         wanted: view that the method needs.
         source: name of the file, for errors.
         options: as the user gave them.
+        whole: these are all rows of the file.
 
     Raises:
-        DataError: if no format or several formats match, or an option has no effect.
+        DataError: if no format or several formats match, an option has no effect, or a label is invalid.
     """
     options = options or FormatOptions()
     columns = json_columns(rows, _MESSAGE_COLUMNS)
@@ -92,16 +118,55 @@ def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: Format
     for view in NATIVE[wanted]:
         if view == "unpaired" and wanted == "paired" and not options.pair_by_prompt:
             continue
-        claims = _claims(rows, view, options)
+        claims = (_judged(rows, options) if view == "single" else []) or _claims(rows, view, options)
         if claims:
             known, shape = _decide(claims, source)
             beside = {name: None for row in rows for name in context_columns(row.record)}
             chat = any(context_columns(row.record) for row in rows
                        if all(isinstance(row.record.get(name), str) for name in (shape.prompt, *shape.completions)))
-            reading = Reading(known, shape, wanted, options, columns, tuple(beside), chat)
+            reading = Reading(known, shape, wanted, options, columns, tuple(beside), chat,
+                              _label_reader(known, view, options))
             _check_effect(reading, source)
+            _learn_labels(reading, rows, whole)
             return reading
     raise DataError(_refusal(rows, wanted, source, options))
+
+
+def _judged(rows: Sequence[RawRow], options: FormatOptions) -> list[Claim]:
+    """Exports of feedback whose columns also look like completions to imitate, good or bad."""
+    return [(known, shape) for known, shape in _claims(rows, "unpaired", options)
+            if known.votes and all(other.view != "single" for other in known.shapes)]
+
+
+def _label_reader(known: Format, view: View, options: FormatOptions) -> LabelReader:
+    if known.votes and view == "paired":
+        return LabelReader(SIDES)
+    return LabelReader(known.labels, options.words, options.label_threshold if known.named else None)
+
+
+def _has_plain_labels(known: Format) -> bool:
+    return known.plain or known.make_drafts is None
+
+
+def _learn_labels(reading: Reading, rows: Sequence[RawRow], whole: bool) -> None:
+    """Let the reading see the words of the first labels.
+
+    Raises:
+        DataError: for a value that is not a label.
+    """
+    known, view, words = reading.format, reading.shape.view, reading.labels.words
+    votes: list[Vote] = []
+    if known.votes:
+        for raw in rows:
+            for draft in reading.drafts(raw):
+                if isinstance(draft, Draft) and draft.votes is not None:
+                    votes += [(vote, draft.label_name, raw.place) for vote in draft.votes
+                              if key_of(vote) != MISSING or MISSING in words]
+    elif _has_plain_labels(known) and view != "paired":
+        for raw in rows:
+            names = [reading.shape_for(raw.record).label] if view == "unpaired" else label_columns(known)
+            votes += [(raw.record[name], name, raw.place) for name in names if name in raw.record]
+    reading.labels.learn(votes, whole, lenient=view == "single" and not known.votes)
 
 
 def view_of(rows: Sequence[RawRow], options: FormatOptions | None = None) -> View:
@@ -114,9 +179,6 @@ def view_of(rows: Sequence[RawRow], options: FormatOptions | None = None) -> Vie
     if _claims(rows, "unpaired", options):
         return "paired" if options.pair_by_prompt else "unpaired"
     return "single"
-
-
-Claim = tuple[Format, Shape]
 
 
 def _claims(rows: Iterable[RawRow], view: View, options: FormatOptions) -> list[Claim]:
@@ -140,6 +202,11 @@ def _claims(rows: Iterable[RawRow], view: View, options: FormatOptions) -> list[
             forced = options.format is not None and known.name != "rating"
             if any(forced or known.matches(record, shape, options) for columns in having for record in probes[columns]):
                 found[known, shape] = sum(sizes[columns] for columns in having)
+        if known.locate:
+            for columns, records in probes.items():
+                shapes = (known.locate(record, view, options) for record in records)
+                if (located := next(filter(None, shapes), None)) is not None:
+                    found[known, located] = found.get((known, located), 0) + sizes[columns]
     # A few odd rows do not decide the format of the file.
     return [claim for claim, count in found.items() if 2 * count >= max(found.values())]
 
@@ -170,9 +237,16 @@ def _check_effect(reading: Reading, source: str) -> None:
     options, view = reading.options, reading.shape.view
     name = reading.format.name
     if options.label_threshold is not None and not (
-            name == "rating" or (name == "ultrafeedback" and view == "unpaired")):
+            name == "rating" or (name == "ultrafeedback" and view == "unpaired") or (
+                reading.labels.threshold is not None and view == "unpaired")):
         raise DataError(f"{source}: --label-threshold has no effect on {name} {reading.shape}. It applies to the "
                         "columns 'rating' and 'score' of a completion.")
+    if options.labels is not None and (view == "paired" or not (
+            reading.format.votes or _has_plain_labels(reading.format))):
+        raise DataError(f"{source}: --labels has no effect on {name} {reading.shape}, which has no labels.")
+    if options.label_name is not None and not reading.format.named:
+        raise DataError(f"{source}: --label-name has no effect on {name} {reading.shape}. It applies to exports with "
+                        "several scores, questions or controls. Use --columns label=NAME to name a column.")
     if options.pair_by_prompt and (view, reading.wanted) != ("unpaired", "paired"):
         raise DataError(f"{source}: --pair-by-prompt has no effect. It pairs labeled completions, but the file is "
                         f"{name} {reading.shape} and the method takes {_CONTENT[reading.wanted]}.")
@@ -192,6 +266,8 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
         rated = [claim for claim in _claims(rows, "unpaired", open_threshold) if claim[0].name == "rating"]
         if rated and (wanted == "unpaired" or options.pair_by_prompt):
             column = rated[0][1].label
+            if hint := _hint_of_names(rows, "unpaired"):
+                return f"{source}: '{column}' is a rating, not a label.{hint}"
             return (f"{source}: '{column}' is a rating, not a label. Set the lowest desirable rating with "
                     f"--label-threshold NUMBER. Ratings: {_distribution(rows, column)}")
     known = FORMATS[options.format or "trl"]
@@ -199,9 +275,12 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
     if options.format and not shapes:
         return (f"{source}: format {known.name} does not contain {_CONTENT[wanted]}. Its columns are "
                 f"{' or '.join(map(str, known.shapes))}")
-    hint = ""
+    names = _hint_of_names(rows, wanted) if options.format is None else ""
+    hint = names
     plain = options.model_copy(update={"format": None})
-    if wanted == "paired" and _claims(rows, "unpaired", plain):
+    if names:
+        pass
+    elif wanted == "paired" and _claims(rows, "unpaired", plain):
         hint = (" The file has labeled completions: use `tropism kto`, or pair those of the same prompt with "
                 "--pair-by-prompt.")
     elif wanted == "single" and (pairs := _claims(rows, "paired", plain)):
@@ -212,9 +291,44 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
     elif wanted == "unpaired" and _claims(rows, "single", plain):
         hint = " The file has completions without labels: use `tropism sft`."
     needed = " or ".join(map(str, shapes))
-    other, rename = ("", "") if options.format else (
-        ", or those of another supported format", " Rename columns with --columns, as in --columns prompt=question.")
+    other = "" if options.format else ", or those of another supported format"
+    rename = "" if options.format or names else " Rename columns with --columns, as in --columns prompt=question."
     return f"{source}: no row has the columns {needed}{other}. Found: {_columns_of(rows)}.{hint}{rename}"
+
+
+def _hint_of_names(rows: Sequence[RawRow], wanted: View) -> str:
+    """The value of --columns for a table that has a prompt, a completion and words of a label under other names."""
+    if wanted == "paired":
+        return _hint_of_winner(rows)
+    values: dict[str, list[Any]] = {}
+    for row in rows[:_PROBED]:
+        for name, value in row.record.items():
+            values.setdefault(name, []).append(value)
+    prompt = find_prompt(values)
+    completion = find_completion({name: found for name, found in values.items() if name != prompt})
+    labels = [name for name, found in values.items() if name not in (prompt, completion) and is_pair(found)]
+    chat = "messages" if "messages" in values else None
+    if not labels or not (chat or (prompt and completion)):
+        return ""
+    known = {"label": labels[0]} if chat else {"prompt": prompt, "completion": completion, "label": labels[0]}
+    renames = ",".join(f"{new}={old}" for new, old in known.items() if new != old)
+    renames = f'"{renames}"' if " " in renames else renames
+    return f" The values of '{labels[0]}' are labels: use --columns {renames}"
+
+
+def _hint_of_winner(rows: Sequence[RawRow]) -> str:
+    """The value of --columns for a table with two completions, if a column of another name says which is better."""
+    records = [row.record for row in rows[:_PROBED]]
+    sides = find_sides(records[0]) if records else None
+    if sides is None or find_prompt(records[0]) is None:
+        return ""
+    for name in records[0]:
+        said = [side_of(record.get(name), sides, record) for record in records]
+        found = {side if isinstance(side, str | None) else "" for side in said}
+        if name not in (*sides, find_prompt(records[0])) and {"a", "b"} <= found <= {"a", "b", "tie", None}:
+            renames = f'"winner={name}"' if " " in name else f"winner={name}"
+            return f" The values of '{name}' say which completion is better: use --columns {renames}"
+    return ""
 
 
 def _distribution(rows: Sequence[RawRow], column: str) -> str:

@@ -10,7 +10,6 @@ from tropism.data.formats.context import context_columns, with_context
 from tropism.data.formats.fields import Content
 from tropism.data.formats.format import Draft, Drafts
 from tropism.data.formats.json_text import decoded
-from tropism.data.formats.plain_records import plain_drafts
 from tropism.data.formats.recognize import Reading
 from tropism.data.formats.repeated_prompt import without_repeated_prompt
 from tropism.data.formats.turn_marks import without_marks
@@ -40,11 +39,7 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     tools = fields.tool_schemas(record.get("tools"), raw.place)
     weight = fields.weight(record, raw.place)
     fields.check_masked_speaker(record, raw.place)
-    known = reading.format
-    if known.make_drafts is None:
-        drafts = plain_drafts(known, raw, view)
-    else:
-        drafts = known.make_drafts(raw, known.shape_for(record, view), reading.options)
+    drafts = [_decided(draft, raw.place, reading) for draft in reading.drafts(raw)]
     if view == "paired" and reading.wanted == "unpaired":
         drafts = [side for draft in drafts for side in _split_pair(draft, raw.place)]
     rows: list[Row | Dropped] = []
@@ -56,6 +51,19 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
                           weight=weight)
         rows.append(row)
     return rows
+
+
+def _decided(draft: Draft | Dropped, place: str, reading: Reading) -> Draft | Dropped:
+    """A draft whose label is read."""
+    if isinstance(draft, Dropped) or draft.votes is None:
+        return draft
+    verdict = reading.labels.decide(draft.votes, draft.label_name, place)
+    if isinstance(verdict, Dropped):
+        return verdict
+    if len(draft.completions) == 1:
+        return replace(draft, desirable=verdict, votes=None)
+    sides = list(draft.completions.items())
+    return replace(draft, completions=dict(sides if verdict else reversed(sides)), votes=None)
 
 
 def _checked_row(given: Draft, raw: RawRow, reading: Reading) -> Row | Dropped:

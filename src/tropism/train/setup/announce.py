@@ -23,8 +23,8 @@ def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
     for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
         if audit is not None:
             voice.say(f"{name}: {audit.source}: {audit.summary()}")
-            if audit.format:
-                voice.say(f"  {audit.format}")
+            for line in audit.reading:
+                voice.say(f"  {line}")
             for drop in audit.dropped[:3]:
                 voice.say(f"  dropped: {drop.place}: {drop.reason}: {drop.detail}")
             for notice in audit.notices():
