@@ -158,6 +158,8 @@ def trained_among(run: Path, prompts: Keys, completions: Keys) -> tuple[Keys, Ke
     with border(f"{file}: cannot be read", DataError), parquet.ParquetFile(file) as opened:
         for batch in opened.iter_batches(_BATCH, columns=["split", "prompt_key", "completion_key"]):
             train = np.array(pa.compute.equal(batch.column("split").cast(pa.string()), "train"), dtype=np.bool_)
-            for name, wanted, place in (("prompt_key", prompts, found[0]), ("completion_key", completions, found[1])):
-                place.append(np.intersect1d(batch.column(name).cast(pa.uint64()).to_numpy(zero_copy_only=False)[train], wanted))
-    return tuple(np.unique(np.concatenate([np.zeros(0, np.uint64), *part])) for part in found)  # type: ignore[return-value]
+            for name, wanted, kept in (("prompt_key", prompts, found[0]), ("completion_key", completions, found[1])):
+                keys = batch.column(name).cast(pa.uint64()).to_numpy(zero_copy_only=False)
+                kept.append(np.intersect1d(keys[train], wanted))
+    own, others = (np.unique(np.concatenate([np.zeros(0, np.uint64), *part])) for part in found)
+    return own, others
