@@ -4,8 +4,6 @@ where these are gone or were trained on."""
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import yaml
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
+from integration.test_invariance import run_ranks
 from tropism.cli.app import main
 from tropism.commands.scoring import figures, score
 from tropism.config import METHODS, ScoringOptions
@@ -111,28 +110,34 @@ def test_with_another_reference(trained: Trained, evaluated: Callable[..., Any],
     assert_same(evaluated(directory)["metrics"], last_record(directory))
 
 
-@pytest.mark.parametrize(("method", "extra"), [
-    ("kto", []), ("dpo", ["--lora.rank", "4"]),
-    *(pytest.param(method, extra, marks=pytest.mark.slow) for method, extra in (
-        ("kto", ["--lora.rank", "4"]), ("dpo", []), ("sft", []), ("sft", ["--lora.rank", "4"]), ("kd", []),
-        ("kd", ["--lora.rank", "4"])))])
-def test_two_processes(tiny_model_dir: Path, teacher: Path, data_of: dict[str, Path], evaluated: Callable[..., Any],
-                       tmp_path: Path, method: str, extra: list[str]) -> None:
-    """X1: trained and evaluated in two processes, and evaluated again in one."""
-    def launch(*arguments: str) -> None:
-        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tropism",
-                               *arguments, "--store", str(tmp_path / "store")], capture_output=True, text=True,
-                              check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr
+def trained_and_evaluated(rank: int, size: int, port: int, jobs: list[tuple[str, dict[str, Any]]]) -> None:
+    """One of several processes: trains runs, and writes the metrics of each as it evaluates it."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    for method, settings in jobs:
+        directory = run(METHODS[method](**settings)).directory
+        scores = score(str(directory), ScoringOptions(store=settings["store"]))
+        if rank == 0:
+            directory.with_suffix(".json").write_text(json.dumps(figures(scores)))
 
-    directory, out = tmp_path / "run", tmp_path / "two.json"
-    launch(method, "--model", str(tiny_model_dir), "--data", str(data_of.get(method, data_of["kto"])), "--output",
-           str(directory), "--batch-size", "8", "--max-steps", "4", "--learning-rate", "3e-3", "--samples", "0",
-           "--eval-fraction", "0.3", "--max-length", "80", *(["--teacher", str(teacher)] if method == "kd" else []),
-           *extra)
-    launch("evaluate", str(directory), "--json", str(out))
-    assert_same(json.loads(out.read_text())["metrics"], last_record(directory))
-    assert_same(evaluated(directory)["metrics"], last_record(directory))
+
+@pytest.mark.parametrize("kinds", [
+    [("kto", {}), ("dpo", {"lora": {"rank": 4}})],
+    pytest.param([("kto", {"lora": {"rank": 4}}), ("dpo", {}), ("sft", {}), ("sft", {"lora": {"rank": 4}}), ("kd", {}),
+                  ("kd", {"lora": {"rank": 4}})], marks=pytest.mark.slow)], ids=["two", "others"])
+def test_two_processes(tiny_model_dir: Path, teacher: Path, data_of: dict[str, Path], tmp_path: Path,
+                       evaluated: Callable[..., Any], kinds: list[tuple[str, dict[str, Any]]]) -> None:
+    """X1: trained and evaluated in two processes, and evaluated again in one."""
+    jobs = [(method, {
+        "model": str(tiny_model_dir), "data": str(data_of.get(method, data_of["kto"])), "batch_size": 8, "max_steps": 3,
+        "output": str(tmp_path / f"run{number}"), "store": str(tmp_path / "store"), "learning_rate": 3e-3, "samples": 0,
+        "eval_fraction": 0.3, "max_length": 80, **({"teacher": str(teacher)} if method == "kd" else {}), **changes})
+        for number, (method, changes) in enumerate(kinds)]
+    assert run_ranks(2, trained_and_evaluated, jobs) == [0, 0]
+    for _, settings in jobs:
+        directory = Path(settings["output"])
+        assert_same(json.loads(directory.with_suffix(".json").read_text()), last_record(directory))
+        assert_same(evaluated(directory)["metrics"], last_record(directory))
 
 
 def test_scores_before_and_after(trained: Trained, tmp_path: Path) -> None:
@@ -152,7 +157,8 @@ def test_scores_before_and_after(trained: Trained, tmp_path: Path) -> None:
         assert [line["side"] for line in held_out[:2]] == (["chosen", "rejected"] if method == "dpo" else [None, None])
         assert all(line["logps_before"] != line["logps_after"] for line in held_out)
         others = [line for line in table if line["split"] == "train"]
-        assert len(table) == 43 * len(names)
+        rows_read = json.loads((directory / "audit.json").read_text())["rows"]["kept"]
+        assert len(table) == rows_read * len(names)
         assert all((line["reference_logps"] is None) == (method == "sft") for line in others)
         if method != "sft":
             assert [line["reward_after"] for line in held_out] == pytest.approx(
@@ -163,7 +169,7 @@ def test_scores_before_and_after(trained: Trained, tmp_path: Path) -> None:
 def test_other_views_of_the_data(trained: Trained, evaluated: Callable[..., Any], feedback: Path, pairs: Path) -> None:
     """The data decides: a KTO run by pairs, a DPO run by labels, and an SFT run by either."""
     for method in ("kto", "dpo", "sft"):
-        by_pairs, by_labels = evaluated(trained(method), "--data", pairs), evaluated(trained(method), "--data", feedback)
+        by_pairs, by_labels = (evaluated(trained(method), "--data", data) for data in (pairs, feedback))
         assert {"logps/chosen", "baselines/length", "perplexity/rejected"} <= by_pairs["metrics"].keys()
         if method != "sft":
             assert {"rewards/accuracies", "rewards/margins", "kl/token"} <= by_pairs["metrics"].keys()
@@ -190,7 +196,7 @@ def test_rows_that_were_trained_on_are_counted(trained: Trained, evaluated: Call
     assert f"note: {43 - held_out} of 43 rows were trained on by the run {directory}" in said(rows[::-1])
     keys = [(row["prompt"], row["completion"]) for row in rows]
     assert len(set(keys)) == 43
-    text = said([{**row, "completion": f"{row['completion']} x"} for row in rows])
+    text = said([{**row, "completion": f"x {row['completion']}"} for row in rows])
     assert f"note: {43 - held_out} of 43 rows share a prompt with training rows of the run" in text
     text = said([{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "new"} for row in rows])
     assert f"{43 - held_out} of 43 rows were trained on" in text
@@ -284,7 +290,7 @@ def test_pipes_and_links_are_refused(trained: Trained, feedback: Path, tmp_path:
 
 def test_the_cache_that_a_run_names_is_not_used(trained: Trained, feedback: Path, tmp_path: Path) -> None:
     """Nothing in config.yaml makes this command write or delete files elsewhere."""
-    copy = moved(trained("kto"), tmp_path / "copy", store=str(tmp_path / "theirs"), store_limit="1B")
+    copy = moved(trained("kto"), tmp_path / "copy", store=str(tmp_path / "theirs"), store_limit="1KB")
     score(str(copy), ScoringOptions(store=str(tmp_path / "store")))
     assert not (tmp_path / "theirs").exists()
 
@@ -326,12 +332,18 @@ def test_the_files_survive_a_resume(train: Callable[..., Any], tmp_path: Path, m
     from tropism.errors import StoppedEarly
     from tropism.train.preemption import Preemption
 
+    def stop(self: Preemption, *_: Any, **__: Any) -> int:
+        return 30 if self.longest["step"] else 0
+
     for method, changes in (("kto", {}), ("dpo", {"loss": "simpo"})):
-        straight = train(method, max_steps=4, eval_fraction=0.3, **changes)
-        with monkeypatch.context() as patch, pytest.raises(StoppedEarly):
-            patch.setattr(Preemption, "request", lambda self, *_, **__: 30 if self.longest["step"] else 0)
-            train(method, max_steps=4, eval_fraction=0.3, output=str(tmp_path / method), **changes)
-        resumed = train(method, max_steps=4, eval_fraction=0.3, output=str(tmp_path / method), resume="auto", **changes)
+        settings = {"max_steps": 4, "eval_fraction": 0.3, **changes}
+        straight = train(method, **settings)
+        settings["output"] = str(tmp_path / method)
+        with monkeypatch.context() as patch:
+            patch.setattr(Preemption, "request", stop)
+            with pytest.raises(StoppedEarly):
+                train(method, **settings)
+        resumed = train(method, **settings, resume="auto")
         for name in ("eval_rows.jsonl", "scores.parquet"):
             assert (resumed.directory / name).read_bytes() == (straight.directory / name).read_bytes()
         checks = {check.what: check.state for check in verify(resumed.directory).checks}
