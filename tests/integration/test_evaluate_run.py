@@ -104,6 +104,27 @@ def test_the_last_evaluation_of_a_run_is_reproduced(trained: Trained, evaluated:
     assert found["rows"] == changes.get("eval_limit", len((directory / "eval_rows.jsonl").read_text().splitlines()))
 
 
+def test_chats_with_renamed_columns_and_a_system_prompt(trained: Trained, evaluated: Callable[..., Any], tmp_path: Path,
+                                                        ) -> None:
+    """Template, system prompt and column names are the run's."""
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps({"talk": [
+        {"role": "user", "content": f"Tree {n}"}, {"role": "assistant", "content": "oak"},
+        {"role": "user", "content": "Another"}, {"role": "assistant", "content": f"elm {n}"}]}) + "\n"
+        for n in range(20)))
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+                        "{% if add_generation_prompt %}[assistant] {% endif %}")
+    directory = trained("sft", data=str(data), columns="messages=talk", system_prompt="Be brief.",
+                        chat_template=str(template))
+    found = evaluated(directory)
+    assert_same(found["metrics"], last_record(directory))
+    assert (found["columns"], found["system_prompt"]) == ("messages=talk", "Be brief.")
+    other = evaluated(directory, "--system-prompt", "Take your time.")
+    assert other["rows"] == found["rows"]
+    assert other["metrics"]["loss"] != found["metrics"]["loss"]
+
+
 def test_with_another_reference(trained: Trained, evaluated: Callable[..., Any], teacher: Path, pairs: Path) -> None:
     """The baselines are those of the initial policy, which is not the reference."""
     directory = trained("dpo", reference=str(teacher), eval_data=str(pairs), eval_fraction=0.0)
