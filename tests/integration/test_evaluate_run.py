@@ -337,6 +337,9 @@ def test_models_that_are_gone(trained: Trained, tiny_model_dir: Path, tmp_path: 
         score(str(copy), ScoringOptions(store=str(tmp_path / "store")))
     found = evaluated(copy, "--reference", tiny_model_dir)["metrics"]
     assert_same(found, {key: value for key, value in last_record(copy).items() if not key.startswith("baselines")})
+    named = moved(trained("dpo"), tmp_path / "named", reference=str(tmp_path / "gone"))
+    with pytest.raises(ModelError, match=r"gone: directory not found.*pass --reference MODEL"):
+        score(str(named), ScoringOptions(store=str(tmp_path / "store")))
     copy = moved(trained("kd"), tmp_path / "kd", teacher=str(tmp_path / "gone"))
     assert not {"loss", "kd/ce", "kd/divergence"} & evaluated(copy)["metrics"].keys()
     assert "The losses of the run need this teacher" in " ".join(capsys.readouterr().out.split())

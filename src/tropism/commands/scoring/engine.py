@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,20 @@ class LiveReference(LiveTeacher):
     def score(self, trees: Sequence[PromptTree], batch: Batch) -> Tensor:
         """As `Reference` says, of the batch that `targets` has seen."""
         return summed(self._seen.head.per_token_logps(self._seen.hidden, batch.target_ids), batch)
+
+
+def watched(source: ModelSource, voice: Voice) -> ModelSource:
+    """The same model; if it is the adapter of a run, with a note if the weights of its base have changed."""
+    known = recorded_hash(Path(source.adapter)) if source.adapter else None
+    if known is None:
+        return source
+
+    def look(base: Any) -> None:
+        if base_hash(base) not in (None, known):
+            voice.warn(f"{source.adapter}: the weights of {source.name} changed after the adapter was trained on them. "
+                       "The metrics are not those of the trained model.")
+
+    return replace(source, inspect_base=look)
 
 
 @dataclass(frozen=True)
@@ -144,10 +159,8 @@ class EngineBuilder:
         quantize = run.options.lora.quantize if source.adapter else None
         builder = PolicyBuilder.of(source, LoraOptions(quantize=quantize), None, self.world)
         model = self._in_layout(builder, 0)
-        known = recorded_hash(builder.directory) if builder.directory is not None else None
-        if known is not None and (found := base_hash(model.module)) is not None and found != known:
-            self.voice.warn(f"{run.path}: the weights of {source.name} changed after the adapter was trained on them. "
-                            "The metrics are not those of the trained model.")
+        if source.inspect_base is not None:
+            source.inspect_base(model.module)
         return model
 
     def _in_layout(self, builder: PolicyBuilder, seed: int) -> LanguageModel:

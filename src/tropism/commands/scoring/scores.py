@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from tropism.commands.scoring.engine import EngineBuilder, LiveReference, Subject
+from tropism.commands.scoring.engine import EngineBuilder, LiveReference, Subject, watched
 from tropism.commands.scoring.held_out import read_own, warn_of_trained_rows
 from tropism.commands.scoring.options_in_use import say_options
 from tropism.commands.scoring.own_run import (
@@ -133,7 +133,7 @@ class _Scoring:
 
     def __init__(self, model: str, given: ScoringOptions, world: World, voice: Voice) -> None:
         self.given, self.voice = given, voice
-        self.source = world.together(lambda: model_of(model))
+        self.source = world.together(lambda: watched(model_of(model), voice))
         self.own, self.why = world.together(lambda: read_run(model, given))
         if given.data is None and self.own is None:
             raise UsageError(f"{self.why}. Pass --data DATA to evaluate the model with the default options." if self.why
@@ -160,11 +160,7 @@ class _Scoring:
     def _others(self) -> tuple[ModelSource | None, ModelSource | None]:
         """The reference that was given or that the run names, and the run's teacher."""
         run, given = self.own, self.given.reference
-        if given is not None:
-            reference = model_of(given)
-        else:
-            named = None if run is None else _named(run, "reference", "Pass --reference MODEL.")
-            reference = None if named is None else ModelSource.of(named)
+        reference = _reference_of(run) if given is None else watched(model_of(given), self.voice)
         if run is None or run.options.values.get("teacher") is None:
             return reference, None
         try:
@@ -258,8 +254,15 @@ class _Scoring:
                           self.options, self.data, engine.rounding)
 
 
-def _named(run: OwnRun, option: str, advice: str) -> str | None:
+def _reference_of(run: OwnRun | None) -> ModelSource | None:
+    """The reference that a run names.
+
+    Raises:
+        ModelError: if it is gone.
+    """
     try:
-        return run.named(option)
+        named = None if run is None else run.named("reference")
+        return None if named is None else ModelSource.of(named)
     except ModelError as error:
-        raise ModelError(f"{clause(error)}. {advice}") from error
+        raise ModelError(f"{clause(error)}. It is the reference of the run. If it was moved, pass --reference MODEL."
+                         ) from error
