@@ -140,3 +140,19 @@ def test_the_metrics_are_those_of_the_options_in_use(base_run: Callable[[str], P
     """The JSON file has them too."""
     assert main(["evaluate", str(base_run("kto")), "--data", str(feedback), "--json", str(tmp_path / "f.json")]) == 0
     assert json.loads((tmp_path / "f.json").read_text())["beta"] == 0.5
+
+
+def test_the_data_of_a_run_is_not_overwritten(tiny_model_dir: Path, tmp_path: Path, feedback: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where it was not named on the command line."""
+    data = tmp_path / "rows.json"
+    data.write_text(json.dumps([json.loads(line) for line in feedback.read_text().splitlines()]))
+    before, directory = data.read_bytes(), tmp_path / "run"
+    run(METHODS["kto"](model=str(tiny_model_dir), data=str(feedback), eval_data=str(data), output=str(directory),
+                       store=str(tmp_path / "store"), max_steps=1, samples=0))
+    assert main(["evaluate", str(directory), "--json", str(data)]) == 2
+    assert "rows.json is read by this command, and was not changed" in " ".join(capsys.readouterr().err.split())
+    assert data.read_bytes() == before
+    (directory / "eval_rows.jsonl").write_text("")
+    assert main(["evaluate", str(directory)]) == 2
+    assert "eval_rows.jsonl names no rows. Pass --data" in " ".join(capsys.readouterr().err.split())

@@ -109,6 +109,7 @@ def evaluate(model: _Name, *, options: Annotated[ScoringOptions, _Flat] = _SCORI
     found = figures(scores)
     voice.figures(count_of(len(scores.rows), "row"), found)
     if json is not None:
+        check_reports(json, inputs=scores.source)
         write_json(json, {"model": model, **scores.options.dump(), "data": scores.source,
                           "rows": len(scores.rows), "metrics": found})
     return 0

@@ -15,7 +15,7 @@ from tropism.data.split import split_by_prompt
 from tropism.errors import DataError, UsageError, clause, count_of
 from tropism.observe.console import Voice
 from tropism.train.evaluation.evaluator import evenly
-from tropism.train.evaluation.row_files import completion_keys, read_eval_lines, row_key, trained_among
+from tropism.train.evaluation.row_files import completion_keys, read_eval_lines, row_keys, trained_among
 from tropism.train.setup.data import data_fingerprint
 
 Read = Callable[[str, View, int | None], Audit]
@@ -62,10 +62,11 @@ def _held_out(run: OwnRun, source: str, rows: Sequence[EncodedRow]) -> Sequence[
             raise UsageError(f"{source}: the rows that the run {run.path} held out have changed, and the run has no "
                              f"eval_rows.jsonl, by which they could be recognized. {_ADVICE}")
         return found
+    if not lines:
+        raise UsageError(f"{run.path}: eval_rows.jsonl names no rows. {_ADVICE}")
     wanted = Counter(line["key"] for line in lines)
     numbers: dict[str, list[int]] = {}
-    for number, row in enumerate(rows):
-        key = row_key(row)
+    for number, key in enumerate(row_keys(rows)):
         if len(numbers.get(key, ())) < wanted[key]:
             numbers.setdefault(key, []).append(number)
     missing = [line for line in lines if len(numbers.get(line["key"], ())) < wanted[line["key"]]]

@@ -13,6 +13,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from tropism.borders import border
+from tropism.data.row_blocks import RowTable
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import score_key
 from tropism.errors import DataError
@@ -27,6 +28,8 @@ from tropism.train.evaluation.evaluator import units_of
 Keys = npt.NDArray[np.uint64]
 
 _BATCH = 8192  # completions in memory at once
+_MOST_BYTES = 2**30  # of the held-out rows
+_MOST_LINES = 2**31  # of the scores
 _SCHEMA = pa.schema([
     ("id", pa.large_string()), ("place", pa.large_string()), ("split", pa.dictionary(pa.int8(), pa.string())),
     ("side", pa.dictionary(pa.int8(), pa.string())), ("label", pa.bool_()), ("tokens", pa.int32()),
@@ -35,13 +38,12 @@ _SCHEMA = pa.schema([
     ("prompt_key", pa.uint64()), ("completion_key", pa.uint64())])
 
 
-def row_key(row: EncodedRow) -> str:
-    """A hash of a row's content: its prompt before truncation, its completions after it, and its label."""
-    digest = hashlib.blake2b(row.prompt_key, digest_size=16)
-    for completion in row.completions[:2]:
-        digest.update(completion.key)
-    digest.update(str(row.desirable).encode())
-    return digest.hexdigest()
+def row_keys(rows: Sequence[EncodedRow]) -> Iterator[str]:
+    """A hash of each row's content: its prompt before truncation, its completions after it, and its label."""
+    contents = rows.contents() if isinstance(rows, RowTable) else (
+        (row.prompt_ids, row.prompt_key, [one.key for one in row.completions[:2]], row.desirable) for row in rows)
+    for _, prompt, completions, desirable in contents:
+        yield hashlib.blake2b(b"".join((prompt, *completions, str(desirable).encode())), digest_size=16).hexdigest()
 
 
 def completion_keys(row: EncodedRow) -> tuple[int, list[int]]:
@@ -52,9 +54,9 @@ def completion_keys(row: EncodedRow) -> tuple[int, list[int]]:
     return number(row.prompt_key), [number(row.prompt_key, one.key) for one in row.completions[:2]]
 
 
-def eval_lines(rows: Iterable[EncodedRow]) -> Iterator[dict[str, str]]:
+def eval_lines(rows: Sequence[EncodedRow]) -> Iterator[dict[str, str]]:
     """Lines of `eval_rows.jsonl`."""
-    return ({"id": row.id, "place": row.place, "key": row_key(row)} for row in rows)
+    return ({"id": row.id, "place": row.place, "key": key} for row, key in zip(rows, row_keys(rows), strict=True))
 
 
 def read_eval_lines(run: Path) -> list[dict[str, str]] | None:
@@ -68,6 +70,8 @@ def read_eval_lines(run: Path) -> list[dict[str, str]] | None:
     check_kind(file)
     if not file.exists():
         return None
+    if file.stat().st_size > _MOST_BYTES:
+        raise DataError(f"{file}: too large: at most {_MOST_BYTES / 2**20:g} MiB are read")
     found = []
     for number, line in read_log(file):
         if not all(isinstance(line.get(name), str) for name in ("id", "place", "key")):
@@ -156,6 +160,8 @@ def trained_among(run: Path, prompts: Keys, completions: Keys) -> tuple[Keys, Ke
         return None
     found: tuple[list[Keys], list[Keys]] = ([], [])
     with border(f"{file}: cannot be read", DataError), parquet.ParquetFile(file) as opened:
+        if opened.metadata.num_rows > _MOST_LINES:
+            raise ValueError(f"it has more than {_MOST_LINES:,} lines")
         for batch in opened.iter_batches(_BATCH, columns=["split", "prompt_key", "completion_key"]):
             train = np.array(pa.compute.equal(batch.column("split").cast(pa.string()), "train"), dtype=np.bool_)
             for name, wanted, kept in (("prompt_key", prompts, found[0]), ("completion_key", completions, found[1])):
