@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from tropism.borders import border
 from tropism.data.row_blocks import RowTable
@@ -163,7 +163,7 @@ def trained_among(run: Path, prompts: Keys, completions: Keys) -> tuple[Keys, Ke
         if opened.metadata.num_rows > _MOST_LINES:
             raise ValueError(f"it has more than {_MOST_LINES:,} lines")
         for batch in opened.iter_batches(_BATCH, columns=["split", "prompt_key", "completion_key"]):
-            train = np.array(pa.compute.equal(batch.column("split").cast(pa.string()), "train"), dtype=np.bool_)
+            train = np.array(compute.equal(batch.column("split").cast(pa.string()), "train"), dtype=np.bool_)
             for name, wanted, kept in (("prompt_key", prompts, found[0]), ("completion_key", completions, found[1])):
                 keys = batch.column(name).cast(pa.uint64()).to_numpy(zero_copy_only=False)
                 kept.append(np.intersect1d(keys[train], wanted))
