@@ -212,13 +212,14 @@ class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions
 
     heading: ClassVar[str] = "Scoring"
 
-    data: str
+    data: Everyday[str | None] = None
     """Data to score: pairs, labeled completions or completions. Files, a directory, or a dataset on the Hub; separate
-    several with commas."""
+    several with commas. Required unless the model is a run. Default: the rows that the run held out."""
     reference: Everyday[str | None] = None
-    """Model to compare with: a directory, Hub id, GGUF file or run directory."""
+    """Model to compare with: a directory, Hub id, GGUF file or run directory. Default: that of the run, if there is
+    one."""
     beta: Everyday[float] = Field(0.1, gt=0.0)
-    """Factor that turns log-ratios into rewards."""
+    """Factor that turns log-ratios into rewards. If the model is a run, its own replaces the default."""
     precision: Everyday[Literal["auto", "fp32", "bf16", "fp64"]] = "auto"
     """Compute dtype; auto is bf16 on GPUs and fp32 on CPUs."""
     layout: Literal["auto", "tree", "padded"] = "auto"

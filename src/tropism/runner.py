@@ -12,10 +12,11 @@ from tropism.config import MethodOptions
 from tropism.distributed import World, connect
 from tropism.distributed.agreement import Fact, check_same
 from tropism.errors import UsageError
+from tropism.losses.scored import Scored
 from tropism.model.config import max_positions
 from tropism.model.save import check_saved_files
 from tropism.model.source import ModelSource
-from tropism.observe.checksums import file_hash
+from tropism.observe.checksums import Files, file_hash
 from tropism.observe.console import Voice
 from tropism.observe.lock import Ownership
 from tropism.observe.manifest import Manifest, libraries, text_fingerprints
@@ -34,7 +35,7 @@ from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Observers
 from tropism.train.preemption import Preemption, stopping_at_once
-from tropism.train.result import RunResult, export_result, finish, result_of
+from tropism.train.result import RunResult, begin_row_files, export_result, export_scores, finish, result_of
 from tropism.train.run_state import RunState
 from tropism.train.setup.agreement import facts_of_options
 from tropism.train.setup.announce import announce_data, announce_plan
@@ -182,6 +183,9 @@ class Run:
                               resume.possible_reasons(origin, world.device.type))
             if trainer is not None:
                 self.trained = True
+                if self.inputs.data.evaluation and not (self.inputs.method.needs_reference
+                                                        and self.inputs.reference is None):
+                    self.evaluator.first = self._score_held_out()  # `scores.parquet` has these values too
                 resume.load(engine, origin, self.preemption)
             manifest = world.on_main(lambda: self._begin(directory, origin))
         if manifest is not None:
@@ -219,7 +223,7 @@ class Run:
                 state.ending = observers.ending
         evaluator = self.evaluator if inputs.data.evaluation else None
         if evaluator is not None:
-            evaluator.baselines = state.baselines
+            evaluator.baselines, evaluator.last = state.baselines, None
         loop = TrainingLoop(engine, self.planner, Plan.of(options, inputs.schedule.total_steps), self.preemption,
                             observers.see, self._evaluate if evaluator is not None else None, saver, state)
         try:
@@ -234,8 +238,18 @@ class Run:
         world.on_main(lambda: directory.append_samples(samples))
         export_result(engine, inputs.tokenizer, directory.model, options.export_dtype, self._stop_ids, initial,
                       self.voice)
+        if evaluator is not None and evaluator.last is None:  # resumed after its last evaluation
+            evaluator.last = self._score_held_out()
+        files = world.on_main(lambda: export_scores(directory, inputs, engine, evaluator, self.voice))
+        facts = self._end_facts(manifest, files or {})
         return finish(directory, manifest, state, samples, inputs.schedule.total_steps, len(inputs.held_out),
-                      self._stop_ids, world, self.voice)
+                      self._stop_ids, world, self.voice, **facts)
+
+    def _end_facts(self, manifest: Manifest | None, files: Files) -> dict[str, Any]:
+        """Facts of a finished run that its evaluation depends on."""
+        sums = self.engine.shift.state()
+        known = manifest.facts.get("files", {}) if manifest is not None else {}
+        return {"files": {**known, **files}} | ({} if sums is None else {"reward_sums": sums})
 
     def _checkpoint_facts(self) -> dict[str, Any]:
         """What identifies the run in a checkpoint."""
@@ -267,11 +281,13 @@ class Run:
             resume.begin_again(directory, origin)
         directory.write_config(self._resolved())
         directory.write_json("audit.json", self.inputs.data.to_json())
+        of_rows = begin_row_files(directory, self.inputs)
         model = self.named.absolute if isinstance(self.named, ModelSource) else options.model
         facts = {
             "method": options.method, "model": model, "seed": options.seed,
             "world_size": self.world.size, "device": str(self.world.device),
-            "precision": self.inputs.numerics.precision, "fingerprints": self._fingerprints(), **self.objects.facts}
+            "precision": self.inputs.numerics.precision, "fingerprints": self._fingerprints(), **of_rows,
+            **self.objects.facts}
         if self.world.device.type == "cuda":
             facts["device_name"] = torch.cuda.get_device_name(self.world.device)
         manifest = Manifest(directory, facts, origin.manifest if origin else None, origin.step if origin else 0)
@@ -323,6 +339,11 @@ class Run:
     def evaluator(self) -> Evaluator:
         """Evaluates the held-out rows; its first call also finds the initial policy's baselines."""
         return Evaluator(self.inputs.held_out, self.inputs.numerics.microbatch_tokens, self.inputs.data.max_length)
+
+    def _score_held_out(self) -> Scored:
+        """The held-out rows' scores under the current policy."""
+        with self.voice.bar("evaluate") as report:
+            return self.evaluator.own(self.evaluator.score(self.engine, self.preemption.interruptible(report)))
 
     def _evaluate(self, engine: Engine) -> dict[str, float]:
         with self.voice.bar("evaluate") as report:

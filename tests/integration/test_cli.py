@@ -67,7 +67,7 @@ BASE = ["--model", "m", "--data", "d", "--output", "o"]
     (["kto"], r"--model, --data and --output are required.*tropism kto --model"),
     (["kto", "--data", "d"], "--model and --output are required"),
     (["kd", *BASE], "--teacher is required"),
-    (["evaluate"], "MODEL and --data are required"),
+    (["evaluate"], "MODEL is required"),
     (["kto", "--modle", "m"], r"Did you mean --model\?"),
     (["score", "--data", "d", "m"], "^tropism: --output is required"),
     (["kto", "--model"], "--model needs a value"),

@@ -54,26 +54,28 @@ def test_a_model(said: Callable[..., str], tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [".", "model"])
-def test_a_run_that_was_trained_with_other_options(said: Callable[..., str], base_run: Callable[[str], Path],
-                                                   tiny_model_dir: Path, place: str) -> None:
-    """Nothing differs silently, and the line holds what to type; also for the model inside of the run."""
-    line = said(base_run("kto") / place)
-    assert line.startswith("note: options in use: --beta 0.1 --max-length 512 ")
-    assert line.endswith(f"The run {base_run('kto')} was trained with --reference {tiny_model_dir} --beta 0.5 "
-                         "--max-length 60 --max-prompt-length 30. To measure as the run does, pass the same options.")
+def test_a_run_has_its_own_options(said: Callable[..., str], base_run: Callable[[str], Path], tiny_model_dir: Path,
+                                   place: str) -> None:
+    """Also for the model inside of the run."""
+    assert said(base_run("kto") / place) == (
+        f"options in use: --reference {tiny_model_dir} --beta 0.5 --max-length 60 --max-prompt-length 30 "
+        f"--precision fp32, as in the run {base_run('kto')}")
 
 
-def test_a_run_with_its_own_options(said: Callable[..., str], base_run: Callable[[str], Path], tiny_model_dir: Path,
-                                    ) -> None:
-    """Then there is nothing to note. Another reference is a choice."""
-    for reference in (tiny_model_dir, base_run("kto")):
-        line = said(base_run("kto"), beta=0.5, max_length=60, max_prompt_length=30, reference=str(reference))
-        assert line.startswith("options in use: ")
-        assert line.endswith(f", as in the run {base_run('kto')}")
+def test_options_that_are_given_override_those_of_the_run(said: Callable[..., str], base_run: Callable[[str], Path],
+                                                          tiny_model_dir: Path) -> None:
+    line = said(base_run("kto"), beta=0.1, max_length=50, reference=str(base_run("kto")))
+    assert line == (f"note: options in use: --reference {base_run('kto')} --beta 0.1 --max-length 50 "
+                    f"--max-prompt-length 30 --precision fp32. The run {base_run('kto')} was trained with --reference "
+                    f"{tiny_model_dir} --beta 0.5 --max-length 60.")
+    assert said(base_run("kto"), beta=0.5, max_length=60, max_prompt_length=30, reference=str(tiny_model_dir)).endswith(
+        f", as in the run {base_run('kto')}")
 
 
 def test_a_loss_without_a_reference_names_none(said: Callable[..., str], base_run: Callable[[str], Path]) -> None:
-    assert " trained with --beta 0.5 --max-length 60 " in said(base_run("simpo"))
+    assert said(base_run("simpo")) == (
+        "options in use: --beta 0.5 --max-length 60 --max-prompt-length 30 --precision fp32, no --reference, as in the "
+        f"run {base_run('simpo')}")
 
 
 def edited(run: Path, folder: Path, **changes: Any) -> Path:
@@ -91,18 +93,17 @@ def test_options_of_templates(base_run: Callable[[str], Path], tmp_path: Path, c
     data.write_text(json.dumps({"label": True, "messages": [{"role": "user", "content": "Hi"},
                                                             {"role": "assistant", "content": "oak"}]}) + "\n")
     copy = edited(base_run("kto"), tmp_path / "r", system_prompt="Be brief. " * 20, supervise="all")
-    score(str(copy), ScoringOptions(data=str(data), store=str(tmp_path / "store"), beta=0.5))
+    score(str(copy), ScoringOptions(data=str(data), store=str(tmp_path / "store"), max_length=50))
     line, = [line for line in capsys.readouterr().out.splitlines() if "options in use" in line]
-    assert " --supervise last --control-tokens plain, no --reference. The run " in line
-    assert f" --system-prompt '{'Be brief. ' * 6}...' --supervise all. To measure" in line
+    assert f" --system-prompt '{'Be brief. ' * 6}...' --supervise all --control-tokens plain. The run " in line
+    assert line.endswith("was trained with --max-length 60.")
 
 
 def test_a_run_of_defaults(said: Callable[..., str], base_run: Callable[[str], Path], tmp_path: Path) -> None:
     """An option that the run left at its default is named where it is given now."""
-    copy = edited(base_run("kto"), tmp_path / "r", max_length=None, max_prompt_length=None, beta=0.1, model="-")
+    copy = edited(base_run("kto"), tmp_path / "r", max_length=None, max_prompt_length=None, beta=0.1)
     assert said(copy).endswith(f", as in the run {copy}")
-    assert said(copy, max_length=60).endswith("was trained with no --max-length. To measure as the run does, pass the "
-                                             "same options.")
+    assert said(copy, max_length=60).endswith("was trained with no --max-length.")
 
 
 @pytest.mark.parametrize("content", [
@@ -138,4 +139,20 @@ def test_the_metrics_are_those_of_the_options_in_use(base_run: Callable[[str], P
                                                      ) -> None:
     """The JSON file has them too."""
     assert main(["evaluate", str(base_run("kto")), "--data", str(feedback), "--json", str(tmp_path / "f.json")]) == 0
-    assert json.loads((tmp_path / "f.json").read_text())["beta"] == 0.1
+    assert json.loads((tmp_path / "f.json").read_text())["beta"] == 0.5
+
+
+def test_the_data_of_a_run_is_not_overwritten(tiny_model_dir: Path, tmp_path: Path, feedback: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where it was not named on the command line."""
+    data = tmp_path / "rows.json"
+    data.write_text(json.dumps([json.loads(line) for line in feedback.read_text().splitlines()]))
+    before, directory = data.read_bytes(), tmp_path / "run"
+    run(METHODS["kto"](model=str(tiny_model_dir), data=str(feedback), eval_data=str(data), output=str(directory),
+                       store=str(tmp_path / "store"), max_steps=1, samples=0))
+    assert main(["evaluate", str(directory), "--json", str(data)]) == 2
+    assert "rows.json is read by this command, and was not changed" in " ".join(capsys.readouterr().err.split())
+    assert data.read_bytes() == before
+    (directory / "eval_rows.jsonl").write_text("")
+    assert main(["evaluate", str(directory)]) == 2
+    assert "eval_rows.jsonl names no rows. Pass --data" in " ".join(capsys.readouterr().err.split())

@@ -31,6 +31,7 @@ _began: ContextVar[float | None] = ContextVar("began", default=None)
 """Monotonic time at which the command line was called: `--max-time` counts from it."""
 
 _Flat = Parameter(name="*")
+_SCORING = ScoringOptions()
 _Name = Annotated[str, Parameter(converter=lambda _, tokens: check_file_name(tokens[0].value))]
 _File = Annotated[Path, Parameter(converter=lambda _, tokens: Path(check_file_name(tokens[0].value)))]
 _Output = Annotated[Path, Parameter(
@@ -95,20 +96,22 @@ def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
 
 
 @app.command
-def evaluate(model: _Name, *, options: Annotated[ScoringOptions, _Flat], json: _File | None = None) -> int:
+def evaluate(model: _Name, *, options: Annotated[ScoringOptions, _Flat] = _SCORING, json: _File | None = None) -> int:
     """Print figures of a model, and write them to a file."""
     from tropism.commands.files import check_reports, voice_beside, write_json
     from tropism.commands.scoring import figures, score
 
-    check_reports(json, inputs=f"{options.data},{model}")
+    check_reports(json, inputs=f"{options.data or ''},{model}")
     voice = voice_beside(json)
     scores = score(model, options, voice)
     if not scores.is_main:
         return 0
-    found = figures(scores, options.beta)
+    found = figures(scores)
     voice.figures(count_of(len(scores.rows), "row"), found)
     if json is not None:
-        write_json(json, {"model": model, **options.dump(), "rows": len(scores.rows), "metrics": found})
+        check_reports(json, inputs=scores.source)
+        write_json(json, {"model": model, **scores.options.dump(), "data": scores.source,
+                          "rows": len(scores.rows), "metrics": found})
     return 0
 
 
@@ -148,7 +151,7 @@ def convert(data: _Name, /, *, options: Annotated[ConvertOptions, _Flat], json: 
 
 
 @app.command
-def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _Flat],
+def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _Flat] = _SCORING,
           keep_columns: bool = False) -> int:
     """Write one record per row."""
     from tropism.commands import scoring
@@ -159,8 +162,8 @@ def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _
     found = scoring.score(model, options, voice)
     if not found.is_main:
         return 0
-    columns = scoring.original_columns(options.data, options.split) if keep_columns else None
-    scoring.write(scoring.records(found, options.beta, columns), output)
+    columns = scoring.original_columns(found.source, found.split) if keep_columns else None
+    scoring.write(scoring.records(found, columns=columns), output)
     voice.say(f"{output}: {count_of(len(found.rows), 'row')}")
     return 0
 

@@ -108,10 +108,11 @@ COMMANDS: dict[str, Command] = {
         "Reports what the target shape cannot hold."),
     "evaluate": Command(
         "Results", "Evaluate a model on held-out data.",
-        ("tropism evaluate runs/first --data heldout.jsonl",
+        ("tropism evaluate runs/first", "tropism evaluate runs/first --data heldout.jsonl",
          "tropism evaluate runs/first --data heldout.jsonl --reference Qwen/Qwen3-0.6B --json figures.json"),
         (Argument("MODEL", _MODEL, required=True), Argument("--json FILE", _JSON)), "ScoringOptions",
-        "Reports accuracy or AUC, margins, log-probs, perplexity and KL."),
+        "Reports accuracy or AUC, margins, log-probs, perplexity and KL. A run is evaluated as it was trained, on the "
+        "rows that it held out."),
     "score": Command(
         "Results", "Write the log-probs of each row under a model to a file.",
         ("tropism score runs/first --data feedback.jsonl --output scores.parquet",

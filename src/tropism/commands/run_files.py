@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tropism.errors import CheckpointError, first_line
 from tropism.observe.checksums import differences, file_hash
 from tropism.observe.log_files import disorder
-from tropism.observe.rundir import GROWING
+from tropism.observe.rundir import EVAL_ROWS, GROWING, SCORES
 from tropism.train.checkpoints import files as checkpoint
 
 State = Literal["same", "differs", "gone", "unknown"]
@@ -50,6 +50,11 @@ def check_output(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check
             "config.yaml", "differs", "edited after the run started")
     for name in GROWING:
         yield from _log(directory / name, expected=name == "metrics.jsonl" and manifest.get("status") == "done")
+    for name in (EVAL_ROWS, SCORES):
+        files = manifest.get("files", {})
+        if name in files:
+            wrong = differences(directory, {name: files[name]})
+            yield check(name, "differs", _listed(wrong)) if wrong else check(name, "same")
     if manifest.get("status") == "done":
         files = manifest.get("model_files")
         yield _files("model", directory / "model", files, "the manifest has no checksums of it")

@@ -18,6 +18,11 @@ def file_hash(path: Path, digest_bytes: int = _DIGEST_BYTES) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=digest_bytes)).hexdigest()
 
 
+def checksum(path: Path) -> dict[str, Any]:
+    """Size and hash of a file."""
+    return {"bytes": path.stat().st_size, "blake2b": file_hash(path)}
+
+
 def checksums(directory: Path, leave_out: Collection[str] = ()) -> Files:
     """Size and hash of every file below a directory. Hashing releases the interpreter lock, so threads help.
 
@@ -27,9 +32,7 @@ def checksums(directory: Path, leave_out: Collection[str] = ()) -> Files:
     names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     names = [name for name in names if name not in leave_out]
     with ThreadPoolExecutor() as pool:
-        hashes = pool.map(file_hash, (directory / name for name in names))
-        return {name: {"bytes": (directory / name).stat().st_size, "blake2b": value}
-                for name, value in zip(names, hashes, strict=True)}
+        return dict(zip(names, pool.map(checksum, (directory / name for name in names)), strict=True))
 
 
 def differences(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:

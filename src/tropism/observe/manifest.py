@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).parents[1]
 _KINDS: dict[str, Any] = {
     "status": str, "fingerprints": dict, "libraries": dict, "steps": int, "planned_steps": int, "seconds": (int, float),
     "resumed": list, "model_files": dict, "device": str, "precision": str, "policy": str, "reference": str,
-    "teacher": str, "layout": str, "given": dict, "adapter_config": dict, "stop_ids": list}
+    "teacher": str, "layout": str, "given": dict, "adapter_config": dict, "stop_ids": list,
+    "files": dict, "class_weights": list, "reward_sums": list, "layout_error_nats_per_root_token": (int, float)}
 """Types of the facts that a resumed run and an export rely on."""
 _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft")
 
@@ -83,7 +84,8 @@ class Manifest:
         self.facts: dict[str, Any] = begun
         if earlier or step:
             earlier = earlier or {}
-            gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason", "stopped_by", "model_files")
+            gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason", "stopped_by", "model_files",
+                    "files", "reward_sums")
             # A run that starts again from step 1 keeps nothing of the earlier attempts but their start time.
             stays = earlier.keys() - gone if step else {"started"}
             kept = {name: fact for name, fact in earlier.items() if name in stays}

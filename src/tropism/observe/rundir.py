@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,15 @@ from tropism.observe.log_files import read_log
 GROWING = ("metrics.jsonl", "samples.jsonl", "notices.jsonl", "skipped.jsonl")
 """Files that grow line by line. A resumed run truncates them to its checkpoint."""
 
-_FILES = (*GROWING, "config.yaml", "manifest.json", "audit.json", "checkpoints/best.json")
+EVAL_ROWS = "eval_rows.jsonl"
+"""The held-out rows, written before step 1."""
+SCORES = "scores.parquet"
+"""The scores of rows before and after training, written at the end."""
+
+_FILES = (*GROWING, EVAL_ROWS, SCORES, "config.yaml", "manifest.json", "audit.json", "checkpoints/best.json")
 _DIRECTORIES = ("checkpoints", "model", ".model.partial", "logs")
 
-_REPLACED = re.compile(r"config\.yaml|writable|[a-z]+\.json")
+_REPLACED = re.compile(r"config\.yaml|writable|[a-z]+\.json|eval_rows\.jsonl|scores\.parquet")
 """Files that are written under a temporary name, then renamed."""
 
 
@@ -144,6 +149,22 @@ class RunDirectory:
     def write_json(self, name: str, value: Any) -> None:
         """Write or replace a JSON file."""
         self._replace(name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def write_eval_rows(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Write or replace `eval_rows.jsonl`."""
+        self._replace(EVAL_ROWS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+    def remove(self, name: str) -> None:
+        """Remove a file of an earlier attempt, if it exists.
+
+        Raises:
+            OutputError: if the disk refuses.
+        """
+        check_owned(self.path, self.path / name)
+        try:
+            (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError.because(self.path / name, error, what="cannot be removed") from error
 
     def append_record(self, record: dict[str, Any]) -> None:
         """Append to `metrics.jsonl`. Non-finite values are written as null."""

@@ -1,7 +1,7 @@
 """The result of a run: the exported model, and metrics from its first and its last record."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,19 @@ from tropism.distributed.world import World
 from tropism.errors import DataError, OutputError, clause, count_of
 from tropism.model import save
 from tropism.model.adapters.parameters import adapter_weight_names
-from tropism.observe.checksums import checksums
+from tropism.observe.checksums import Files, checksum, checksums
 from tropism.observe.console import Voice
 from tropism.observe.lock import check_owned
 from tropism.observe.log_files import read_log
 from tropism.observe.manifest import Manifest
 from tropism.observe.metrics import BOOKKEEPING
-from tropism.observe.rundir import RunDirectory
+from tropism.observe.rundir import EVAL_ROWS, SCORES, RunDirectory
 from tropism.train.engine import Engine
+from tropism.train.evaluation.evaluator import Evaluator
+from tropism.train.evaluation.row_files import HeldOutScores, eval_lines, write_scores
+from tropism.train.frozen.reference import StoredReference
 from tropism.train.run_state import RunState
+from tropism.train.setup.build import RunInputs
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,54 @@ def export_result(engine: Engine, tokenizer: Any, path: Path, dtype_name: str, s
         voice.say(f"export in {dtype_name}: rounding keeps {share:.1%} of the changed weights")
 
 
+def begin_row_files(directory: RunDirectory, inputs: RunInputs) -> dict[str, Any]:
+    """Write `eval_rows.jsonl`, remove the scores of an earlier attempt, and return the facts for the manifest.
+
+    Raises:
+        OutputError: if the disk refuses.
+    """
+    directory.remove(SCORES)
+    weights = [inputs.options.model_dump().get(name) for name in ("desirable_weight", "undesirable_weight")]
+    term = inputs.method.preference
+    facts: dict[str, Any] = {}
+    if "auto" in weights and term is not None:
+        facts["class_weights"] = [term.options["desirable_weight"], term.options["undesirable_weight"]]
+    if inputs.method.divisor:
+        facts["weighted_rows"] = True
+    if not inputs.data.evaluation:
+        directory.remove(EVAL_ROWS)
+        return facts
+    directory.write_eval_rows(eval_lines(inputs.data.evaluation))
+    return {**facts, "files": {EVAL_ROWS: checksum(directory.path / EVAL_ROWS)}}
+
+
+def export_scores(directory: RunDirectory, inputs: RunInputs, engine: Engine, evaluator: Evaluator | None,
+                  voice: Voice) -> Files:
+    """Write `scores.parquet` and return its checksum. If that fails the run ends without it: its model is complete.
+
+    Args:
+        evaluator: has evaluated the initial and the trained policy; None without held-out rows.
+    """
+    held_out, own = None, inputs.method.needs_reference and inputs.reference is None
+    if evaluator is not None and evaluator.last is not None:
+        # With the default reference, whose scores are stored, a resumed run knows the same values as a straight one.
+        after = evaluator.last
+        before = replace(after, logps=after.reference_logps) if own else evaluator.first or after
+        held_out = HeldOutScores(evaluator.rows, before, after, inputs.method)
+    path, reference = directory.path / SCORES, engine.reference
+    check_owned(directory.path, path)
+    try:
+        write_scores(path, inputs.data.train, held_out,
+                     reference.scores if isinstance(reference, StoredReference) else {})
+        return {SCORES: checksum(path)}
+    except (OSError, OutputError) as error:
+        voice.warn(f"{clause(error)}. The run is complete without this file.")
+        return {}
+
+
 def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, samples: list[dict[str, Any]],
-           total_steps: int, held_out: int, stop_ids: Sequence[int], world: World, voice: Voice) -> RunResult:
+           total_steps: int, held_out: int, stop_ids: Sequence[int], world: World, voice: Voice,
+           **facts: Any) -> RunResult:
     """Complete the manifest and report the result. All processes call this together.
 
     Args:
@@ -115,13 +165,14 @@ def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, 
         total_steps: that were planned.
         held_out: rows that were evaluated.
         stop_ids: ids that end a completion.
+        facts: others for the manifest.
     """
     seconds, steps = state.elapsed_s, state.step
     before, after = world.broadcast(_measured(directory, voice) if world.is_main else ({}, {}))
     if manifest is not None:
         reason = {"reason": state.ending, "stopped_by": "stop_metric"} if state.ending else {}
         manifest.end("done", steps=steps, planned_steps=total_steps, seconds=round(seconds, 3),
-                     model_files=checksums(directory.model), stop_ids=list(stop_ids), **reason)
+                     model_files=checksums(directory.model), stop_ids=list(stop_ids), **reason, **facts)
     what = count_of(held_out, "held-out row") if held_out else "first and last training record"
     voice.before_after(f"{what}: before and after", before, after, leave_out=BOOKKEEPING)
     voice.say(f"model: {directory.model}  ({count_of(steps, 'step')}, {seconds:.0f} s)")

@@ -1,80 +1,60 @@
-"""Which options decide a measurement, and which of them a run was trained with."""
+"""The line of the log with the options that decide a measurement, and those of the run that are not in use."""
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from tropism.config import METHODS, ScoringOptions
-from tropism.config_file import read_yaml
+from tropism.commands.scoring.own_run import OwnRun
+from tropism.config import ScoringOptions
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import LengthOptions
-from tropism.errors import UsageError, first_line
-from tropism.methods.build import build_method
 from tropism.observe.console import Voice
 from tropism.options import shown
+from tropism.train.setup.adapter_base import absolute_name
 
 _NAMES = ("reference", "beta", *LengthOptions.model_fields, "precision")
 _LONGEST = 60  # characters of a value in the log
 
 
-def say_options(model: str, options: ScoringOptions, renderer: Renderer, precision: str, voice: Voice) -> None:
-    """Print the options that decide the figures; of a run also its own, if they differ.
+def say_options(model: str, run: OwnRun | None, why: str, given: ScoringOptions, resolved: Mapping[str, Any],
+                renderer: Renderer, voice: Voice) -> None:
+    """Print the options that decide the figures; of a run also its own, if others were given.
 
     Args:
-        model: as it was given: a run directory, a model in one, or any other model.
+        model: as it was given.
+        run: that it belongs to; None for none.
+        why: the options of the run are unknown; empty if they are known or there is no run.
+        given: the options that were given now.
+        resolved: options in use with the values that they have become.
         renderer: of the rows, after it has read them.
-        precision: of the computation.
     """
     names = _NAMES + (tuple(TemplateOptions.model_fields) if renderer.saw_messages else ())
-    given = {name: getattr(options, name) for name in names}
-    used = {**given, "max_length": renderer.limits.max_length, "precision": precision}
-    shown_now = {name: value for name, value in used.items() if value is not None or name == "reference"}
-    line = f"options in use: {_as_typed(shown_now)}"
-    run = _run_of(model)
-    if run is None:
+    values = {name: getattr(given, name) for name in names}
+    own = {} if run is None else {name: run.options.values.get(name) for name in names} | dict(
+        run.recorded) | {"reference": run.reference}
+    if run is not None:
+        values |= {name: own[name] for name in names if name not in given.model_fields_set}
+    values |= resolved
+    line = f"options in use: {_as_typed({name: values[name] for name in names if _counts(name, values[name])})}"
+    if why:
+        voice.warn(f"{line}. The options of the run are unknown: {why}")
+    elif run is None:
         voice.say(line)
-        return
-    try:
-        method, own = read_yaml(run / "config.yaml", decided=True)
-        other = _differences(given, used, _with_reference(own, method))
-    except (UsageError, RecursionError) as error:
-        place = str(run / "config.yaml")
-        why = first_line(error).removeprefix(place).removeprefix(": ")  # the place may go on with a line number
-        voice.warn(f"{line}. The options of the run are unknown: {place}{why if why[:1] == ':' else f': {why}'}")
-        return
-    if not other:
-        voice.say(f"{line}, as in the run {run}")
-        return
-    voice.warn(f"{line}. The run {run} was trained with {_as_typed(other)}. To measure as the run does, pass the same "
-               "options.")
+    elif other := {name: own[name] for name in names if name in given.model_fields_set and _differs(
+            own[name], getattr(given, name), values[name])}:
+        voice.warn(f"{line}. The run {run.path} was trained with {_as_typed(other)}.")
+    else:
+        voice.say(f"{line}, as in the run {run.path}")
 
 
-def _run_of(model: str) -> Path | None:
-    """The run that a directory is, or that it belongs to as the result or as a checkpoint's model."""
-    path = Path(model).expanduser().absolute()
-    found = (one for one in (path, *path.parents[:3]) if (one / "manifest.json").is_file())
-    return next((one for one in found if (one / "config.yaml").is_file()), None)
+def _counts(name: str, value: Any) -> bool:
+    return value is not None or name == "reference"
 
 
-def _with_reference(own: Mapping[str, Any], method: str | None) -> dict[str, Any]:
-    """The options of a run, with the model before step 1 as its reference if it needs one and names no other."""
-    reference, kind = own.get("reference"), METHODS.get(method or "")
-    if reference in (None, "live"):
-        needed = kind is not None and build_method(
-            kind.view, {"loss": "sft", **{name: info.default for name, info in kind.model_fields.items()}, **own},
-            [True, False]).needs_reference
-        named = str(own.get("model", ""))
-        reference = named if needed and " given in Python" not in named else None
-    return {**own, "reference": reference}
-
-
-def _differences(given: Mapping[str, Any], used: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run that are not in use. A default that was not overridden is the same."""
-    names = [name for name in given if name in own and own[name] not in (given[name], used[name])]
-    # A reference that was named is a choice, and the figures without one do not need it.
-    return {name: own[name] for name in names if name != "reference" or (given[name] is None and own[name])}
+def _differs(own: Any, given: Any, used: Any) -> bool:
+    """Whether an option was given another value than the run's. One that was left open is the same as its default."""
+    return own not in (given, used, absolute_name(given))
 
 
 def _as_typed(values: Mapping[str, Any]) -> str:

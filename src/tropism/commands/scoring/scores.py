@@ -1,44 +1,48 @@
 """Score rows with a model and, if there is one, a reference. Nothing is trained."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
-import torch
-
+from tropism.commands.scoring.engine import EngineBuilder, LiveReference, Subject, watched
+from tropism.commands.scoring.held_out import read_own, split_of, warn_of_trained_rows
 from tropism.commands.scoring.options_in_use import say_options
+from tropism.commands.scoring.own_run import (
+    RENDERING,
+    OwnRun,
+    in_use,
+    is_from_python,
+    model_of,
+    plain_method,
+    read_run,
+)
 from tropism.config import ScoringOptions
 from tropism.data.audit.audit import Audit
-from tropism.data.batching.collate import Batch
-from tropism.data.batching.pack import build_trees
 from tropism.data.formats import View
 from tropism.data.read_rows import check_embedding, read_rows, view_of_source
 from tropism.data.rows import EncodedRow
+from tropism.data.sources.resolve import SplitChoice
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
-from tropism.data.tree import PromptTree, score_key
+from tropism.data.tokenization.render import Renderer
+from tropism.data.tree import score_key
 from tropism.distributed import World, connect
 from tropism.distributed.agreement import check_same
-from tropism.losses.divergence import reverse_kl
+from tropism.errors import ModelError, UsageError, clause, count_of
 from tropism.losses.scored import CompletionScore, Scored
+from tropism.methods import Method, Units
 from tropism.model import load
-from tropism.model.base_weights import base_hash, recorded_hash
 from tropism.model.config import check_rope
-from tropism.model.head.divergence import Comparison
-from tropism.model.language_model import LanguageModel, Precision, summed
+from tropism.model.language_model import Precision
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.shapes import PerCompletion
 from tropism.store import ROWS, tidy
-from tropism.train.frozen.teacher import LiveTeacher, shared_vocabulary
+from tropism.train.evaluation.evaluator import Evaluator, baselines, units_of
 from tropism.train.reward_rounding import reward_noise
-from tropism.train.score_packs import score_trees
 from tropism.train.setup.agreement import facts_at_start, facts_of_rows
-from tropism.train.setup.checks import probe_trees
 from tropism.train.setup.data import limits
-from tropism.train.setup.models import Numerics, config_of, numerics_of, tokenizer_of
+from tropism.train.setup.models import config_of, numerics_of, tokenizer_of
 from tropism.train.setup.parallel import parallelize
 
 
@@ -49,11 +53,20 @@ class Scores:
     Args:
         view: what a row is.
         rows: the rows that were scored, in file order.
-        completions: scores of each row: one, or (chosen, rejected). `divergence` is the exact KL(model || reference)
-            of the next-token distributions, summed over the completion; None without a reference.
+        completions: scores of each row: one, or (chosen, rejected); with `ld_alpha` also those of the beginnings of
+            both sides. With `has_kl` the divergence is the exact KL(model || reference) of the next-token
+            distributions, summed over the completion.
         precision: of the computation.
         has_reference: whether there was a reference; without one its log-probs are 0.
         is_main: whether this process writes and prints.
+        method: says what a reward is.
+        is_own: the method is the one that a run trained the model with.
+        has_kl: whether the divergence is the KL from the reference.
+        record: the evaluation record of the method, on the main process.
+        options: that were in use.
+        source: of the rows.
+        split: of the source.
+        rounding: bfloat16's measured error, in nats per root of tokens.
     """
 
     view: View
@@ -61,30 +74,54 @@ class Scores:
     completions: list[tuple[CompletionScore, ...]]
     precision: Precision
     has_reference: bool
-    is_main: bool = True
+    is_main: bool
+    method: Method
+    is_own: bool
+    has_kl: bool
+    record: Mapping[str, float]
+    options: ScoringOptions
+    source: str
+    split: SplitChoice
+    rounding: float = field(default=0.0)
 
-    @property
+    @cached_property
     def scored(self) -> Scored:
         """The completions of all rows, row after row."""
-        return Scored.join(chain.from_iterable(self.completions))
+        return Scored.join(one for row in self.completions for one in row)
 
-    def noise(self, beta: float) -> PerCompletion:
+    @property
+    def units(self) -> Units:
+        """The rows as units of the method."""
+        return units_of(self.rows, self.scored)
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether rewards are defined: for labels and pairs, with the reference that they need."""
+        return self.method.preference is not None and (self.has_reference or not self.method.needs_reference)
+
+    def noise(self, method: Method) -> PerCompletion:
         """`[C]` rewards no larger than this are rounding."""
-        return reward_noise(self.scored, beta, self.precision)
+        if not method.needs_reference:
+            return self.scored.logps.new_zeros(len(self.scored.logps))
+        return reward_noise(self.scored, method.beta, self.precision, self.rounding)
 
-    def rewards(self, beta: float) -> list[float]:
-        """Beta x log-ratio of each completion, row after row; 0 if it is no larger than rounding."""
-        rewards = beta * self.scored.logratios
-        rewards[rewards.abs() <= self.noise(beta)] = 0.0
-        return rewards.tolist()
+    def rewards(self, method: Method | None = None) -> list[float]:
+        """The reward of each completion, row after row; 0 if it is no larger than rounding.
+
+        Args:
+            method: in place of the scores' own.
+        """
+        method = method or self.method
+        rewards: list[float] = method.clear_rewards(self.scored, self.units, self.noise(method)).flatten().tolist()
+        return rewards
 
 
 def score(model: str, options: ScoringOptions, voice: Voice | None = None) -> Scores:
-    """Score every row of a source.
+    """Score every row of a source, or the rows that a run held out.
 
     Args:
         model: a Hugging Face directory, a hub id, a GGUF file, an adapter, or a run directory.
-        options: the data, the reference, and how rows are read.
+        options: the data, the reference, and how rows are read. Those that are not set are the run's, if there is one.
         voice: prints notices and progress, on the main process.
 
     Raises:
@@ -97,85 +134,145 @@ def score(model: str, options: ScoringOptions, voice: Voice | None = None) -> Sc
 class _Scoring:
     """One pass over the rows. They are read and checked before a model is loaded."""
 
-    def __init__(self, model: str, options: ScoringOptions, world: World, voice: Voice) -> None:
-        self.options, self.voice = options, voice
-        self.source, self.other = world.together(
-            lambda: (_source(model, voice), _source(options.reference, voice) if options.reference else None))
-        check_same(world, lambda: facts_at_start("evaluate", options, {"model": self.source, "reference": self.other}))
-        self.world = world = parallelize(world, options.parallel, learns=False)
-        self.numerics: Numerics = numerics_of(options, world)
+    def __init__(self, model: str, given: ScoringOptions, world: World, voice: Voice) -> None:
+        self.given, self.voice = given, voice
+        self.source = world.together(lambda: watched(model_of(model), voice))
+        self.own, self.why = world.together(lambda: read_run(model, given))
+        if given.data is None and self.own is None:
+            raise UsageError(f"{self.why}. Pass --data DATA to evaluate the model with the default options." if self.why
+                             else f"--data is required: {model} is not a run, so it has no held-out rows of its own")
+        self.options = options = in_use(given, self.own)
+        self.reference, self.teacher = world.together(self._others)
+        check_same(world, lambda: facts_at_start("evaluate", options, {
+            "model": self.source, "reference": self.reference, "teacher": self.teacher}))
+        self.world = parallelize(world, options.parallel, learns=False)
+        self.numerics = numerics_of(options, self.world)
         remote = options.trust_remote_code
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
-        tokenizer_of(self.other, "reference", self.tokenizer, remote)
-        config = load.load_config(self.source, trust_remote_code=remote)
-        self.view = view_of_source(options.data, options)
-        configs = [config, *([config_of(self.other, remote)] if self.other else [])]
-        renderer = make_renderer(self.tokenizer, limits(options, *configs), options)
+        for name, one in (("reference", self.reference), ("teacher", self.teacher)):
+            tokenizer_of(one, name, self.tokenizer, remote)
+        others = [other for other in (self.reference, self.teacher) if other is not None]
+        self.configs = [config_of(one, remote) for one in (self.source, *others)]
+        self.renderer = make_renderer(self.tokenizer, limits(options, *self.configs), options)
+        self.data, self.view, self.rows = self._read()
+        self.subject = self._subject()
+        if self.subject.method.ld_alpha is not None:
+            self.rows = [row.with_shared_lengths() for row in self.rows]
+        say_options(model, self.own, self.why, given, self._shown(), self.renderer, voice)
 
-        def read() -> Audit:
-            with voice.bar("read") as report, world.main_first():
-                return read_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
-                                 options=options, cache=options.store_root / ROWS, report=report)
+    def _others(self) -> tuple[ModelSource | None, ModelSource | None]:
+        """The reference that was given or that the run names, and the run's teacher."""
+        run, given = self.own, self.given.reference
+        reference = _reference_of(run) if given is None else watched(model_of(given), self.voice)
+        if run is None or run.options.values.get("teacher") is None:
+            return reference, None
+        try:
+            return reference, ModelSource.of(run.named("teacher") or "")
+        except ModelError as error:
+            self.voice.warn(f"{clause(error)}. The losses of the run need this teacher, so they are omitted.")
+            return reference, None
 
-        audit = world.together(read)
+    def _read(self) -> tuple[str, View, Sequence[EncodedRow]]:
+        """Source, view and rows of the measurement."""
+        world, options, run = self.world, self.options, self.own
+        if options.data is None:
+            assert run is not None
+            changed = [name for name in RENDERING if name in self.given.model_fields_set
+                       and run.recorded[name] != getattr(run.options, name)]
+            source, rows = world.together(lambda: read_own(run, *self._readers(run, bool(changed))))
+            self.voice.say(f"data: {source}: {count_of(len(rows), 'row')} that the run held out")
+            view: View = run.options.view
+        else:
+            source, view = options.data, view_of_source(options.data, options)
+            audit = world.together(lambda: self._read_with(self.renderer, options, source, view))
+            rows = audit.rows
+            self.voice.say(f"data: {audit.source}: {audit.summary()}")
+            for line in audit.reading:
+                self.voice.say(f"  {line}")
+            for notice in audit.notices():
+                self.voice.warn(notice)
+            if run is not None:
+                world.on_main(partial(warn_of_trained_rows, run.path, rows, self.voice))
         world.on_main(partial(tidy, options.store_root, options.store_bytes))
-        check_effect(options, renderer)
-        for one in configs:
-            check_rope(one, renderer.limits.max_length)
-            check_embedding(audit.rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
-        self.rows: Sequence[EncodedRow] = audit.rows
-        check_same(world, lambda: facts_of_rows("--data", options.data, audit.rows))
-        voice.say(f"data: {audit.source}: {audit.summary()}")
-        for line in audit.reading:
-            voice.say(f"  {line}")
-        for notice in audit.notices():
-            voice.warn(notice)
-        say_options(model, options, renderer, self.numerics.precision, voice)
+        check_effect(options, self.renderer)
+        for one in self.configs:
+            check_rope(one, self.renderer.limits.max_length)
+            check_embedding(rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
+        check_same(world, lambda: facts_of_rows("--data", source, rows))
+        return source, view, rows
+
+    @property
+    def _split(self) -> SplitChoice:
+        """The split of the source."""
+        return split_of(self.own) if self.options.data is None and self.own is not None else (
+            SplitChoice(self.options.split))
+
+    def _readers(self, run: OwnRun, changed: bool) -> tuple[Any, Any]:
+        """Reads a source as the run did, and as the options say that were given now."""
+        now = partial(self._read_with, self.renderer, self.options)
+        if not changed:
+            return now, None
+        then = self.options.model_copy(update=dict(run.recorded))
+        tokenizer = load.load_tokenizer(self.source, trust_remote_code=self.options.trust_remote_code)
+        return partial(self._read_with, make_renderer(tokenizer, limits(then, *self.configs), then), then), now
+
+    def _read_with(self, renderer: Renderer, options: ScoringOptions, source: str, view: View,
+                   most: int | None = None, split: SplitChoice | None = None) -> Audit:
+        with self.voice.bar("read") as report, self.world.main_first():
+            return read_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options,
+                             cache=options.store_root / ROWS, most=most, split=split, report=report)
+
+    def _subject(self) -> Subject:
+        """The method of the run for data of its view, else one with the same rewards as in most methods."""
+        run, beta = self.own, self.options.beta
+        if run is None:
+            return Subject(self.source, self.reference, None, None, plain_method(self.view, beta), False, False)
+        method, why = run.method(beta if "beta" in self.given.model_fields_set else None)
+        compares = method.needs_reference
+        if why and self.view == method.view:
+            self.voice.warn(f"{run.path}: {why}, so the losses are omitted")
+        lacks = why or (run.options.values.get("teacher") is not None and self.teacher is None)
+        is_own = self.view == method.view and not lacks
+        initial = compares and self.reference is None
+        if initial and is_from_python(run.options.model):
+            raise UsageError(f"{run.path}: the reference of this run is the model before training, which was passed in "
+                             "Python. Pass --reference MODEL.")
+        return Subject(self.source, self.reference, self.teacher if is_own else None, run,
+                       method if is_own else plain_method(self.view, beta), is_own, initial)
+
+    def _shown(self) -> dict[str, Any]:
+        """The options that decide the figures, with the values that they have become."""
+        own = None if self.own is None else self.own.reference
+        return {"reference": self.options.reference or own, "beta": self.options.beta,
+                "max_length": self.renderer.limits.max_length, "precision": self.numerics.precision}
 
     def run(self) -> Scores:
         """Load the models and score the rows."""
-        numerics, rows = self.numerics, self.rows
-        probes = probe_trees(rows, numerics.microbatch_tokens)
-        model = numerics.frozen(self.source, probes, self.options.layout, "model")
-        reference = self._reference(model, probes) if self.other else None
-        trees = [placed.tree for placed in build_trees(rows, range(len(rows)))]
-        with self.voice.bar("score") as report:
-            found = score_trees(model, trees, numerics.microbatch_tokens, partial(_score_pack, model, reference),
-                                self.world, report)
-        completions = [tuple(found[score_key(row.prompt_ids, completion)] for completion in row.completions)
-                       for row in rows]
-        return Scores(self.view, rows, completions, numerics.precision, reference is not None, self.world.is_main)
-
-    def _reference(self, model: LanguageModel, probes: list[PromptTree]) -> LiveTeacher:
-        """The other model as a live teacher: it gives the distributions that the KL is computed from."""
-        reference = self.numerics.frozen(self.other, probes, "auto", "reference")
-        heads = [len(one.module.get_output_embeddings().weight) for one in (model, reference)]
-        return LiveTeacher(reference, Comparison(partial(reverse_kl, mix=0.5), 1.0, 1.0,
-                                                 shared_vocabulary(self.tokenizer, *heads)))
+        numerics, rows, subject, world = self.numerics, self.rows, self.subject, self.world
+        evaluator = Evaluator(rows, numerics.microbatch_tokens, self.renderer.limits.max_length)
+        builder = EngineBuilder(subject, self.options, rows, evaluator, numerics, world, self.voice, self.tokenizer)
+        with builder.engine() as engine:
+            with self.voice.bar("score") as report:
+                found = evaluator.score(engine, report)
+            if world.is_main and subject.method.view != "single":
+                evaluator.baselines |= baselines(rows, builder.first(evaluator.own(found)))
+            record = world.on_main(lambda: evaluator.record(engine, found)) or {}
+            completions = [tuple(found[score_key(row.prompt_ids, completion)] for completion in row.completions)
+                           for row in rows]
+            return Scores(self.view, rows, completions, numerics.precision, engine.reference is not None, world.is_main,
+                          subject.method, subject.is_own, isinstance(engine.teacher, LiveReference), record,
+                          self.options, self.data, self._split, engine.rounding)
 
 
-def _score_pack(model: LanguageModel, reference: LiveTeacher | None, pack: Sequence[PromptTree],
-                batch: Batch) -> list[CompletionScore]:
-    if reference is None:
-        logps = model.logps(batch)
-        return Scored(logps, torch.zeros_like(logps), batch.lengths).split()
-    targets = reference.targets(pack, batch)
-    out = model.score_completions(batch, comparison=reference.comparison, targets=targets)
-    of_reference = summed(targets.head.per_token_logps(targets.hidden, batch.target_ids), batch)
-    return Scored(out.logps, of_reference, batch.lengths, out.divergence).split()
+def _reference_of(run: OwnRun | None) -> ModelSource | None:
+    """The reference that a run names.
 
-
-def _source(name: str, voice: Voice) -> ModelSource:
-    """The model of a name. A run directory means the model in it; an adapter there knows its base's weights."""
-    path = Path(name).expanduser()
-    if not ((path / "manifest.json").is_file() and (path / "model").is_dir()):
-        return ModelSource.of(name)
-    source = ModelSource.of(str(path / "model"))
-    known = recorded_hash(path / "model")
-
-    def look(base: Any) -> None:
-        if known is not None and base_hash(base) != known:
-            voice.warn(f"{path}: the weights of {source.name} changed after the adapter was trained on them. The "
-                       "metrics are not those of the trained model.")
-
-    return replace(source, inspect_base=look)
+    Raises:
+        ModelError: if it is gone.
+    """
+    try:
+        named = None if run is None else run.named("reference")
+        return None if named is None else ModelSource.of(named)
+    except ModelError as error:
+        raise ModelError(f"{clause(error)}. It is the reference of the run. If it was moved, pass --reference MODEL."
+                         ) from error

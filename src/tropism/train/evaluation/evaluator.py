@@ -1,6 +1,6 @@
 """Evaluation: a few scalars per row, pooled over the whole set; the same figures whatever the layout or ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -43,22 +43,32 @@ class Evaluator:
         self.microbatch_tokens = microbatch_tokens
         self.max_length = max_length
         self.baselines: dict[str, float] = {}
+        self.first: Scored | None = None
+        """Completions of all rows, row after row, under the initial policy."""
+        self.last: Scored | None = None
+        """The same under the policy that was evaluated last."""
 
     def __call__(self, engine: Engine, report: ReportProgress = silent) -> dict[str, float]:
         """The evaluation record of the policy as it is; every rank gets the same."""
         found = self.score(engine, report)
+        self.last = self.own(found)
+        self.first = self.first or self.last
         world = engine.world
-        return world.broadcast(world.on_main(lambda: self._record(engine, found)) or {})
+        return world.broadcast(world.on_main(lambda: self.record(engine, found)) or {})
+
+    def own(self, found: Mapping[bytes, CompletionScore]) -> Scored:
+        """The scores of the rows' own completions, row after row."""
+        return Scored.join(found[score_key(row.prompt_ids, completion)]
+                           for row in self.rows for completion in row.completions)
 
     def score(self, engine: Engine, report: ReportProgress) -> dict[bytes, CompletionScore]:
         """The score of every (prompt, completion), mismatched ones included; every rank gets all of them."""
         trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length)
         return score_trees(engine.model, trees, self.microbatch_tokens, partial(_values, engine), engine.world, report)
 
-    def _record(self, engine: Engine, found: dict[bytes, CompletionScore]) -> dict[str, float]:
-        scored = Scored.join(found[score_key(row.prompt_ids, completion)]
-                             for row in self.rows for completion in row.completions)
-        point = None
+    def record(self, engine: Engine, found: Mapping[bytes, CompletionScore]) -> dict[str, float]:
+        """The evaluation record of scores."""
+        scored, point = self.own(found), None
         if engine.method.needs_reference_point and has_partners(self.rows, range(len(self.rows))):
             entries = mismatched_trees(self.rows, range(len(self.rows)), self.max_length)
             partners = Scored.join(found[key] for entry in entries for key in entry.tree.score_keys)
@@ -83,9 +93,8 @@ def summarize(rows: Sequence[EncodedRow], method: Method, scored: Scored, noise:
         point: reference point over the set; None leaves out the losses that need it.
         shift: running mean of the rewards, for a method that needs it.
     """
-    members = _members(rows, scored)
-    labels = [row.desirable for row in rows]
-    units = Units(members, None if None in labels else torch.tensor(labels), method.weights(rows))
+    units = units_of(rows, scored, method.weights(rows))
+    members = units.members
     losses = [torch.zeros(len(members), dtype=torch.float64)] * len(method.terms)
     known = point is not None or not method.needs_reference_point
     if known:
@@ -111,7 +120,7 @@ def baselines(rows: Sequence[EncodedRow], scored: Scored) -> dict[str, float]:
     Args:
         scored: completions of all rows, row after row, on the host.
     """
-    members = _members(rows, scored)[:, :2]
+    members = units_of(rows, scored).members[:, :2]
     found: dict[str, float] = {}
     for name, value in (("logps", scored.logps), ("logps_per_token", scored.logps / scored.lengths),
                         ("length", scored.lengths.double())):
@@ -120,9 +129,15 @@ def baselines(rows: Sequence[EncodedRow], scored: Scored) -> dict[str, float]:
     return found
 
 
-def _members(rows: Sequence[EncodedRow], scored: Scored) -> Tensor:
-    """`[n, m]` indices of each row's completions."""
-    return torch.arange(len(scored.logps)).reshape(len(rows), -1)
+def units_of(rows: Sequence[EncodedRow], scored: Scored, weights: Tensor | None = None) -> Units:
+    """The units of rows whose completions were scored, row after row.
+
+    Args:
+        weights: `[n]` of the rows; None for none.
+    """
+    labels = [row.desirable for row in rows]
+    return Units(torch.arange(len(scored.logps)).reshape(len(rows), -1),
+                 None if None in labels else torch.tensor(labels), weights)
 
 
 def ranking(rows: Sequence[EncodedRow], scores: Array, with_ends: bool = True) -> dict[str, float]:

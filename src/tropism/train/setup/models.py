@@ -210,7 +210,7 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
                     voice: Voice, preemption: Preemption, place: references.PlaceOf,
                     as_reference: Callable[[Any], AbstractContextManager[None]],
-                    forgive: bool = False) -> references.Reference:
+                    forgive: bool | None = False) -> references.Reference:
     """Stored scores of the policy before step 1, or of another model.
 
     Args:
@@ -220,7 +220,7 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
         preemption: may stop the pass.
         place: names the row of a completion, for errors.
         as_reference: context in which the policy's module is its reference.
-        forgive: use stored scores that differ from the model's.
+        forgive: use stored scores that differ from the model's; None if the user cannot ask for that.
 
     Raises:
         ReferenceMismatchError: if stored scores cannot be used, or a score is not a log-prob.
