@@ -15,6 +15,7 @@ from tropism.data.sources.resolve import absolute
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.truncate import LengthOptions
 from tropism.errors import UsageError, did_you_mean
+from tropism.methods.options import check_options, rows_of_losses
 from tropism.model.options import RATE_OF_ADAPTERS, LoraOptions, is_adapter
 from tropism.options import Everyday, Options
 from tropism.train.options import ParallelOptions, ReferenceOptions, RunOptions, StoreOptions, TeacherOptions
@@ -55,8 +56,6 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
     @model_validator(mode="after")
     def _effective(self) -> "MethodOptions":
         """Refuse options that would have no effect."""
-        from tropism.methods.build import check_options  # imports torch: not for --help
-
         check_options(self.view, self.values)
         if self.lora.quantize is not None and not self.lora.wanted and not is_adapter(self.model):
             raise UsageError("--lora.quantize has no effect without --lora.rank, --lora.adapter, or an adapter as "
@@ -118,8 +117,6 @@ class LossOptions(ReferenceOptions, TeacherOptions):
     @field_validator("loss")
     @classmethod
     def _known(cls, value: str) -> str:
-        from tropism.methods.build import rows_of_losses  # imports torch: not for --help
-
         try:
             rows_of_losses(cls.view, value)
         except UsageError as error:

@@ -9,6 +9,7 @@ from typing import Any
 from tropism.config import METHODS, takes_bool
 from tropism.config_file import checked, read_yaml
 from tropism.errors import UsageError, count_of
+from tropism.methods.options import OPTIONS
 from tropism.observe.console import Voice
 from tropism.observe.file_kinds import check_kind
 from tropism.options import check_file_name
@@ -127,8 +128,6 @@ def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[s
     named = _value_of("loss", given)
     if "loss" not in values or named is None or named.replace(" ", "") == _spell(values["loss"]).replace(" ", ""):
         return values
-    from tropism.methods.build import OPTIONS  # imports torch: a run does too
-
     left_out = [name for name in (*OPTIONS, "loss_weights") if values.get(name) is not None
                 and not any(token.partition("=")[0].replace("-", "_") == f"__{name}" for token in given)]
     if left_out:
