@@ -12,6 +12,7 @@ from tropism.errors import UsageError, count_of
 from tropism.methods.options import OPTIONS
 from tropism.observe.console import Voice
 from tropism.observe.file_kinds import check_kind
+from tropism.observe.rundir import RunDirectory
 from tropism.options import check_file_name
 
 
@@ -92,15 +93,21 @@ def _recorded(named: Path, run: Path, decided: bool) -> tuple[str | None, dict[s
     check_kind(config)
     if config.is_file() and config.stat().st_size:
         return read_yaml(config, decided=decided)
+    if not RunDirectory(run).holds_run:
+        raise _nothing_recorded(named, run)
     from tropism.train.checkpoints.find import recorded_options  # imports torch: a run does too
 
     found = recorded_options(run, named)
     if found is None:
-        raise UsageError(f"{named}: cannot resume: {run} has no config.yaml. If the run stopped before it wrote one, "
-                         "start it again with its original command.")
+        raise _nothing_recorded(named, run)
     options, place = found
     _note(f"{config} is missing or empty. Resuming with the options in {place}.")
     return checked(dict(options), lambda key: f"{place}: ", decided=decided)
+
+
+def _nothing_recorded(named: Path, run: Path) -> UsageError:
+    return UsageError(f"{named}: cannot resume: {run} has no config.yaml. If the run stopped before it wrote one, "
+                      "start it again with its original command.")
 
 
 def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> dict[str, Any]:
@@ -108,7 +115,7 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     group, names = "parallel.", names_of(given)
     recorded = {name.removeprefix(group): value for name, value in values.items()
                 if name.startswith(group) and value and name.replace("_", "-") not in names}
-    if not recorded:
+    if recorded in ({}, {"tensor": 1}):  # which fits any number
         return values
     from tropism.distributed.world import processes
     from tropism.train.setup.parallel import unusable_sizes  # both import torch: a run does too
