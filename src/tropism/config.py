@@ -6,15 +6,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from tropism.argument_names import ALIASES, VALUES, instead, value_of
 from tropism.data.formats import View
 from tropism.data.formats.options import FormatOptions
 from tropism.data.options import DataOptions
 from tropism.data.sources.resolve import absolute
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.truncate import LengthOptions
-from tropism.errors import UsageError, did_you_mean
+from tropism.errors import UsageError
 from tropism.methods.options import check_options, rows_of_losses
 from tropism.model.options import RATE_OF_ADAPTERS, LoraOptions, is_adapter
 from tropism.options import Everyday, Options
@@ -31,6 +32,12 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
 
     method: ClassVar[str]
     view: ClassVar[View]
+
+    @field_validator(*VALUES, mode="before", check_fields=False)
+    @classmethod
+    def _of_other_trainers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Values by our names."""
+        return value_of(str(info.field_name), value)
 
     @field_validator("loss", "loss_weights", "track", mode="before", check_fields=False)
     @classmethod
@@ -303,7 +310,9 @@ def check_name(options: type[MethodOptions], name: str, known: Iterable[str], pl
     if info is not None and isinstance(info.annotation, type) and issubclass(info.annotation, Options):
         first = next(iter(info.annotation.model_fields))
         raise UsageError(f"{place}{name}: is a group of options. Write {name}: {{{first}: ...}}")
-    raise UsageError(f"{place}unknown option {name[:100]}. {did_you_mean(name.replace('-', '_'), sorted(names))}")
+    listed = f"See `tropism {options.method} --help-all`" if place else f"Known: {', '.join(sorted({*names} - ALIASES.keys()))}"
+    hint = instead(name, names) or listed
+    raise UsageError(f"{place}unknown option {name[:100]}. {hint}")
 
 
 def place_of(problem: Any, fields: Any) -> str:

@@ -32,7 +32,7 @@ def with_config(tokens: list[str]) -> list[str]:
     if tokens[:1] == ["train"]:
         if len(tokens) < 2 or tokens[1].startswith("-"):
             raise UsageError("CONFIG is required. Example: tropism train RUN/config.yaml")
-        method, values = read_yaml(_file("CONFIG", tokens[1]), decided=_decides_code(tokens[2:]))
+        method, values = read_yaml(_file("CONFIG", tokens[1]), decided=_decides_code(tokens[2:]), say=note)
         if method is None:
             raise UsageError(f"{tokens[1]}: `method:` is missing. Add one of {', '.join(METHODS)}")
         return [method, *_spelled_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
@@ -44,7 +44,7 @@ def with_config(tokens: list[str]) -> list[str]:
             if not joined and position + 1 == len(tokens):
                 raise UsageError("--config needs a file. Example: --config base.yaml")
             path = path if joined else tokens[position + 1]
-            method, values = read_yaml(_file("--config", path), tokens[0], _decides_code(tokens))
+            method, values = read_yaml(_file("--config", path), tokens[0], _decides_code(tokens), note)
             if method not in (None, tokens[0]):
                 raise UsageError(f"{path}: written for method {method}, not {tokens[0]}. Use `tropism {method}`.")
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
@@ -101,7 +101,7 @@ def _recorded(named: Path, run: Path, decided: bool) -> tuple[str | None, dict[s
     if found is None:
         raise _nothing_recorded(named, run)
     options, place = found
-    _note(f"{config} is missing or empty. Resuming with the options in {place}.")
+    note(f"{config} is missing or empty. Resuming with the options in {place}.")
     return checked(dict(options), lambda key: f"{place}: ", decided=decided)
 
 
@@ -125,7 +125,7 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     left_out = [f"{group}{name}" for name in unusable_sizes(recorded, sizes, count)]
     if left_out:
         said = " and ".join(f"{name} {_spell(values[name])}" for name in left_out)
-        _note(f"{path} has {said}, which does not fit {count_of(count, 'process', 'processes')}. Resuming "
+        note(f"{path} has {said}, which does not fit {count_of(count, 'process', 'processes')}. Resuming "
               f"without {'it' if len(left_out) == 1 else 'them'}.")
     return {name: value for name, value in values.items() if name not in left_out}
 
@@ -138,11 +138,11 @@ def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[s
     left_out = [name for name in (*OPTIONS, "loss_weights") if values.get(name) is not None
                 and not any(token.partition("=")[0].replace("-", "_") == f"__{name}" for token in given)]
     if left_out:
-        _note(f"{path}: ignoring {', '.join(left_out)}, which belong to its loss {_spell(values['loss'])}")
+        note(f"{path}: ignoring {', '.join(left_out)}, which belong to its loss {_spell(values['loss'])}")
     return {name: value for name, value in values.items() if name not in left_out}
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
     """Print a note, from the main process only."""
     if os.environ.get("RANK", "0") == "0":
         Voice(errors=True).warn(text)

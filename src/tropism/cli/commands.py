@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from tropism.cli.arguments import spelled_out
+from tropism.cli.arguments import note, spelled_out
 from tropism.cli.before_torch import check_exporting, check_inspection, check_scoring, check_training, start
+from tropism.cli.other_names import translate
 from tropism.cli.table import COMMANDS
-from tropism.cli.usage_errors import explain_error
+from tropism.cli.usage_errors import explain_error, known_options
 from tropism.commands.files import check_reports, check_run, check_scores, voice_beside, write_json
 from tropism.config import (
     ConvertOptions,
@@ -64,7 +65,7 @@ def call(tokens: list[str], began: float) -> int:
         typed = " ".join(tokens[:2]) if inside else tokens[0]
         raise UsageError(f"unknown command {typed}. {did_you_mean(typed, COMMANDS)}")
     _began.set(began)
-    tokens = spelled_out(tokens)
+    tokens = spelled_out(translate(tokens, known_options(tokens), note))
     try:
         return int(app(tokens, exit_on_error=False, print_error=False) or 0)
     except CycloptsError as error:

@@ -1,6 +1,6 @@
 """Checks the options of losses, and rejects those that have no effect. Without torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tropism.data.rows import View
@@ -78,11 +78,23 @@ def rows_of_losses(view: View, names: str) -> list[LossRow]:
     rows = []
     for name in names.split(","):
         if name not in known:
-            raise UsageError(f"{name!r} is not a known loss. {did_you_mean(name, known)}")
+            hint = _of_other_methods(view, name, known) or did_you_mean(name, known)
+            raise UsageError(f"{name!r} is not a known loss. {hint}")
         if known[name] in rows:
             raise UsageError(f"{name} is named twice. Set its weight with --loss-weights instead.")
         rows.append(known[name])
     return rows
+
+
+def _of_other_methods(view: View, name: str, known: Iterable[str]) -> str:
+    """Which command has a loss that this one does not have; empty if none has it."""
+    if name == "kto_pair" or (name == "kto" and view == "paired"):
+        return "KTO learns from labels. `tropism convert --to unpaired` makes them from pairs, for `tropism kto`."
+    if view == "unpaired" and name in LOSSES["paired"]:
+        return f"It is a loss of `tropism dpo`, which learns from pairs. `tropism kto` has {', '.join(known)}."
+    if view == "paired" and name in LOSSES["unpaired"]:
+        return f"It is a loss of `tropism kto`, which learns from labels. `tropism dpo` has {', '.join(known)}."
+    return ""
 
 
 def weights_of_losses(rows: Sequence[LossRow], weights: str | None) -> list[float]:

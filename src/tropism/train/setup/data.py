@@ -114,8 +114,6 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
         UsageError: for options that exclude each other.
         DataError: for data that cannot be trained on.
     """
-    if options.eval_data and options.eval_fraction:
-        raise UsageError("--eval-data and --eval-fraction exclude each other. Remove one of them.")
     renderer = make_renderer(tokenizer, limits(options, *configs), options)
 
     def load(source: DataSource, most: int | None = None) -> Audit:
