@@ -310,8 +310,8 @@ def check_name(options: type[MethodOptions], name: str, known: Iterable[str], pl
     if info is not None and isinstance(info.annotation, type) and issubclass(info.annotation, Options):
         first = next(iter(info.annotation.model_fields))
         raise UsageError(f"{place}{name}: is a group of options. Write {name}: {{{first}: ...}}")
-    listed = f"See `tropism {options.method} --help-all`" if place else f"Known: {', '.join(sorted({*names} - ALIASES.keys()))}"
-    hint = instead(name, names) or listed
+    listed = f"Known: {', '.join(sorted({*names} - ALIASES.keys()))}"  # of Python, which has more names than the help
+    hint = instead(name, names) or (f"See `tropism {options.method} --help-all`" if place else listed)
     raise UsageError(f"{place}unknown option {name[:100]}. {hint}")
 
 

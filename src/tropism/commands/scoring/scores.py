@@ -112,6 +112,8 @@ class _Scoring:
         configs = [config, *([config_of(self.other, remote)] if self.other else [])]
         renderer = make_renderer(self.tokenizer, limits(options, *configs), options)
 
+        voice.say(f"reading {options.data}")
+
         def read() -> Audit:
             with voice.bar("read") as report, world.main_first():
                 return read_rows(options.data, renderer, self.view, strict=options.strict, workers=options.workers,
@@ -134,6 +136,7 @@ class _Scoring:
     def run(self) -> Scores:
         """Load the models and score the rows."""
         numerics, rows = self.numerics, self.rows
+        self.voice.say(f"loading model {self.source.absolute}")
         probes = probe_trees(rows, numerics.microbatch_tokens)
         model = numerics.frozen(self.source, probes, self.options.layout, "model")
         reference = self._reference(model, probes) if self.other else None
