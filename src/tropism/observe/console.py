@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -31,7 +32,7 @@ from rich.text import Text
 from tropism.printable import one_line
 
 _FIRST_COUNT = 50_000  # first line of a progress without a known end
-_BAR = 20  # columns
+_BAR, _WIDEST = 20, 10_000  # columns
 _WORD = re.compile(r"((?<=: )(?:tropism|torchrun|pip) .+|`[^`]*`|\S)+")  # what one copies is one word
 
 
@@ -176,13 +177,20 @@ class Voice:
             if not (key.endswith(("_low", "_high")) or key in leave_out)])
 
     def _table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-        """A table whose first column is on the left, and all others on the right."""
-        table = Table(title=Text(self._shown(title), "table.title"), title_justify="left")
+        """A table whose first column is on the left, and all others on the right. In a terminal that is too narrow for
+        it, a line for each row."""
+        self.styled((title, "italic"))
+        table = Table()
         for name in columns:
             table.add_column(name, justify="right" if name != columns[0] else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(self._shown(cell)) for cell in row))
-        self.console.print(table)
+        needed = Measurement.get(self.console, self.console.options.update_width(_WIDEST), table).maximum
+        if self.console.is_terminal and needed > self.console.width:
+            self.say(*(f"  {row[0]}: {' -> '.join(row[1:])}" for row in rows))
+        else:
+            table.width = needed
+            self.console.print(table)
 
 
 def _console(errors: bool, quiet: bool) -> Console:
