@@ -88,6 +88,8 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("export into the run", ["export", "run", "--to", "run/model/x"], "belongs to the run"),
     ("export target", ["export", "run", "--to", "model"], "model exists and is not empty"),
     ("export base", ["export", "run", "--to", "new", "--base", "./none"], "./none"),
+    ("export size", ["export", "run", "--to", "new", "--max-shard-size", "5XB"], "5XB: not a valid size"),
+    ("resume a checkpoint", ["resume", "run/checkpoints/step-00000009"], "cannot resume"),
     ("verify", ["verify", "empty"], "empty: not a run directory"),
     ("demo output", ["demo", "--output", "model"], "model exists and is not empty"),
 ]

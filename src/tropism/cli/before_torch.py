@@ -9,6 +9,7 @@ from tropism.commands.files import check_export, check_run
 from tropism.config import InspectOptions, MethodOptions, ScoringOptions
 from tropism.data.sources.resolve import check_source
 from tropism.data.tokenization.chat_template import TemplateOptions, template_text
+from tropism.errors import UsageError
 from tropism.files import check_creatable
 from tropism.model.names import find_adapter, find_model
 from tropism.observe.console import Voice
@@ -29,6 +30,11 @@ def check_training(options: MethodOptions) -> None:
     Raises:
         TropismError: a subclass that names the path.
     """
+    output = Path(options.output).expanduser()
+    checkpoint = RunDirectory(output).check_resume(options.resume)
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise UsageError(f"{checkpoint}: cannot resume: directory not found")
+    check_creatable(output)
     find_model(options.model)
     for name in ("reference", "teacher"):
         value = getattr(options, name, None)
@@ -39,9 +45,6 @@ def check_training(options: MethodOptions) -> None:
     _check_data(options, options.data, options.eval_data)
     if options.track:
         check_names(options.track.split(","))
-    output = Path(options.output).expanduser()
-    RunDirectory(output).check_resume(options.resume)
-    check_creatable(output)
 
 
 def check_scoring(model: str, options: ScoringOptions) -> None:

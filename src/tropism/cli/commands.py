@@ -29,7 +29,7 @@ from tropism.errors import TropismError, UsageError, count_of, did_you_mean
 from tropism.files import check_creatable
 from tropism.observe.console import Voice
 from tropism.observe.rundir import RunDirectory, free_name
-from tropism.options import check_file_name
+from tropism.options import check_file_name, check_size
 
 app = App(name="tropism", result_action="return_value", help_flags=(), version_flags=(),
           suppress_keyboard_interrupt=False)
@@ -44,6 +44,7 @@ _Name = Annotated[str, Parameter(converter=lambda _, tokens: check_file_name(tok
 _File = Annotated[Path, Parameter(converter=lambda _, tokens: Path(check_file_name(tokens[0].value)))]
 _Output = Annotated[Path, Parameter(
     converter=lambda _, tokens: Path(check_file_name(tokens[0].value, for_models=True)))]
+_Size = Annotated[str, Parameter(converter=lambda _, tokens: check_size(tokens[0].value))]
 _DType = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -222,7 +223,7 @@ def verify(run: _File, /, *, json: _File | None = None, trust_remote_code: bool 
 
 @app.command
 def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | None = None,
-           checkpoint: _Name | None = None, max_shard_size: _Name | None = None, base: _Name | None = None,
+           checkpoint: _Name | None = None, max_shard_size: _Size | None = None, base: _Name | None = None,
            trust_remote_code: bool = False) -> int:
     """Write a model directory."""
     check_exporting(run, to, base)
