@@ -360,7 +360,7 @@ def test_what_a_run_prints(capsys: pytest.CaptureFixture[str], tiny_model_dir: P
     assert code == 0, err
     assert err == "note: --lr is --learning-rate here\n"
     starts = [f"tropism {version('tropism')} kto: model {tiny_model_dir}, data {feedback}, output {tmp_path / 'run'}",
-              f"reading {feedback}", "data: feedback.jsonl: ", "method: kto", "plan: ", "note: --batch-size 64 exceeds ",
+              f"reading {feedback}", f"data: {feedback}: ", "method: kto", "plan: ", "note: --batch-size 64 exceeds",
               "note: --learning-rate 0.5 is very high", f"loading model {tiny_model_dir}", "layout: ",
               "eval 0/2  loss 0.5000  reward AUC 0.500 (95%: ", "train 1/2  loss 0.5000  margin ", "train 2/2  loss ",
               "eval 2/2  loss ", "model: "]

@@ -216,7 +216,7 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
     with preemption.at_once():
         frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with as_reference(policy.module):
-        with voice.bar("reference") as report:
+        with voice.bar("reference scores") as report:
             built = references.build(frozen, trees, numerics.microbatch_tokens, store, world,
                                      preemption.interruptible(report), place)
         sample = sample_reference(frozen, built, trees, numerics.microbatch_tokens, world)
@@ -252,7 +252,7 @@ def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherO
                  if max(rows) > vocabulary else ""))
     if options.top_k is None:
         return teachers.LiveTeacher(model, comparison)
-    with voice.bar("teacher") as report:
+    with voice.bar("teacher tokens") as report:
         built = teachers.build(model, trees, options, comparison, numerics.microbatch_tokens, store, world, voice.say,
                                preemption.interruptible(report))
     sample = sample_teacher(model, built, trees, numerics.microbatch_tokens, options.top_k, world)
