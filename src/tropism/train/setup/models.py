@@ -252,7 +252,7 @@ def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherO
                  if max(rows) > vocabulary else ""))
     if options.top_k is None:
         return teachers.LiveTeacher(model, comparison)
-    with voice.bar("teacher tokens") as report:
+    with voice.bar("teacher") as report:
         built = teachers.build(model, trees, options, comparison, numerics.microbatch_tokens, store, world, voice.say,
                                preemption.interruptible(report))
     sample = sample_teacher(model, built, trees, numerics.microbatch_tokens, options.top_k, world)
