@@ -103,7 +103,6 @@ STARTED: dict[str, tuple[list[str], str]] = {
     "evaluate": (["evaluate", "run", "--data", "data.jsonl"], "evaluate: model run, data data.jsonl\n"),
     "score": (["score", "model", "--data", "data.jsonl", "--output", "s.jsonl"],
               "score: model model, data data.jsonl, output s.jsonl\n"),
-    "inspect": (["inspect", "data.jsonl", "--model", "model"], "inspect: model model, data data.jsonl\n"),
     "verify": (["verify", "run"], "verify: run run\n"),
     "export": (["export", "run", "--to", "new"], "export: run run, to new\n"),
 }

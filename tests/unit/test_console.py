@@ -164,7 +164,7 @@ def test_a_table_that_is_too_wide_becomes_lines() -> None:
 
 
 @pytest.mark.parametrize(("lasting", "every", "wanted"), [
-    (True, False, 21), (True, True, 50), (False, False, 0)])
+    (True, False, 26), (True, True, 50), (False, False, 0)])
 def test_a_bar_leaves_lines_in_a_terminal(lasting: bool, every: bool, wanted: int) -> None:
     """Those that a file gets; other bars vanish."""
     def work(voice: Voice) -> None:
@@ -179,6 +179,18 @@ def test_a_bar_leaves_lines_in_a_terminal(lasting: bool, every: bool, wanted: in
     assert len(found) == wanted
     if lasting:
         assert found == [line for line in heard(work).split("\n") if line.startswith("train")]
+
+
+@pytest.mark.parametrize(("total", "wanted"), [
+    (1, [1]), (10, [*range(1, 11)]), (24, [*range(1, 25)]), (60, [1, *range(5, 61, 5)]),
+    (1003, [1, *range(50, 1001, 50), 1003]), (0, [0])])
+def test_lines_come_at_round_numbers(total: int, wanted: list[int]) -> None:
+    def work(voice: Voice) -> None:
+        with voice.bar("read") as report:
+            for done in range(min(1, total), total + 1):
+                report(done, total)
+
+    assert heard(work).splitlines() == [f"read {done}/{total}" for done in wanted]
 
 
 SPEAKER = """

@@ -79,7 +79,7 @@ def check_exporting(run: Path, to: Path, base: str | None) -> None:
     check_run(run.expanduser(), "export")
     if base is not None:
         find_model(base)
-    check_creatable(to.expanduser())
+    check_creatable(to.expanduser(), "the model could not be written")
 
 
 def _check_data(options: TemplateOptions, *sources: str | None) -> None:

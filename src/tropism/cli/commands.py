@@ -133,7 +133,8 @@ def inspect(data: _Name, /, *, options: Annotated[InspectOptions, _Flat], html: 
     check_reports(html, json, inputs=data)
     check_inspection(data, options)
     voice = voice_beside(html, json)
-    start(voice, "inspect", model=options.model, data=data)
+    if voice.console.is_terminal:  # elsewhere the report is all
+        start(voice, "inspect", model=options.model, data=data)
     from tropism.commands import inspect as inspecting
 
     found = inspecting.inspect(data, options, voice)

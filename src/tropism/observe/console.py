@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 from rich.cells import cell_len
@@ -145,8 +146,8 @@ class Voice:
         return update
 
     def _lines(self, title: str, every: bool) -> Callable[..., None]:
-        """About 20 lines in total for any number of steps, or one for each report. If the number is unknown, lines come
-        at doubling intervals."""
+        """At most 27 lines in total for any number of steps, at round numbers, or one for each report. If the number is
+        unknown, lines come at doubling intervals."""
         said = -1
         next_count = _FIRST_COUNT
 
@@ -157,9 +158,9 @@ class Voice:
                     next_count = 2 * done
                     self.say(f"{title} {done:,}")
                 return
-            twentieth = done * 20 // max(total, 1)
-            if every or twentieth > said or done == total:
-                said = twentieth
+            reached = done // _interval(total)
+            if every or reached > said or done == total:
+                said = reached
                 self.say(f"{title} {done}/{total}  {_listed(fields)}".rstrip())
 
         return update
@@ -199,6 +200,11 @@ def _console(errors: bool, quiet: bool) -> Console:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return _Console(file=None if encoding.lower().startswith("utf") else stream, stderr=errors, quiet=quiet,
                     highlight=False, soft_wrap=True)
+
+
+def _interval(total: int) -> int:
+    """The smallest of 1, 2, 5, 10, 20, 50, ... of which the total has at most 25."""
+    return next(digit * 10**power for power in count() for digit in (1, 2, 5) if digit * 10**power * 25 >= total)
 
 
 def _listed(fields: Mapping[str, Any]) -> str:
