@@ -75,6 +75,21 @@ MADE: dict[str, Made] = {
     "feedback": Made("unpaired", [{"messages": [
         _said("user", f"p{n}"), _said("assistant", f"a{n}", thumbs="up"), _said("user", "q"),
         _said("assistant", f"b{n}", thumbs="down")]} for n in N], 8, 4, True),
+    "nemo-rank": Made("paired", [{"context": [_said("user", f"p{n}")], "completions": [
+        {"rank": rank, "completion": [_said("assistant", f"{text}{n}")]} for rank, text in ((1, "b"), (0, "a"))]}
+        for n in N], 4, flat=True),
+    "helpsteer": Made("paired", [{
+        "domain": "general", "language": "english", "context": [_said("user", f"p{n}")], "response1": f"b{n}",
+        "response2": f"a{n}", "overall_preference": (2, -3, 1, -1)[n]} for n in N], 4, flat=True),
+    "ms-swift": Made("paired", [{"messages": [_said("user", f"p{n}"), _said("assistant", f"a{n}")],
+                                 "rejected_response": f"b{n}"} for n in N], 4, flat=True),
+    "shp": Made("paired", [{
+        "post_id": f"t{n}", "history": f"p{n}", "human_ref_A": f"a{n}", "human_ref_B": f"b{n}", "labels": n % 2,
+        "score_A": 3 + 4 * (n % 2), "score_B": 5, "seconds_difference": 60.0} for n in N], 4, flat=True),
+    "webgpt": Made("paired", [{
+        "question": {"dataset": "eli5", "id": f"q{n}", "full_text": f"p{n}"}, "answer_0": f"a{n} [1]",
+        "answer_1": f"b{n}", "score_0": (1.0, -0.5, 0.25, -1.0)[n], "score_1": (-1.0, 0.5, -0.25, 1.0)[n]}
+        for n in N], 4, flat=True),
 }
 
 KINDS = ("json", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "csv", "tsv")

@@ -13,6 +13,7 @@ from tropism.distributed import World, connect
 from tropism.distributed.agreement import Fact, check_same
 from tropism.errors import UsageError
 from tropism.model.config import max_positions
+from tropism.model.save import check_saved_files
 from tropism.model.source import ModelSource
 from tropism.observe.checksums import file_hash
 from tropism.observe.console import Voice
@@ -200,6 +201,7 @@ class Run:
         observers = Observers.of(options, inputs.method, bool(inputs.data.evaluation), world, directory, self.voice)
         saver = make_saver(engine, directory, options, self._checkpoint_facts(), self.preemption, self.voice,
                            observers.state, inputs.tokenizer)
+        world.on_main(lambda: check_saved_files(engine.model.module, inputs.tokenizer))
         world.on_main(lambda: check_disk_space(engine, options, directory, saver, inputs.schedule))
         state = RunState(began=began, tolerance=Tolerance(options.on_nonfinite))
         if trainer is None:

@@ -89,7 +89,7 @@ def test_the_run_directory_says_what_learned(trained: Path, tiny_model_dir: Path
     total = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(tiny_model_dir).parameters())
     facts = json.loads((trained / "manifest.json").read_text())["adapter"]
     learning = sum(weight.numel() for weight in adapter(trained / "model").values())
-    assert facts == {"rank": 4, "modules": len(adapter(trained / "model")) // 2, "kinds": 7, "whole": 0,
+    assert facts == {"rank": 4, "modules": len(adapter(trained / "model")) // 2, "kinds": 7, "whole": 0, "experts": 0,
                      "learning": learning, "total": total + learning}
 
 

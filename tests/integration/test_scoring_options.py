@@ -93,7 +93,7 @@ def test_options_of_templates(base_run: Callable[[str], Path], tmp_path: Path, c
     copy = edited(base_run("kto"), tmp_path / "r", system_prompt="Be brief. " * 20, supervise="all")
     score(str(copy), ScoringOptions(data=str(data), store=str(tmp_path / "store"), beta=0.5))
     line, = [line for line in capsys.readouterr().out.splitlines() if "options in use" in line]
-    assert " --supervise last, no --reference. The run " in line
+    assert " --supervise last --control-tokens plain, no --reference. The run " in line
     assert f" --system-prompt '{'Be brief. ' * 6}...' --supervise all. To measure" in line
 
 

@@ -16,7 +16,7 @@ from exporting import filled_run, logits
 from tropism.commands.export import export
 from tropism.commands.export.read_run import ExportedRun
 from tropism.errors import ModelError
-from tropism.model import load
+from tropism.model import generation, load
 from tropism.model.adapters import files as adapter_files
 from tropism.model.source import ModelSource
 from unit.test_export_adapters import IDS, base, run_of, trained  # noqa: F401
@@ -39,7 +39,7 @@ def test_nothing_is_looked_up_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
-    monkeypatch.setattr(GenerationConfig, "from_pretrained", lambda name: asked.append(str(name)))
+    monkeypatch.setattr(generation, "cached_file", lambda name, *_, **__: asked.append(name))
     run = ExportedRun(Path("run"), {"model": "a LlamaForCausalLM given in Python (from x/y)"}, {})
     chosen = Chosen(Path("run/checkpoints/step-1"), 1, {"stop_ids": [3]}, True)
     assert beside.generation_of(run, chosen, run.base, None, None)[0].eos_token_id == 3

@@ -262,3 +262,12 @@ def test_case_16_tools(fixture_tokenizer) -> None:
         assert json.loads(text.split("\n")[1]) == raw.record["tools"][0]
     with pytest.raises(DataError, match=r"^row 1: the row has tools, but the chat template does not use them"):
         read_rows([raw.record for raw in rows], Renderer(build_tokenizer(chat_template=CHATML), LIMITS), "unpaired")
+
+
+def test_the_option_for_control_tokens_reaches_the_renderer() -> None:
+    """T3: plain characters unless the user says otherwise; other words are no option."""
+    for wanted in ("plain", "keep", "refuse"):
+        assert make_renderer(build_tokenizer(), LIMITS, options(control_tokens=wanted)).control_tokens == wanted
+    assert make_renderer(build_tokenizer(), LIMITS, options()).control_tokens == "plain"
+    with pytest.raises(ValidationError):
+        options(control_tokens="drop")

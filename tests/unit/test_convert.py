@@ -198,10 +198,10 @@ def test_csv(tmp_path: Path) -> None:
     assert [row.id == row.place for row in after] == [False] * 4 + [True]
     with pytest.raises(DataError, match=r"^row 1: 'prompt' is messages, but CSV"):
         converted([{"prompt": CHAT[:1], "completion": CHAT[1]}], tmp_path / "b.csv", "single")
-    with pytest.raises(DataError, match=r"^row 1: csv cannot hold 'completion' exactly"):
-        converted([{"prompt": "p", "completion": '[{"role": "x"}]'}], tmp_path / "b.csv", "single")
+    converted([{"prompt": "p", "completion": '[{"role": "x"}]'}], tmp_path / "b.csv", "single")
+    assert [row.completions for row in rows_of(tmp_path / "b.csv", "single")] == [('[{"role": "x"}]',)]
     with pytest.raises(UsageError, match="--to messages makes messages"):
-        converted([{"messages": CHAT}], tmp_path / "b.csv", "messages")
+        converted([{"messages": CHAT}], tmp_path / "c.csv", "messages")
 
 
 # --- what becomes of what --------------------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ def test_labels_ids_and_places_are_not_what_a_block_is_known_by(tmp_path, counte
     lambda: Renderer(build_tokenizer(chat_template=CHATML, eos_token="<|end|>"), LIMITS),
     lambda: Renderer(build_tokenizer(chat_template=CHATML), Limits(63)),
     lambda: Renderer(build_tokenizer(chat_template=CHATML), Limits(64, 20)),
-    lambda: renderer(supervise="all"), lambda: renderer(system_prompt="x"), lambda: renderer(system_prompt=""),
+    lambda: renderer(supervise="all"), lambda: renderer(control_tokens="keep"),
+    lambda: renderer(control_tokens="refuse"), lambda: renderer(system_prompt="x"), lambda: renderer(system_prompt=""),
     lambda: renderer(template_kwargs={"enable_thinking": False}),
     lambda: renderer(template_kwargs={"enable_thinking": "False"})])
 def test_h1_whatever_decides_the_ids_is_part_of_the_key(change):

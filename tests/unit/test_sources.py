@@ -125,25 +125,15 @@ def test_csv_faults(write) -> None:
 
 
 def test_csv_cells(write) -> None:
-    """H3: a cell that spells messages is messages; other brackets stay text; a long cell is read."""
-    messages = [{"role": "user", "content": "Hi, you"}]
+    """H3: a cell is text, whatever it spells (messages: see test_json_text); a long cell is read."""
+    messages = json.dumps([{"role": "user", "content": "Hi, you"}])
     path = write("d.csv", "")
     with path.open("w", newline="") as lines:
         csv.writer(lines).writerows([
-            ["prompt", "completion"], [json.dumps(messages), "[{not json}]"], ["x" * 200_000, "[1]"]])
+            ["prompt", "completion"], [messages, "[{not json}]"], ["x" * 200_000, "[1]"]])
     records = [raw.record for raw in read(path)]
     assert records[0] == {"prompt": messages, "completion": "[{not json}]"}
     assert records[1] == {"prompt": "x" * 200_000, "completion": "[1]"}
-
-
-@pytest.mark.parametrize("cell", [
-    "[{'role': 'user', 'content': 'Hi'}]", "[{'content': 'a', 'role': 'user'}\n {'content': 'b'}]", '[{"role": None}]'])
-def test_csv_cells_as_programs_print_them(tmp_path: Path, cell: str) -> None:
-    """M1: what pandas makes of messages in a CSV is no JSON, and must not be learned as text."""
-    path = tmp_path / "d.csv"
-    with path.open("w", newline="") as lines:
-        csv.writer(lines).writerows([["prompt", "completion"], ["p", "a"], [cell, "b"]])
-    assert refused(path).startswith("d.csv:3: 'prompt' has messages in Python notation, not JSON")
 
 
 def test_json_that_no_reader_takes(write) -> None:

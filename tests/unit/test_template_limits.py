@@ -15,7 +15,7 @@ import pytest
 
 from helpers import build_tokenizer, chat
 from tropism.cli.app import main
-from tropism.data.tokenization import render, template_limits
+from tropism.data.tokenization import apply_template, template_limits
 from tropism.data.tokenization.encode import _receive, _send, _serve
 from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
@@ -36,7 +36,7 @@ LARGE = {
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "TEMPLATE_S", 0.2)
+    monkeypatch.setattr(apply_template, "TEMPLATE_S", 0.2)
     monkeypatch.setattr(template_limits, "_AGAIN_S", 0.2)
 
 
@@ -73,7 +73,7 @@ def test_a_template_that_takes_all_memory(name: str) -> None:
 
 
 def test_text_that_no_tokenizer_should_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "TEMPLATE_CHARACTERS", 10**6)
+    monkeypatch.setattr(apply_template, "TEMPLATE_CHARACTERS", 10**6)
     assert "renders 2,000,000 characters, more than 1,000,000. Fix" in refused("{{ 'a' * (2 * 10**6) }}")
 
 

@@ -17,6 +17,7 @@ from tropism.data.formats import View
 from tropism.data.read_rows import check_embedding, read_rows, view_of_source
 from tropism.data.row_facts import first_of
 from tropism.data.rows import EncodedRow
+from tropism.data.sources.python_values import plain_records
 from tropism.data.sources.resolve import DataSource
 from tropism.data.tokenization.chat_template import check_effect, make_renderer
 from tropism.data.tokenization.render import Renderer
@@ -130,7 +131,7 @@ def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = Non
         UsageError: for options that exclude each other or have no effect.
     """
     if not isinstance(data, str | Path):
-        data = list(data)  # read more than once
+        data = list(plain_records(data))  # read more than once
     source = ModelSource.of(options.model)
     tokenizer = load.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
     config = load.load_config(source, trust_remote_code=options.trust_remote_code)

@@ -46,6 +46,8 @@ class TreePass:
     record: bool = False
     earlier: "TreePass | None" = None
     states: Tensor | None = None
+    seen: set[int] = field(default_factory=set)
+    """Ids of the modules that used it."""
     _kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -93,6 +95,7 @@ def tree_attention(
     if tree is None:
         raise ModelError("tree attention was called without a tree. Wrap the call in `attention(...)`.")
     segments = tree.segments
+    tree.seen.add(id(module))
     # Under autocast, rotary embeddings and norms make queries and keys float32, while values are bfloat16.
     query, key = query.to(value.dtype), key.to(value.dtype)
     key, value = tree.with_earlier(module, key, value)

@@ -17,9 +17,11 @@ from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters import merge as adapter_merge
 from tropism.model.config import check_architecture
 from tropism.model.finite_weights import check_finite
+from tropism.model.generation import corrected, read_generation
 from tropism.model.language_model import Precision
 from tropism.model.remote_code import check_kernels, without_code
 from tropism.model.source import ModelSource
+from tropism.model.tied_weights import is_tied, set_config, ties
 from tropism.model.weights_check import check_layers, check_memory, check_stored, mismatch
 
 logging.disable_progress_bar()  # transformers' own bars for every load and save would hide ours
@@ -91,6 +93,9 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
         check_memory(empty, source.name, quantized.bytes_per_weight(quantize) or dtype.itemsize, device)
     if quantize is None:
         check_stored(empty, source)
+    generation, corrections = (None, []) if source.gguf_file else read_generation(source.name)
+    if corrections:  # else transformers reads the file itself
+        extra["generation_config"] = generation
     with border(f"{source.name}: the model could not be loaded"), _quietly(), mismatch(empty, source):
         model, report = AutoModelForCausalLM.from_pretrained(
             source.name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **extra)
@@ -103,6 +108,10 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     check_finite((*model.named_parameters(), *quantized.scales(model)), source.name)
+    if model.generation_config is not None:  # it may come from config.json
+        model.generation_config = corrected(model.generation_config)[0]
+    if ties(config) and not is_tied(model):  # the files hold two different tables, and transformers loads both
+        set_config(model, False)
     if quantize is not None:
         return quantized.make_exact(model).eval()
     if source.adapter is not None:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import GenerationConfig
 
 from tropism.borders import border
 from tropism.distributed.shard import Sharding, fill, region_of, shard
@@ -16,11 +15,13 @@ from tropism.distributed.world import World
 from tropism.errors import ModelError
 from tropism.model.adapters.parameters import base_name
 from tropism.model.finite_weights import check_finite
+from tropism.model.generation import read_generation
 from tropism.model.head.vocab_parallel import Divided
 from tropism.model.language_model import Precision
 from tropism.model.load import load_config, load_model, skeleton, weights_dtype
 from tropism.model.source import ModelSource
 from tropism.model.tied_weights import names_by_tensor, stored_tensors
+from tropism.model.token_state import layers_of
 from tropism.model.weights_check import check_layers, check_memory, check_stored
 
 Read = Callable[[str, Tensor, tuple[slice, ...]], Tensor]
@@ -78,7 +79,7 @@ def load_sharded(source: ModelSource, precision: Precision, world: World, shardi
         module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(world.device)
     if quantized:  # the weights are dequantized
         del module.config.quantization_config
-    module.generation_config = world.together(lambda: _generation_config(source, module))
+    module.generation_config = world.together(lambda: read_generation(source.name)[0]) or module.generation_config
     return module
 
 
@@ -95,16 +96,6 @@ def _fill(module: Any, read: Read, names: dict[str, set[str]], device: torch.dev
     for name, _ in stored_tensors(module):
         if name in buffers:
             buffers[name].copy_(read_or_zero(name, buffers[name], region_of(buffers[name])))
-
-
-def layers_of(module: Any) -> list[torch.nn.Module]:
-    """The decoder layers of a causal model."""
-    names = set(getattr(module, "_no_split_modules", None) or ())
-    found = [part for part in module.modules() if type(part).__name__ in names]
-    if found:
-        return found
-    lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
 
 
 def _from_files(files: dict[str, str], names: dict[str, set[str]]) -> Read:
@@ -154,12 +145,3 @@ def _from_main(source: ModelSource, precision: Precision, world: World, module: 
         return value[region].clone()
 
     return read
-
-
-def _generation_config(source: ModelSource, module: Any) -> Any:
-    """The generation config in the model's files, or the module's own."""
-    with border(f"{source.name}: the generation config could not be loaded"):
-        try:
-            return GenerationConfig.from_pretrained(source.name)
-        except OSError:
-            return module.generation_config

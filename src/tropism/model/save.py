@@ -11,10 +11,11 @@ import torch
 from safetensors import SafetensorError
 
 from tropism.distributed.shard import part_of
-from tropism.errors import OutputError
+from tropism.errors import ModelError, OutputError, clause, first_line
 from tropism.files import bytes_on_disk, system_errors
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters.parameters import adapter_name, saved_parameters
+from tropism.model.generation import corrected
 
 SHARD_SIZE = "50GB"
 """Largest file of weights: the default of transformers."""
@@ -34,20 +35,22 @@ def export(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids:
         weights: a state dict to write instead of the model's own.
 
     Raises:
-        OutputError: if writing fails; `path` is then unchanged.
+        OutputError: if writing fails; `path` is then unchanged. If only the tokenizer fails, the rest is written.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         with system_errors():
-            write_model(model, tokenizer, partial, dtype, stop_ids, weights)
+            failed = write_model(model, tokenizer, partial, dtype, stop_ids, weights)
         shutil.rmtree(path, ignore_errors=True)  # left by a run that was killed while finishing, and then resumed
         partial.replace(path)
     except (OSError, SafetensorError) as error:
         needed = model_bytes(model, path, dtype)
         shutil.rmtree(partial, ignore_errors=True)  # useless, and perhaps what fills the disk: not free otherwise
         raise OutputError.because(path, error, needed, "the model could not be written") from error
+    if failed is not None:
+        raise failed
 
 
 def model_bytes(model: Any, path: Path, dtype: torch.dtype) -> int:
@@ -78,20 +81,23 @@ def export_bytes(weights: Mapping[str, torch.Tensor], tokenizer: Any, path: Path
 
 def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop_ids: Iterable[int],
                 weights: dict[str, torch.Tensor] | None = None,
-                shard_size: str | int = SHARD_SIZE) -> None:
+                shard_size: str | int = SHARD_SIZE) -> OutputError | None:
     """Write a model's files into an existing directory. Unlike `export`, may leave some of them after an error.
 
     Args:
         stop_ids, weights: as for `export`.
         shard_size: largest size of a file; a larger model is split into several files with an index.
+
+    Returns:
+        the error of the tokenizer, which is written last, if it cannot be saved.
     """
     add_stop_ids(model.generation_config, stop_ids)
+    model.generation_config, _ = corrected(model.generation_config)
     if adapter_name(model) is not None:
         adapter_files.save(model, path, dtype, weights)
         model.generation_config.save_pretrained(path)
-        save_tokenizer(tokenizer, path)
         match_permissions(path / adapter_files.CONFIG)
-        return
+        return _tokenizer_error(tokenizer, path)
     converted: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor and are written once
     state = {}
     for name, tensor in (model.state_dict() if weights is None else weights).items():
@@ -100,15 +106,62 @@ def write_model(model: Any, tokenizer: Any, path: Path, dtype: torch.dtype, stop
             converted[here] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
         state[name] = converted[here]
     model.save_pretrained(path, state_dict=state, max_shard_size=shard_size)
-    save_tokenizer(tokenizer, path)
     config_file = path / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     if model._auto_class is None:  # the code that came with the model was not run, and is not passed on
         config.pop("auto_map", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
+    if not _ends_equal(model, state):
+        _set_untied(config)
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     match_permissions(config_file)
+    return _tokenizer_error(tokenizer, path)
+
+
+def check_saved_files(model: Any, tokenizer: Any) -> None:
+    """Check before training that config, generation config and tokenizer can be saved after it.
+
+    Raises:
+        ModelError: naming what cannot be saved.
+    """
+    with TemporaryDirectory() as place:
+        for name, write in (("config", model.config.save_pretrained),
+                            ("generation config", model.generation_config.save_pretrained),
+                            ("tokenizer", tokenizer.save_pretrained)):
+            try:
+                write(place)
+            except OSError:  # the disk of temporary files: not what is checked here
+                return
+            except Exception as error:  # code of libraries and of others, which may raise anything
+                raise ModelError(f"the {name} of the model cannot be saved, so the result would be incomplete: "
+                                 f"{first_line(error)}") from error
+
+
+def _tokenizer_error(tokenizer: Any, path: Path) -> OutputError | None:
+    try:
+        save_tokenizer(tokenizer, path)
+    except (OSError, SafetensorError):
+        raise
+    except Exception as error:  # as above
+        return OutputError(f"the model is written, but its tokenizer cannot be saved: {clause(first_line(error))}. "
+                           "Copy the tokenizer's files from the base model into the directory 'model'.")
+    return None
+
+
+def _ends_equal(model: Any, state: Mapping[str, torch.Tensor]) -> bool:
+    """Whether embedding and head have equal weights in a state dict, or only one of them is in it."""
+    ends = {name for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None
+            for module_name, module in model.named_modules() if module is end for name in [f"{module_name}.weight"]}
+    weights = [state[name] for name in ends if name in state]
+    return len(weights) < 2 or weights[0] is weights[1] or torch.equal(*weights)
+
+
+def _set_untied(config: dict[str, Any]) -> None:
+    """Record in the content of a config file that head and embedding are two tables."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part["tie_word_embeddings"] = False
 
 
 def save_tokenizer(tokenizer: Any, path: Path) -> None:

@@ -17,7 +17,15 @@ def base_layer(layer: Any) -> Any:
 def is_tied(model: Any) -> bool:
     """Whether head and embedding of a causal model share one weight."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return head is not None and base_layer(head).weight.data_ptr() == base_layer(embedding).weight.data_ptr()
+    if head is None:
+        return False
+    one, other = base_layer(head).weight, base_layer(embedding).weight
+    return one is other or (not one.is_meta and bool(one.data_ptr() == other.data_ptr()))  # on meta all are 0
+
+
+def ties(config: Any) -> bool:
+    """Whether a config ties head and embedding."""
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
 def adapts_tied(model: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tropism.config import ConvertOptions
 from tropism.data.formats import FORMATS, Reading, View, recognize, rows_of_record, view_of
+from tropism.data.formats.context import CONTEXT_COLUMNS
 from tropism.data.formats.recognize import renamed
 from tropism.data.rows import Dropped, RawRow, Row
 from tropism.data.sources import resolve as sources
@@ -18,10 +19,9 @@ WANTED: dict[str, View] = {"unpaired": "unpaired", "paired": "paired", "single":
 """The view that each shape is written from."""
 
 _JUDGED = ("feedback", "rating")  # formats whose earlier completions may be bad
-_COMMON = {"id", "tools"}  # columns that every format takes
-_OF_CHATS = {"system", "history"}
+_COMMON = {"id", "tools", *CONTEXT_COLUMNS}  # columns that every format takes
 
-READ_BY_NAME = _COMMON | _OF_CHATS | {
+READ_BY_NAME = _COMMON | {
     column for known in FORMATS.values() for shape in known.shapes for column in shape.columns
     if not (known.name == "rating" and column == shape.label)}  # ratings are ignored without --label-threshold
 """Columns that can change how a file is read."""
@@ -90,7 +90,7 @@ class ConvertPart:
         """Columns of a record that its rows are built from."""
         known = self.reading.format
         shape = known.shape_for(record, self.reading.shape.view)
-        used = {*shape.columns, *_COMMON, *self.labels, *(_OF_CHATS if known.chat else ())}
+        used = {*shape.columns, *_COMMON, *self.labels}
         return used | {"input"} if known.chat and shape.prompt == "instruction" else used
 
 

@@ -30,6 +30,7 @@ from tropism.model.adapters.parameters import NAME
 from tropism.model.base_weights import base_hash
 from tropism.model.language_model import Precision
 from tropism.model.source import ModelSource
+from tropism.model.tied_weights import ties
 
 WEIGHTS = "adapter_model.safetensors"
 _INNER = "base_model.model."
@@ -173,7 +174,7 @@ def _config_of_checkpoint(run: ExportedRun, chosen: Chosen, stored: Weights, mod
     whole = sorted({name.partition(".modules_to_save.")[0] for name in stored if ".modules_to_save." in name})
     kinds = {type(module.get_submodule(name)).__name__ for name in targets}
     tied = any(module.get_submodule(name) in (module.get_input_embeddings(), module.get_output_embeddings())
-               for name in whole) and bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
+               for name in whole) and ties(module.config)
     return LoraConfig(r=lora["rank"], lora_alpha=lora.get("alpha") or 2 * lora["rank"], target_modules=targets,
                       use_dora=bool(lora.get("dora")), use_rslora=bool(lora.get("rslora")),
                       modules_to_save=whole or None, fan_in_fan_out=kinds == {"Conv1D"}, ensure_weight_tying=tied,

@@ -141,10 +141,12 @@ class _Work:
         self._tell(notes)
         module.generation_config = generation
         with whole(self.path, needed) as partial:
-            save.write_model(module, tokenizer, partial, dtype, (), weights, self.shards)
+            failed = save.write_model(module, tokenizer, partial, dtype, (), weights, self.shards)
             self._describe(partial, dtype, rounding, generation, tokenizer, base)
             read_back(partial, weights, dtype, run.trust_remote_code)
             files = checksums(partial)
+        if failed is not None:
+            raise failed
         return self._done(dtype, rounding, files, is_adapter=False)
 
     def _room(self, weights: Weights, tokenizer: Any, dtype: torch.dtype) -> int:

@@ -11,6 +11,7 @@ from tropism.commands.export.read_run import Chosen, ExportedRun
 from tropism.data.tokenization.chat_template import template_text
 from tropism.errors import CheckpointError, ModelError, UsageError
 from tropism.model import load, save
+from tropism.model.generation import corrected, read_generation
 from tropism.model.source import ModelSource
 from tropism.observe.manifest import text_fingerprints
 
@@ -72,12 +73,15 @@ def generation_of(run: ExportedRun, chosen: Chosen, base: str, tokenizer: Any,
     Returns:
         The generation config, and warnings for the user.
     """
-    result = _in(chosen.path if chosen.trainer is None else run.directory.model)
+    result, notes = read_generation(chosen.path if chosen.trainer is None else run.directory.model)
     if chosen.trainer is None and result is not None:
-        return result, []  # it has the trained terminators
-    before = result or _named(base) or _named(run.base) or (
-        GenerationConfig() if config is None else GenerationConfig.from_model_config(config))
-    notes: list[str] = []
+        return result, notes  # it has the trained terminators
+    before = result
+    for name in (base, run.base):
+        if before is None:
+            before, notes = _named(name)
+    if before is None:
+        before, notes = corrected(GenerationConfig() if config is None else GenerationConfig.from_model_config(config))
     stop_ids = run.manifest.get("stop_ids") if chosen.trainer is None else chosen.stop_ids
     if stop_ids is None:
         stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -88,21 +92,9 @@ def generation_of(run: ExportedRun, chosen: Chosen, base: str, tokenizer: Any,
     return before, notes
 
 
-def _named(name: str) -> GenerationConfig | None:
+def _named(name: str) -> tuple[GenerationConfig | None, list[str]]:
     """The generation config of a model by its name; for an adapter the one in its directory."""
     with suppress(ModelError):
         source = ModelSource.of(name)
-        place = Path(source.adapter or source.name)
-        if place.is_dir():
-            return _in(place)
-        with suppress(OSError, ValueError):
-            return GenerationConfig.from_pretrained(source.name)
-    return None
-
-
-def _in(place: Path) -> GenerationConfig | None:
-    """The generation config in a directory, if there is one. Never looks a name up on the hub."""
-    with suppress(OSError, ValueError):
-        if place.is_dir():
-            return GenerationConfig.from_pretrained(place)
-    return None
+        return read_generation(source.adapter or source.name)
+    return None, []

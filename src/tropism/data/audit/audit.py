@@ -68,8 +68,9 @@ class Audit:
     def to_json(self, decode: Decode | None = None) -> dict[str, Any]:
         """The content of `audit.json` for this source; `decode` as in `findings`."""
         facts = self.facts
-        noted = {note: len(facts.notes.get(note, ())) for note in
-                 ("prompt_cut", "completion_cut", "text_changed", "control_spelled", "eos_added")}
+        noted = {note: len(facts.notes.get(note, ())) for note in (
+            "prompt_cut", "completion_cut", "text_changed", "control_spelled", "control_kept", "thought_hidden",
+            "thought_open", "eos_added")}
         changed = np.unique(np.concatenate([np.zeros(0, np.int64), *facts.notes.values()]))[:_LISTED].tolist()
         prompts = int(facts.prompt_numbers.max(initial=-1)) + 1
         distinct = int(facts.row_numbers.max(initial=-1)) + 1

@@ -41,6 +41,23 @@ _NOTED: tuple[tuple[str, float, str], ...] = (
      "unchanged. Remove these rows if that is not intended."),
     ("control_spelled", 1.0, "the text of {count} contains control tokens (first {first}). They are encoded as plain "
      "characters."),
+    ("control_kept", 1.0, "the text of {count} contains control tokens (first {first}), which stay control tokens "
+     "(--control-tokens keep). They can open or end a turn."),
+    ("turn_spelled", 0.0, "the text of {count} contains tokens with which the chat template marks turns (first "
+     "{first}). The tokenizer does not list them as special, so they stay tokens, in training and in generation, and "
+     "can open a turn. Remove them from the text, or stop at such rows with --control-tokens refuse."),
+    ("thought_hidden", 0.0, "a thought of {count} is not trained, since the chat template does not show it (first "
+     "{first}). Move it to the key that the template reads (reasoning_content, reasoning or thinking), or into the "
+     "content as <think>...</think>. If the generation prompt closes the thought, set --chat-template-kwargs "
+     "enable_thinking=true. Otherwise choose another --chat-template."),
+    ("thought_open", 0.0, "a completion of {count} is inside a thought that it never closes (first {first}), so the "
+     "model learns to answer within its thoughts. Begin these completions with a thought and </think>, or use a "
+     "generation prompt without an open thought: --chat-template-kwargs enable_thinking=false if the template reads "
+     "it, or another --chat-template."),
+    ("thought_restored", 1.0, "the chat template removes the thought of {count} (first {first}), but its generation "
+     "prompt opens one. These completions are trained with their thoughts, as generation writes them."),
+    ("system_hidden", 0.0, "the chat template does not show a system message of {count} as it is written (first "
+     "{first}). Put its text into the first user message, or choose another template with --chat-template."),
 )
 
 

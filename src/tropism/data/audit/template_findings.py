@@ -30,7 +30,7 @@ def find_in_template(renderer: Renderer) -> list[Finding]:
         found.append(Finding("generation_prompt_adds", "info",
                              f"the generation prompt of {name} is {prompt[len(bare):]!r}, which finished completions "
                              "do not have. It is part of the prompt and not trained on."))
-    unknown = sorted(set(CONTROL_TOKEN.findall(complete + prompt)) - text.control.keys())
+    unknown = sorted(set(CONTROL_TOKEN.findall(complete + prompt)) - text.added.keys())
     if unknown:
         found.append(Finding("template_tokens", "notice",
                              f"{name} uses {', '.join(unknown)}, for which the tokenizer has no token. They become "

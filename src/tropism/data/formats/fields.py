@@ -64,17 +64,22 @@ def conversation(value: Any, name: str, place: str) -> tuple[Message, ...]:
 def message(value: Any, name: str, place: str) -> Message:
     """A message with `role` and `content`, or with `from` and `value` or `content`. Other keys are kept.
 
-    Keys with a null value are removed, since some programs write the keys of one message into all.
+    Keys with a null value are removed, since some programs write the keys of one message into all. A message of a list
+    may be JSON text, as `datasets` writes its type Json into files.
 
     Raises:
         DataError: for an unknown speaker or content that is not text.
     """
+    value = _from_json(value) if isinstance(value, str) else value
     if isinstance(value, dict) and "role" not in value and isinstance(value.get("from"), str):
         value = _with_role(value, name, place)
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f"{place}: each message of '{name}' needs a 'role' and a 'content'")
     given = value.get("content")
     value = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
+    calls = value.get("tool_calls")
+    if isinstance(calls, str) or (isinstance(calls, list) and any(isinstance(call, str) for call in calls)):
+        value["tool_calls"] = _calls_of_text(calls, name, place)
     if isinstance(given, list):
         texts = []
         for piece in given:
@@ -98,6 +103,16 @@ def _with_role(value: dict[str, Any], name: str, place: str) -> Message:
     if speaker == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _tool_calls(said, name, place), **others}
     return {"role": SPEAKERS[speaker], "content": said, **others}
+
+
+def _calls_of_text(value: str | list[Any], name: str, place: str) -> list[Any]:
+    """The key `tool_calls`, or its entries, as JSON text; none for an empty text."""
+    calls = value if isinstance(value, list) else _from_json(value) if value.strip() else []
+    calls = [_from_json(call) if isinstance(call, str) else call for call in calls] if isinstance(calls, list) else [""]
+    if not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{place}: 'tool_calls' of a message of '{name}' must be a list of calls or its JSON, not "
+                        f"{short_repr(value)}")
+    return calls
 
 
 def _tool_calls(value: Any, name: str, place: str) -> list[dict[str, Any]]:
@@ -165,6 +180,8 @@ def tool_schemas(value: Any, place: str) -> tuple[Any, ...] | None:
     Raises:
         DataError: for anything else.
     """
+    if is_missing(value):
+        return None
     if isinstance(value, str):
         if not value.strip():
             return None
@@ -173,12 +190,24 @@ def tool_schemas(value: Any, place: str) -> tuple[Any, ...] | None:
             raise DataError(f"{place}: 'tools' is text that is not valid JSON. Give a list of schemas or its JSON.")
     if value is not None and not isinstance(value, list | tuple):
         raise DataError(f"{place}: 'tools' must be a list of schemas, not {type(value).__name__}")
-    schemas = [_from_json(schema) if isinstance(schema, str) else schema for schema in value or ()]
+    schemas = [_schema(schema) for schema in value or ()]
     for number, schema in enumerate(schemas, start=1):
         if not isinstance(schema, dict):
             raise DataError(f"{place}: schema {number} of 'tools' must be an object or its JSON, not "
                             f"{short_repr(schema)}")
     return tuple(schemas) or None
+
+
+def _schema(value: Any) -> Any:
+    """A schema whose parts may be JSON text."""
+    value = _from_json(value) if isinstance(value, str) else value
+    if isinstance(value, dict):
+        for key in ("function", "parameters"):
+            if isinstance(value.get(key), str) and isinstance(inner := _from_json(value[key]), dict):
+                value = {**value, key: inner}
+        if isinstance(value.get("function"), dict):
+            value = {**value, "function": _schema(value["function"])}
+    return value
 
 
 def _from_json(value: str) -> Any:
@@ -214,6 +243,12 @@ def is_label(value: Any) -> bool:
     return True
 
 
+def is_missing(value: Any) -> bool:
+    """True for None, and for what numpy and pandas write for a missing value."""
+    return value is None or (not isinstance(value, str | list | tuple | dict)
+                             and str(value) in ("nan", "NaN", "NaT", "<NA>"))
+
+
 def identifier(value: Any, place: str) -> str:
     """The id of a record as text; its place if it has none.
 
@@ -222,7 +257,7 @@ def identifier(value: Any, place: str) -> str:
     """
     if value is None:
         return place
-    if str(value) in ("nan", "NaN", "NaT", "<NA>") and not isinstance(value, str):
+    if is_missing(value):
         raise DataError(f"{place}: id {short_repr(value)} is a missing value. Set an id in every row, or remove the "
                         "column 'id'.")
     return str(value)

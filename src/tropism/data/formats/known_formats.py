@@ -1,6 +1,6 @@
 """The table of known formats, one row each."""
 
-from tropism.data.formats import fields, nested_records
+from tropism.data.formats import comparisons, fields, nested_records
 from tropism.data.formats.format import Format, Record, Shape
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows import View
@@ -81,6 +81,21 @@ _FORMATS = (
     Format("feedback", (Shape("unpaired", "", ("messages",)), Shape("single", "", ("messages",))),
            matches=nested_records.has_marked_message, decisive=True,
            make_drafts=nested_records.marked_message_drafts),
+    Format("nemo-rank", (Shape("paired", "context", ("completions",)), Shape("unpaired", "context", ("completions",))),
+           matches=comparisons.is_ranked_list, decisive=True, make_drafts=comparisons.ranked_list_drafts),
+    Format("helpsteer", (
+        Shape("paired", "context", ("response1", "response2"), "overall_preference"),
+        Shape("paired", "prompt", ("response_1", "response_2"), "preference_strength"),
+    ), make_drafts=comparisons.strength_drafts),
+    Format("ms-swift", (  # `rejected_response` is another last answer; `query` and `response` are the older spelling
+        Shape("paired", "", ("messages", "rejected_response")), Shape("paired", "", ("messages", "rejected_messages")),
+        Shape("paired", "query", ("response", "rejected_response")),
+        Shape("unpaired", "query", ("response",), "label"), Shape("single", "query", ("response",)),
+    ), chat=True, make_drafts=comparisons.rejected_drafts),
+    Format("shp", (Shape("paired", "history", ("human_ref_A", "human_ref_B"), "labels"),),
+           make_drafts=comparisons.comment_drafts),
+    Format("webgpt", (Shape("paired", "question", ("answer_0", "answer_1", "score_0", "score_1")),),
+           make_drafts=comparisons.scored_pair_drafts),
 )
 
 FORMATS: dict[str, Format] = {known.name: known for known in _FORMATS}

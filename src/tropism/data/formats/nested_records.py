@@ -97,14 +97,19 @@ def scored_list_drafts(raw: RawRow, shape: Shape, options: FormatOptions) -> Dra
     prompt = fields.content(raw.record[shape.prompt], shape.prompt, raw.place)
     if shape.prompt == "instruction":
         prompt = fields.as_messages(prompt, "user")
-    scored = _scored_completions(raw, shape)
+    return drafts_of_scored(prompt, _scored_completions(raw, shape), shape, options.label_threshold, raw.place)
+
+
+def drafts_of_scored(prompt: fields.Content, scored: list[tuple[float, fields.Content]], shape: Shape,
+                     threshold: float | None, place: str) -> Drafts:
+    """Drafts of completions with scores, of which higher ones are better; see `scored_list_drafts`."""
     scores = [score for score, _ in scored]
-    if not scored or (len(set(scores)) < 2 and (shape.view == "paired" or options.label_threshold is None)):
-        return [Dropped(raw.place, Reason.EQUAL_SCORES, f"all scores are equal ({len(scored)} scored completions)")]
+    if not scored or (len(set(scores)) < 2 and (shape.view == "paired" or threshold is None)):
+        return [Dropped(place, Reason.EQUAL_SCORES, f"all scores are equal ({len(scored)} scored completions)")]
     if shape.view == "paired":
         best, worst = (scored[scores.index(pick(scores))][1] for pick in (max, min))
         return [Draft(prompt, {"chosen": best, "rejected": worst})]
-    threshold = sum(scores) / len(scores) if options.label_threshold is None else options.label_threshold
+    threshold = sum(scores) / len(scores) if threshold is None else threshold
     return [Draft(prompt, {shape.completions[0]: completion}, score >= threshold) for score, completion in scored]
 
 

@@ -7,7 +7,8 @@ from pydantic import Field, field_validator
 from tropism.data.reading_limits import ReadingLimits
 
 FormatName = Literal["trl", "openai", "sharegpt", "alpaca", "openrlhf", "coati", "nemo", "anthropic-hh", "axolotl",
-                     "ultrafeedback", "oasst", "rating", "feedback"]
+                     "ultrafeedback", "oasst", "rating", "feedback", "nemo-rank", "helpsteer", "ms-swift", "shp",
+                     "webgpt"]
 
 
 class FormatOptions(ReadingLimits):

@@ -6,7 +6,6 @@ from tropism.data.formats import fields
 from tropism.data.formats.fields import Content
 from tropism.data.formats.format import Draft, Drafts, Format, Record, Shape
 from tropism.data.rows import Dropped, Message, RawRow, Reason, View
-from tropism.errors import DataError
 
 
 def plain_drafts(known: Format, raw: RawRow, view: View) -> Drafts:
@@ -37,7 +36,9 @@ def plain_drafts(known: Format, raw: RawRow, view: View) -> Drafts:
         return [draft_of_conversations(completions, place)]
     (name,) = shape.completions
     messages = fields.conversation(record[name], name, place)
-    return [_draft_of_conversation(_with_context(known, raw, messages), name, desirable, place)]
+    if messages and all(message["role"] != "user" for message in messages) and record.get("prompt"):
+        return [Draft(fields.content(record["prompt"], "prompt", place), {name: messages}, desirable)]
+    return [draft_of_conversation(messages, name, desirable, place)]
 
 
 def missing_column(place: str, name: str) -> Dropped:
@@ -57,8 +58,8 @@ def _undesirable_label(known: Format, record: Record) -> str:
     return ""
 
 
-def _draft_of_conversation(messages: tuple[Message, ...], name: str, desirable: bool | None,
-                           place: str) -> Draft | Dropped:
+def draft_of_conversation(messages: tuple[Message, ...], name: str, desirable: bool | None,
+                          place: str) -> Draft | Dropped:
     """A conversation whose last message is the completion."""
     if not messages or messages[-1].get("role") != "assistant":
         return Dropped(place, Reason.NO_COMPLETION, "the last message is not from the assistant")
@@ -92,24 +93,4 @@ def _prompt(known: Format, raw: RawRow, shape: Shape) -> Content:
     if isinstance(prompt, str) and shape.prompt == "instruction":
         more = raw.record.get("input")
         prompt = "\n".join(text for text in (prompt, fields.text(more or "", "input", raw.place)) if text)
-    return _with_context(known, raw, fields.as_messages(prompt, "user"))
-
-
-def _with_context(known: Format, raw: RawRow, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Messages after the system message and the earlier turns, which have columns of their own."""
-    record, place = raw.record, raw.place
-    if not known.chat:
-        return messages
-    context: list[Message] = []
-    system = record.get("system")
-    if system and not (messages and messages[0].get("role") == "system"):
-        context.append({"role": "system", "content": fields.text(system, "system", place)})
-    history = record.get("history") or []
-    if not isinstance(history, list | tuple):
-        raise DataError(f"{place}: 'history' must be a list of [question, answer], not {type(history).__name__}")
-    for turn in history:
-        if not isinstance(turn, list | tuple) or len(turn) != 2:
-            raise DataError(f"{place}: each entry of 'history' must be [question, answer]")
-        context += [{"role": role, "content": fields.text(text, "history", place)}
-                    for role, text in zip(("user", "assistant"), turn, strict=True)]
-    return (*context, *messages)
+    return fields.as_messages(prompt, "user")

@@ -6,13 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from tropism.data.formats import fields
+from tropism.data.formats.context import CONTEXT_COLUMNS, context_columns
 from tropism.data.formats.format import Format, Shape
+from tropism.data.formats.json_text import decoded, json_columns
 from tropism.data.formats.known_formats import FORMATS
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows import RawRow, View
 from tropism.errors import DataError, count_of
 
 _PROBED = 1000  # records of each set of columns whose values are checked
+
+_MESSAGE_COLUMNS = {*CONTEXT_COLUMNS, *(name for known in FORMATS.values() for shape in known.shapes
+                                        for name in shape.columns)}
 
 NATIVE: dict[View, tuple[View, ...]] = {
     "unpaired": ("unpaired", "paired"), "paired": ("paired", "unpaired"), "single": ("single", "unpaired")}
@@ -31,18 +36,25 @@ class Reading:
         shape: columns by which it was recognized; `shape.view` is the view of the file.
         wanted: view that the method needs.
         options: as the user gave them.
+        json_columns: columns whose messages are JSON text.
+        beside: columns that add to the prompt what only messages have.
+        chat: they are beside plain text, so the plain text of all rows becomes messages.
     """
 
     format: Format
     shape: Shape
     wanted: View
     options: FormatOptions
+    json_columns: frozenset[str] = frozenset()
+    beside: tuple[str, ...] = ()
+    chat: bool = False
 
     def __str__(self) -> str:
         """One line for the log: the format, and the options that override it."""
         how = {("paired", "unpaired"): ", each pair as a desirable and an undesirable row",
                ("unpaired", "paired"): ", paired by prompt"}.get((self.shape.view, self.wanted), "")
-        return f"read as {self.format.name} {self.shape}{how}; override with --format and --columns"
+        context = f", with {' and '.join(self.beside)}" if self.beside else ""
+        return f"read as {self.format.name} {self.shape}{context}{how}; override with --format and --columns"
 
 
 def renamed(rows: Sequence[RawRow], names: Mapping[str, str]) -> list[RawRow]:
@@ -75,13 +87,18 @@ def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: Format
         DataError: if no format or several formats match, or an option has no effect.
     """
     options = options or FormatOptions()
+    columns = json_columns(rows, _MESSAGE_COLUMNS)
+    rows = [decoded(row, columns) for row in rows]
     for view in NATIVE[wanted]:
         if view == "unpaired" and wanted == "paired" and not options.pair_by_prompt:
             continue
         claims = _claims(rows, view, options)
         if claims:
             known, shape = _decide(claims, source)
-            reading = Reading(known, shape, wanted, options)
+            beside = {name: None for row in rows for name in context_columns(row.record)}
+            chat = any(context_columns(row.record) for row in rows
+                       if all(isinstance(row.record.get(name), str) for name in (shape.prompt, *shape.completions)))
+            reading = Reading(known, shape, wanted, options, columns, tuple(beside), chat)
             _check_effect(reading, source)
             return reading
     raise DataError(_refusal(rows, wanted, source, options))
@@ -90,6 +107,8 @@ def recognize(rows: Sequence[RawRow], wanted: View, source: str, options: Format
 def view_of(rows: Sequence[RawRow], options: FormatOptions | None = None) -> View:
     """The view of a file by its columns: pairs, labeled completions, or completions."""
     options = options or FormatOptions()
+    columns = json_columns(rows, _MESSAGE_COLUMNS)
+    rows = [decoded(row, columns) for row in rows]
     if _claims(rows, "paired", options):
         return "paired"
     if _claims(rows, "unpaired", options):
@@ -185,8 +204,11 @@ def _refusal(rows: Sequence[RawRow], wanted: View, source: str, options: FormatO
     if wanted == "paired" and _claims(rows, "unpaired", plain):
         hint = (" The file has labeled completions: use `tropism kto`, or pair those of the same prompt with "
                 "--pair-by-prompt.")
-    elif wanted == "single" and _claims(rows, "paired", plain):
-        hint = " The file has pairs: use `tropism dpo`, or train on the chosen side with --columns completion=chosen."
+    elif wanted == "single" and (pairs := _claims(rows, "paired", plain)):
+        chosen = ("train on the chosen side with --columns completion=chosen"
+                  if any("chosen" in shape.completions for _, shape in pairs)
+                  else "write the chosen sides with `tropism convert --to single`")
+        hint = f" The file has pairs: use `tropism dpo`, or {chosen}."
     elif wanted == "unpaired" and _claims(rows, "single", plain):
         hint = " The file has completions without labels: use `tropism sft`."
     needed = " or ".join(map(str, shapes))

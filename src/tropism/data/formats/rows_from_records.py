@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tropism.data.formats import fields
+from tropism.data.formats.context import context_columns, with_context
 from tropism.data.formats.fields import Content
 from tropism.data.formats.format import Draft, Drafts
+from tropism.data.formats.json_text import decoded
 from tropism.data.formats.plain_records import plain_drafts
 from tropism.data.formats.recognize import Reading
+from tropism.data.formats.repeated_prompt import without_repeated_prompt
 from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
 
@@ -30,6 +33,7 @@ def rows_of_record(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
 
 
 def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
+    raw = decoded(raw, reading.json_columns)
     record, view = raw.record, reading.shape.view
     first = fields.identifier(record.get("id"), raw.place)
     tools = fields.tool_schemas(record.get("tools"), raw.place)
@@ -42,7 +46,7 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
         drafts = [side for draft in drafts for side in _split_pair(draft, raw.place)]
     rows: list[Row | Dropped] = []
     for draft in drafts:
-        row = _checked_row(draft, raw.place, reading) if isinstance(draft, Draft) else draft
+        row = _checked_row(draft, raw, reading) if isinstance(draft, Draft) else draft
         if isinstance(row, Row):
             number = 1 + len(rows)
             row = replace(row, id=first if number == 1 else f"{first}#{number}", tools=row.tools or tools)
@@ -50,17 +54,21 @@ def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
     return rows
 
 
-def _checked_row(draft: Draft, place: str, reading: Reading) -> Row | Dropped:
-    if reading.wanted == "single" and draft.desirable is False:
+def _checked_row(given: Draft, raw: RawRow, reading: Reading) -> Row | Dropped:
+    place = raw.place
+    if reading.wanted == "single" and given.desirable is False:
         return Dropped(place, Reason.UNDESIRABLE,
                        "it is rated undesirable, and this method trains on desirable completions only")
-    prompt = draft.prompt
-    by_column = {name: _without_prompt(prompt, completion) for name, completion in draft.completions.items()}
-    for name, completion in by_column.items():
+    draft = without_repeated_prompt(given, place)
+    if isinstance(draft, Dropped):
+        return draft
+    for name, completion in draft.completions.items():
         if fields.is_blank(completion):
             return Dropped(place, Reason.EMPTY_COMPLETION, f"'{name}' is empty")
-    completions: tuple[Content, ...] = tuple(by_column.values())
-    if any(isinstance(content, tuple) for content in (prompt, *completions)):
+    prompt = with_context(raw.record, draft.prompt, place, reading.format.chat)
+    completions: tuple[Content, ...] = tuple(draft.completions.values())
+    if reading.chat or context_columns(raw.record) or any(
+            isinstance(content, tuple) for content in (prompt, *completions)):
         prompt = fields.as_messages(prompt, "user")
         conversations = [fields.as_messages(completion, "assistant") for completion in completions]
         for messages in conversations:
@@ -70,17 +78,6 @@ def _checked_row(draft: Draft, place: str, reading: Reading) -> Row | Dropped:
         completions = tuple(conversations)
     desirable = None if reading.wanted == "single" else draft.desirable
     return Row(place, place, prompt, completions, desirable, fields.tool_schemas(draft.tools, place))
-
-
-def _without_prompt(prompt: Content, completion: Content) -> Content:
-    """A completion without the prompt's messages, with which completions of some public data sets begin."""
-    if not isinstance(completion, tuple) or not prompt:
-        return completion
-    start = fields.as_messages(prompt, "user")
-    repeated = len(completion) > len(start) and all(
-        (one.get("role"), one.get("content")) == (other.get("role"), other.get("content"))
-        for one, other in zip(start, completion, strict=False))
-    return completion[len(start) :] if repeated else completion
 
 
 def _split_pair(draft: Draft | Dropped, place: str) -> Drafts:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tropism.borders import border
 from tropism.data.rows import RawRow
+from tropism.data.sources.null_keys import without_nested_none
 from tropism.errors import DataError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _of_batches(file: "DataFile", batches: Any) -> Iterator[RawRow]:
             for record in batch.slice(first, rows).to_pylist():
                 number += 1
                 # Null columns are kept. Null keys of nested objects are removed: they come from other rows.
-                yield RawRow(f"{file.name}:row {number}", {key: without_none(entry) for key, entry in record.items()})
+                yield RawRow(f"{file.name}:row {number}", without_nested_none(record))
 
 
 def _expanded(batch: Any, name: str) -> int:
@@ -109,12 +110,3 @@ def _size(column: Any, name: str) -> int:
     if types.is_run_end_encoded(kind) or types.is_list_view(kind) or types.is_large_list_view(kind):
         raise DataError(f"{name}: a column has the Arrow type {kind}, which is unsupported. Save it as a plain type.")
     return int(column.nbytes)
-
-
-def without_none(value: Any) -> Any:
-    """The value without None entries in nested objects, which columnar files add."""
-    if isinstance(value, dict):
-        return {key: without_none(entry) for key, entry in value.items() if entry is not None}
-    if isinstance(value, list):
-        return [without_none(entry) for entry in value]
-    return value

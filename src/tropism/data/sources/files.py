@@ -23,7 +23,6 @@ PACKINGS = (".gz", ".zst")
 _SCANNED_BYTES = 8 * 2**20
 """A packed file up to this size is read once before its rows are used, so that a bomb is refused at once."""
 _FIRST = re.compile(rb"\S")
-_PRINTED = re.compile(r"\[\{\s*['\"](?:role|content|from|value)['\"]\s*:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +193,7 @@ def _csv(file: DataFile) -> Iterator[RawRow]:
                     raise DataError(f"{place}: more fields than in the header. Quote fields that contain the "
                                     "separator.")
                 if cells:  # empty for a blank line; fields missing at the end are absent, not null
-                    yield RawRow(place, {key: _cell(value, key, place)
-                                         for key, value in zip(header, cells, strict=False)})
+                    yield RawRow(place, dict(zip(header, cells, strict=False)))
     except UnicodeDecodeError:
         raise DataError(_undecodable(file)) from None
     except csv.Error as error:
@@ -213,22 +211,6 @@ def _undecodable(file: DataFile) -> str:
             except UnicodeDecodeError as error:
                 return f"{file.name}:{number}: not UTF-8 ({error.reason} at byte {error.start})"
     return f"{file.name}: not UTF-8"
-
-
-def _cell(value: str, column: str, place: str) -> Any:
-    """The text of a CSV cell, or the messages if it is JSON of a list of messages.
-
-    Raises:
-        DataError: for messages as Python or numpy print them, which would be trained as text.
-    """
-    if value.startswith("[{") and value.rstrip().endswith("}]"):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            if _PRINTED.match(value):
-                raise DataError(f"{place}: '{column}' has messages in Python notation, not JSON. Write them with "
-                                "json.dumps, or save the data as JSONL or Parquet.") from None
-    return value
 
 
 _READERS: dict[str, Callable[[DataFile], Iterator[RawRow]]] = {

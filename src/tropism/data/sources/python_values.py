@@ -4,12 +4,12 @@ A float of one of these libraries stays a `numpy.float64`, which is a float too.
 into 1.0 and 0.0 differ from 1.0 in a JSON file, which is a rating.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from tropism.data.sources.columnar import without_none
+from tropism.data.sources.null_keys import AddedNulls, TableList, without_nested_none, without_none
 from tropism.errors import DataError
 
 _PLAIN = frozenset((str, int, bool, float, bytes, type(None), np.float64))
@@ -19,14 +19,35 @@ _NUMBERS_AND_TEXT = "biufUO"  # kinds of numpy dtypes; the others have no plain 
 def plain_records(records: Iterable[Any]) -> Iterator[Any]:
     """The rows of a list, a stream, or a table of pyarrow or pandas, as dicts of plain values where they can be.
 
+    Null keys that a table library has added to nested objects are removed, see `null_keys`. Those of a stream that is
+    not one of `datasets` are kept, since its rows are not known in advance.
+
     Raises:
         DataError: for a row that is nested too deeply.
     """
+    records = _as_arrow(records)
+    nulls = AddedNulls()
+    if isinstance(records, list | tuple) or hasattr(records, "itertuples"):
+        for _ in _converted(records, nulls.see):
+            pass
+    of_datasets = any(kind.__module__.partition(".")[0] == "datasets" for kind in type(records).__mro__)
+    features = getattr(records, "features", None)
+    yield from _converted(records, (lambda record: without_nested_none(record, features)) if of_datasets
+                          else nulls.removed)
+
+
+def _as_arrow(table: Any) -> Any:
+    """A table of polars as one of pyarrow; anything else unchanged."""
+    return table.to_arrow() if hasattr(table, "to_arrow") and hasattr(table, "iter_rows") else table
+
+
+def _converted(records: Iterable[Any], change: Callable[[Any], Any]) -> Iterator[Any]:
+    """Each record as plain values, with `change` applied."""
     for number, record in enumerate(_single_rows(records), start=1):
         # A row of pandas: a Series, or a tuple with names.
         convert = getattr(record, "to_dict", None) or getattr(record, "_asdict", None)
         try:
-            yield plain(convert() if convert is not None else record)
+            yield change(plain(convert() if convert is not None else record))
         except RecursionError:
             raise DataError(f"row {number}: the record is nested too deeply") from None
 
@@ -71,5 +92,5 @@ def plain(value: Any) -> Any:
         return plain(value.to_pylist())
     if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array, a tensor, or a scalar of one
         found = value.tolist()
-        return [plain(entry) for entry in found] if isinstance(found, list) else _from_column(found)
+        return TableList(map(plain, found)) if isinstance(found, list) else _from_column(found)
     return value

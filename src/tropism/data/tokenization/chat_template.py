@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import jinja2
 from pydantic import field_validator
 
-from tropism.data.tokenization.render import Renderer
+from tropism.data.tokenization.render import ControlTokens, Renderer
 from tropism.data.tokenization.tokenizer import TextTokenizer
 from tropism.data.tokenization.truncate import Limits
 from tropism.errors import ModelError, UsageError
@@ -42,6 +42,9 @@ class TemplateOptions(Options):
     """System message for conversations without one."""
     supervise: Literal["last", "all"] = "last"
     """Assistant messages to train on: the last one of a conversation, or all of them."""
+    control_tokens: ControlTokens = "plain"
+    """Control tokens (the tokenizer's special tokens) spelled in the text of messages and tools: encode them as plain
+    characters, keep them as tokens, or refuse the row."""
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
@@ -135,7 +138,7 @@ def make_renderer(tokenizer: Any, limits: Limits, options: TemplateOptions) -> R
     kwargs = options.template_kwargs
     _check_used(kwargs, tokenizer, name)
     return Renderer(tokenizer, limits, options.supervise, template_kwargs=kwargs, system_prompt=options.system_prompt,
-                    template_name=name)
+                    template_name=name, control_tokens=options.control_tokens)
 
 
 def check_effect(options: TemplateOptions, renderer: Renderer) -> None:
@@ -155,7 +158,7 @@ def check_effect(options: TemplateOptions, renderer: Renderer) -> None:
 
 
 def _check_tokens(name: str, needed: set[str], tokenizer: Any) -> None:
-    missing = sorted(needed - TextTokenizer(tokenizer).control.keys())
+    missing = sorted(needed - TextTokenizer(tokenizer).added.keys())
     if missing:
         raise ModelError(f"--chat-template {name}: the tokenizer has no token {', '.join(missing)}. Use a template of "
                          "the model's family, or `plain`, which needs none.")

@@ -33,7 +33,7 @@ _BLOCKS_BEFORE_WORKERS = 4  # rendered in this process first, since starting wor
 _MOST_WORKERS = 8
 _SAMPLE = 16  # rows of the first stored block that are rendered again; one of each other block
 _RENDERING_CODE = ("row_facts", "row_blocks", "rows", "tree", *(f"tokenization/{name}" for name in (
-    "encode", "render", "tokenizer", "truncate")))
+    "apply_template", "conversation", "encode", "render", "spelled", "thoughts", "tokenizer", "truncate")))
 
 
 def default_workers() -> int:
@@ -95,11 +95,12 @@ def fingerprint(renderer: Renderer) -> str:
     state = {
         "tokenizer": tokenizer.backend_tokenizer.to_str(), "class": type(tokenizer).__name__,
         # Settings outside the tokenizer's own file that determine ids too.
-        "ends": [text.bos_id, text.eos_id, sorted(text.terminators), sorted(text.control.items())],
+        "ends": [text.bos_id, text.eos_id, sorted(text.control), sorted(text.added.items())],
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "splits_special": bool(getattr(tokenizer, "split_special_tokens", False)),
         "template": template, "kwargs": renderer.template_kwargs, "system_prompt": renderer.system_prompt,
-        "supervise": renderer.supervise, "limits": [renderer.limits.max_length, renderer.limits.max_prompt_length],
+        "supervise": renderer.supervise, "control_tokens": renderer.control_tokens,
+        "limits": [renderer.limits.max_length, renderer.limits.max_prompt_length],
         "code": _code(), "libraries": [version(name) for name in ("transformers", "tokenizers", "jinja2")],
         # A template with the date renders other text tomorrow.
         "today": date.today().isoformat() if "strftime_now" in template else None}

@@ -1,28 +1,24 @@
 """Turns a row into token ids: chat template, border of prompt and completion, terminator, truncation."""
 
 import hashlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from tropism.data.rows import Dropped, EncodedRow, Message, Reason, Row
-from tropism.data.tokenization.template_limits import TemplateTimeout, limited
+from tropism.data.tokenization.apply_template import ChatTemplate
+from tropism.data.tokenization.conversation import Conversation
+from tropism.data.tokenization.spelled import Spelled, texts_in
+from tropism.data.tokenization.thoughts import is_mark
 from tropism.data.tokenization.tokenizer import TextTokenizer, is_invisible
+from tropism.data.tokenization.tool_arguments import with_argument_objects
 from tropism.data.tokenization.truncate import Limits, PromptCutter, fit
 from tropism.data.tree import Completion, prompt_key, token_ids
 from tropism.errors import DataError, ModelError
 
-TEMPLATE_S = 30.0
-"""Longest time in which a chat template may render one text. Usual ones need less than a millisecond."""
-TEMPLATE_BYTES = 2**31
-TEMPLATE_CHARACTERS = 10**8
-
+ControlTokens = Literal["plain", "keep", "refuse"]
 _SYSTEM = ("system", "developer")
-_TOOLS = re.compile(r"\btools\b")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_PRIVATE = "\U000f0000"  # first of the private-use characters that replace control tokens in user text
 
 
 class Renderer:
@@ -38,6 +34,8 @@ class Renderer:
         template_kwargs: values for the chat template.
         system_prompt: system message for conversations without one.
         template_name: name of the chat template in errors.
+        control_tokens: what becomes of control tokens in the text of messages and tools: plain characters, the tokens
+            themselves, or an error.
 
     Attributes:
         stop_ids: terminators of the completions rendered so far.
@@ -46,16 +44,18 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, limits: Limits, supervise: Literal["last", "all"] = "last", *,
                  template_kwargs: Mapping[str, Any] = MappingProxyType({}), system_prompt: str | None = None,
-                 template_name: str = "the chat template") -> None:
+                 template_name: str = "the chat template", control_tokens: ControlTokens = "plain") -> None:
         self.text = TextTokenizer(tokenizer)
         self.limits = limits
         self.supervise = supervise
         self.template_kwargs = dict(template_kwargs)
         self.system_prompt = system_prompt
         self.template_name = template_name
+        self.control_tokens = control_tokens
         self.stop_ids: set[int] = set()
         self.saw_messages = False
-        self._last_prompt: tuple[str, dict[str, str], list[int]] | None = None
+        self._other = [name for name in self.text.added if not (name in self.text.control or is_mark(name))]
+        self._last_prompt: tuple[str, dict[str, str], list[int]] = ("", {}, [])
 
     def encode(self, row: Row) -> EncodedRow | Dropped:
         """Token ids of a row after truncation, or the reason for dropping it.
@@ -65,23 +65,26 @@ class Renderer:
             ModelError: if the row has messages and the tokenizer has no chat template.
         """
         try:
-            return self._encode(row)
+            return self._encode(with_argument_objects(row))
         except RecursionError:
             raise DataError(f"{row.place}: messages or tools are nested too deeply") from None
 
     def _encode(self, row: Row) -> EncodedRow | Dropped:
         notes: set[str] = set()
         if isinstance(row.prompt, str):
+            if self.control_tokens == "refuse" and (found := self.text.control_pattern.search(
+                    "\n".join([row.prompt, *map(str, row.completions)]))):
+                self._refuse(row, found.group())
             cutter, split = self._plain_prompt(row.prompt)
             encoded = [self._plain_completion(row.prompt, cutter.ids, str(text), notes) for text in row.completions]
         else:
             self.saw_messages = True
-            conversation = _Conversation(self, row)
+            conversation = self._conversation(row, notes)
             cutter, split = conversation.cutter, conversation.split_text
-            encoded = [conversation.completion(tuple(messages), notes)  # type: ignore[arg-type]
+            encoded = [conversation.completion(tuple(messages))  # type: ignore[arg-type]
                        for messages in row.completions if cutter.ids]
-            if conversation.spelled:
-                notes.add("control_spelled")
+            self.stop_ids |= conversation.stop_ids
+            notes |= conversation.notes
         if any(is_invisible(given if isinstance(given, str) else given[-1].get("content") or " ")
                and not (isinstance(given, tuple) and given[-1].get("tool_calls")) for given in row.completions):
             notes.add("unseen")
@@ -124,247 +127,49 @@ class Renderer:
         self.stop_ids.add(eos)
         return Completion.supervised(ids if ids[-1] == eos else [*ids, eos])
 
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The tokenizer's chat template."""
+        return ChatTemplate(self.text.tokenizer, self.template_kwargs, self.template_name)
+
     def template(self, messages: Sequence[Message], row: Row, *, generate: bool) -> str:
-        """The chat template's text for messages, with the generation prompt if `generate`.
+        """`ChatTemplate.render` with the tools and the place of a row."""
+        return self.chat_template.render(messages, row.tools, row.place, generate=generate)
 
-        Raises:
-            DataError: if the template rejects the messages or does not use the row's tools.
-            ModelError: if there is no template.
-        """
-        tokenizer = self.text.tokenizer
-        if not getattr(tokenizer, "chat_template", None):
-            raise ModelError("the data has messages, but the tokenizer has no chat template. Set --chat-template, or "
-                             "use an instruct model or plain text prompts.")
-        if row.tools and _TOOLS.search(str(tokenizer.chat_template)) is None:
-            raise DataError(f"{row.place}: the row has tools, but {self.template_name} does not use them. Choose "
-                            "another with --chat-template, or remove the column 'tools'.")
-        # Without null values: some releases of transformers let templates write the word None.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        try:
-            text = str(limited(lambda: tokenizer.apply_chat_template(
-                given, tools=list(row.tools) if row.tools else None,
-                add_generation_prompt=generate, tokenize=False, **self.template_kwargs), TEMPLATE_S, TEMPLATE_BYTES))
-        except TemplateTimeout:
-            raise self._endless(row, f"did not end within {TEMPLATE_S:g} s") from None
-        except (MemoryError, OverflowError):
-            raise self._endless(row, f"needs more than {TEMPLATE_BYTES / 2**30:g} GiB of memory") from None
-        except Exception as error:  # templates may raise anything
-            raise DataError(f"{row.place}: {self.template_name} rejects these messages: {error}") from error
-        if len(text) > TEMPLATE_CHARACTERS:
-            raise self._endless(row, f"renders {len(text):,} characters, more than {TEMPLATE_CHARACTERS:,}")
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError:  # in a role or a key of a tool; contents were checked before
-                raise DataError(f"{row.place}: a message or tool has a lone surrogate, which tokenizers do not "
-                                "accept. Fix the text's encoding.") from None
-        return text
-
-    def _endless(self, row: Row, problem: str) -> DataError:
-        return DataError(f"{row.place}: {self.template_name} {problem}. Fix the template, or choose another with "
-                         "--chat-template.")
-
-    def prompt(self, text: str, spelled: dict[str, str]) -> list[int]:
-        """Ids of a rendered prompt. The last one is cached, since neighboring rows often share it."""
-        last = self._last_prompt
-        if last is None or last[:2] != (text, spelled):
-            last = self._last_prompt = (text, spelled, self.encode_text(text, spelled))
-        return last[2]
-
-    def encode_text(self, text: str, spelled: dict[str, str]) -> list[int]:
-        """Ids of rendered text, in which the keys of `spelled` replace control tokens in user text."""
-        return self.text.encode_spelled(text, spelled) if spelled else self.text.encode(text)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in messages or tools, at any depth."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _texts(list(value))
-        yield from _texts(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _texts(entry)
-
-
-def _tool_name(tool: Any) -> str:
-    """Name of a tool in a schema or call; empty if there is none, or if a template may quote or escape it."""
-    inner = tool.get("function", tool) if isinstance(tool, dict) else None
-    name = inner.get("name") if isinstance(inner, dict) else None
-    return name if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) else ""
-
-
-class _Conversation:
-    """The encoding of one row of messages."""
-
-    def __init__(self, renderer: Renderer, row: Row) -> None:
-        self.renderer = renderer
+    def _conversation(self, row: Row, notes: set[str]) -> Conversation:
         prompt: list[Message] = [dict(message) for message in row.prompt]  # type: ignore[arg-type]
-        if renderer.system_prompt is not None and not any(message["role"] in _SYSTEM for message in prompt):
-            prompt.insert(0, {"role": "system", "content": renderer.system_prompt})
-        self.spelled: dict[str, str] = {}
-        self._masks = self._find_spelled(prompt, row.completions, row.tools)
-        self.row = replace(row, tools=tuple(self._masked(row.tools)) if row.tools else None)
-        self.prompt: list[Message] = self._masked(prompt)
-        self.completions_start = len(self.prompt)
-        if renderer.supervise == "all":
-            # A greeting with which the assistant opens the conversation is context, not a completion.
-            first = next((i for i, message in enumerate(self.prompt) if i and message["role"] == "assistant"), None)
-            self.completions_start = len(self.prompt) if first is None else first
-        head = self.prompt[: self.completions_start]
-        self.prompt_text = renderer.template(head, self.row, generate=True) if head else ""
-        if head:
-            self._check_tools()
-        ids = renderer.prompt(self.prompt_text, self.spelled) if self.prompt_text else []
-        self.cutter = PromptCutter(ids, self._head(head, ids), lambda: self._shorter(head))
-        users = [message.get("content") or "" for message in prompt if message["role"] == "user"]
-        # The first user message only: prompts of later turns contain the completions of earlier ones.
-        self.split_text = str(users[0]) if users else self._unmasked(self.prompt_text)
+        if self.system_prompt is not None and not any(message["role"] in _SYSTEM for message in prompt):
+            prompt.insert(0, {"role": "system", "content": self.system_prompt})
+        text = "\n".join(texts_in([prompt, row.completions, row.tools]))
+        names = {match.group() for match in self.text.control_pattern.finditer(text)}
+        turns = [name for name in self._other if name in text and name in self._usual[0]]
+        if self.control_tokens == "refuse" and (names or turns):
+            self._refuse(row, min([*names, *turns], key=text.index))
+        if names:
+            notes.add("control_spelled" if self.control_tokens == "plain" else "control_kept")
+        if turns:  # the template marks turns with them, but the tokenizer does not call them special
+            notes.add("turn_spelled")
+        spelled = Spelled(self.text.control_pattern, names if self.control_tokens == "plain" else (), text)
+        return Conversation(self.chat_template, self.text, row, prompt, spelled, supervise=self.supervise,
+                            terminator=lambda: self._usual[1], encode_prompt=self._prompt)
 
-    def _check_tools(self) -> None:
-        """T4: a template that expects tool schemas of another form silently renders nothing."""
-        for tool in self.row.tools or ():
-            if (name := _tool_name(tool)) and name not in self.prompt_text:
-                raise DataError(f"{self.row.place}: tool '{name}' is missing in the rendered prompt: "
-                                f"{self.renderer.template_name} needs schemas in another form, probably "
-                                '{"type": "function", "function": {"name": ...}}')
+    def _refuse(self, row: Row, name: str) -> NoReturn:
+        raise DataError(f"{row.place}: the text contains the control token '{name}' (--control-tokens refuse). Remove "
+                        "it, or use --control-tokens plain.")
 
-    def _check_calls(self, message: Message, rendered: str) -> None:
-        """M5: a tool call that the template does not render would be trained as a terminator only."""
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            if (name := _tool_name(call)) and name not in rendered:
-                raise DataError(f"{self.row.place}: {self.renderer.template_name} does not render the call of "
-                                f"'{name}'. Choose another with --chat-template.")
-
-    def _find_spelled(self, *given: Any) -> dict[str, str]:
-        """Map each control token in the text of messages or tools to a private-use character of its own."""
-        text = "\n".join(_texts(given))
-        names = sorted({match.group() for match in self.renderer.text.control_pattern.finditer(text)})
-        masks: dict[str, str] = {}
-        mark = ord(_PRIVATE)
-        for name in names:
-            while chr(mark) in text:
-                mark += 1
-            masks[name] = chr(mark)
-            self.spelled[chr(mark)] = name
-            mark += 1
-        return masks
-
-    def _masked(self, value: Any) -> Any:
-        """Messages or tools with private-use characters instead of control tokens."""
-        if not self._masks:
-            return value
-        if isinstance(value, str):
-            return self.renderer.text.control_pattern.sub(lambda match: self._masks[match.group()], value)
-        if isinstance(value, dict):
-            return {self._masked(key): self._masked(entry) for key, entry in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._masked(entry) for entry in value]
-        return value
-
-    def _unmasked(self, text: str) -> str:
-        """Rendered text with its control tokens again. Which characters replace them depends on the completions."""
-        return "".join(self.spelled.get(character, character) for character in text)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.renderer.encode_text(text, self.spelled)
-
-    def _head(self, messages: Sequence[Message], ids: list[int]) -> tuple[int, ...]:
-        """Numbers of first tokens that truncation keeps: the BOS, or BOS and system message."""
-        bos = 1 if ids and ids[0] == self.renderer.text.bos_id else 0
-        if not messages or messages[0]["role"] != "system":
-            return (bos,)
+    @cached_property
+    def _usual(self) -> tuple[str, str]:
+        """A short conversation as the template renders it, and the control token that ends it."""
+        spoken: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
         try:
-            system = self._encode(self.renderer.template(messages[:1], self.row, generate=False))
-        except DataError:  # the template needs a user message first
-            return (bos,)
-        return (bos, len(system)) if ids[: len(system)] == system else (bos,)
+            text = self.chat_template.render(spoken, None, "", generate=False)
+        except (DataError, ModelError):  # a template that wants other messages
+            return "", ""
+        end = self.text.terminator(text, text.rfind("Yes") + 3, content_shown="Yes" in text)
+        return text, end.group() if end else ""
 
-    def _shorter(self, messages: Sequence[Message]) -> list[list[int]]:
-        """The prompt without its oldest turns, longest first. Each begins with the system and a user message."""
-        lead = 1 if messages and messages[0]["role"] == "system" else 0
-        starts = [i for i, message in enumerate(messages) if message["role"] == "user" and i > lead]
-        shorter = []
-        for start in starts:
-            kept = [*messages[:lead], *messages[start:]]
-            shorter.append(self._encode(self.renderer.template(kept, self.row, generate=True)))
-        return shorter
-
-    def completion(self, messages: Sequence[Message], notes: set[str]) -> Completion | None:
-        """Ids after the prompt, with a mask of the supervised assistant messages; None if these are empty."""
-        rest = [*self.prompt[self.completions_start :], *(self._masked(message) for message in messages)]
-        head = self.prompt[: self.completions_start]
-        assistant = [i for i, message in enumerate(rest) if message["role"] == "assistant"]
-        supervised = assistant if self.renderer.supervise == "all" else assistant[-1:]
-        ids: list[int] = []
-        mask: list[bool] = []
-        before, before_ids, content_tokens = self.prompt_text, self.cutter.ids, 0
-        for i in supervised:
-            start = self.prompt_text if i == 0 and head else self.renderer.template(
-                [*head, *rest[:i]], self.row, generate=True)
-            if start != before:  # turns between the last supervised message and this one
-                between, exact = self._between(before, before_ids + ids, start)
-                if not exact:
-                    notes.add("text_changed")
-                ids += between
-                mask += [False] * len(between)
-            text, stop = self._render_message([*head, *rest[: i + 1]], start, notes)
-            new, exact = self._continue(start, self.cutter.ids + ids, text)
-            if not exact:
-                notes.add("text_changed")
-            ids += [*new, stop]
-            self.renderer.stop_ids.add(stop)
-            mask += [True] * (len(new) + 1)
-            content_tokens += len(new)
-            before = start + text + self._spell(stop)
-        if not content_tokens:
-            return None
-        array = Completion.supervised(ids)
-        if all(mask):
-            return array
-        return Completion(array.ids, array.loss_mask & mask)
-
-    def _spell(self, token_id: int) -> str:
-        return self.renderer.text.decode([token_id])
-
-    def _between(self, before: str, ids: list[int], start: str) -> tuple[list[int], bool]:
-        """Ids of the text from the last terminator to the start of the next supervised message."""
-        if not start.startswith(before):
-            raise DataError(f"{self.row.place}: {self.renderer.template_name} renders earlier turns differently when "
-                            "later ones follow, so --supervise all is unsupported. Use --supervise last.")
-        return self._continue(before, ids, start[len(before) :])
-
-    def _continue(self, before: str, ids: list[int], text: str) -> tuple[list[int], bool]:
-        return self.renderer.text.continue_text(before, ids, text, self.spelled)
-
-    def _render_message(self, conversation: Sequence[Message], start: str, notes: set[str]) -> tuple[str, int]:
-        """The last message as the template renders it, without its terminator, and the terminator's id."""
-        text, content = self.renderer.text, conversation[-1].get("content") or ""
-        full = self.renderer.template(conversation, self.row, generate=False)
-        if not full.startswith(start):
-            # The generation prompt has text that finished messages lack, such as a thinking tag.
-            found = text.without_control(full).rfind(content.strip())
-            if found < 0 or not content.strip():
-                raise DataError(f"{self.row.place}: {self.renderer.template_name} changes the text of the completion, "
-                                "so its tokens cannot be located. Choose another with --chat-template.")
-            start = full[:found]
-        rendered = full[len(start) :]
-        if content.strip() and not rendered.strip():
-            raise DataError(f"{self.row.place}: {self.renderer.template_name} does not render the completion. Choose "
-                            "another with --chat-template.")
-        plain = text.without_control(rendered)
-        self._check_calls(conversation[-1], rendered)
-        if content not in plain:  # the template trims it, for example
-            notes.add("text_changed")
-        shown = content if content in plain else content.strip()
-        # A tool call has no content, and white space alone would be found anywhere.
-        end = plain.rfind(shown) + len(shown) if shown.strip() and shown in plain else 0
-        if stop := text.terminator(rendered, end, content_shown=end > 0):
-            return rendered[: stop.start()], text.control[stop.group()]
-        notes.add("eos_added")
-        assert text.eos_id is not None
-        # White space after the content separates turns and is not part of the completion.
-        tail = rendered[end:]
-        return rendered[:end] + (tail if tail.strip() else ""), text.eos_id
+    def _prompt(self, text: str, names: dict[str, str], encode: Callable[[str], list[int]]) -> list[int]:
+        """Ids of a rendered prompt. The last one is cached, since neighboring rows often share it."""
+        if self._last_prompt[:2] != (text, names):
+            self._last_prompt = (text, names, encode(text))
+        return self._last_prompt[2]

@@ -4,10 +4,10 @@ import copy
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -48,8 +48,12 @@ class Piece:
 class TextTokenizer:
     """Wraps a Hugging Face tokenizer; every id that Tropism trains on comes from here.
 
-    Control tokens are the tokenizer's added tokens, which it matches before all other text, except runs of white
-    space, which some tokenizers add for code.
+    Added tokens are matched before all other text. Those that the tokenizer calls special are control tokens.
+
+    Attributes:
+        added: ids of the added tokens, except runs of white space, which some tokenizers add for code.
+        control: names of the control tokens. A message may end with one, but its text contains none.
+        control_pattern: matches them.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -65,11 +69,16 @@ class TextTokenizer:
                 added.setdefault(name, tokenizer.convert_tokens_to_ids(name))
         self._added: dict[str, int] = dict(sorted(added.items(), key=lambda item: -len(item[0])))
         self._added_pattern = _any_of(self._added)
-        self.control: dict[str, int] = {name: token_id for name, token_id in self._added.items() if name.strip()}
+        self.added: dict[str, int] = {name: token_id for name, token_id in self._added.items() if name.strip()}
+        known = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+        self._strips_left = {name for name, token in known.items() if token.lstrip}
+        self._strips_right = {name for name, token in known.items() if token.rstrip}
+        self._borders = {name for name, token in known.items()
+                         if not (token.lstrip or token.single_word or token.normalized)}
         special = {str(token) for token in tokenizer.all_special_tokens}
-        special.update(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self.terminators: frozenset[str] = frozenset(special & self.control.keys())
-        self.control_pattern = _any_of(self.control)
+        special.update(name for name, token in known.items() if token.special)
+        self.control: frozenset[str] = frozenset(special & self.added.keys())
+        self.control_pattern = _any_of(sorted(self.control, key=len, reverse=True))
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = copy.deepcopy(backend) if backend is not None else None
         if self._backend is not None:  # limits come from options; a limit stored in the file would apply silently
@@ -81,6 +90,14 @@ class TextTokenizer:
         if self._backend is not None:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def chunks(self, text: str) -> list[str]:
+        """The text in pieces whose ids, one after the other, are those of the text: each begins with an added token,
+        which separates what is before it from what follows."""
+        if self._backend is None:
+            return [text]
+        starts = [match.start() for match in self._added_pattern.finditer(text) if match.group() in self._borders]
+        return [text[start:end] for start, end in pairwise(dict.fromkeys([0, *starts, len(text)]))]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids that generation gets for a plain text prompt: with the tokens that the tokenizer adds before the text
@@ -143,28 +160,21 @@ class TextTokenizer:
         text around them, up to the next real control token.
         """
         ids: list[int] = []
-        position = 0
+        position, previous = 0, ""
         for match in [*self._added_pattern.finditer(text), None]:
             piece = text[position : match.start() if match else len(text)]
-            piece = self._strip(piece, before=match.group() if match else "", after=text[:position])
+            if match and match.group() in self._strips_left:
+                piece = piece.rstrip()
+            if previous in self._strips_right:
+                piece = piece.lstrip()
             piece = self.spell_out(piece, spelled)
             if piece:
                 plain = self._plain if ids else self._plain_first
                 ids += plain.encode(piece, add_special_tokens=False).ids
             if match:
                 ids.append(self._added[match.group()])
-                position = match.end()
+                position, previous = match.end(), match.group()
         return ids
-
-    def _strip(self, piece: str, *, before: str, after: str) -> str:
-        """Strip white space next to control tokens that absorb it."""
-        tokens = {str(token): token for token in self.tokenizer.added_tokens_decoder.values()}
-        if before in tokens and tokens[before].lstrip:
-            piece = piece.rstrip()
-        previous = next((name for name in self._added if after.endswith(name)), None)
-        if previous in tokens and tokens[previous].rstrip:
-            piece = piece.lstrip()
-        return piece
 
     @cached_property
     def _plain_first(self) -> Any:
@@ -184,7 +194,7 @@ class TextTokenizer:
         state["added_tokens"], state["post_processor"] = [], None
         if not first:
             _set_prepend_scheme(state.get("pre_tokenizer"), "never")
-        _remove_pieces(state["model"], self.control)
+        _remove_pieces(state["model"], self.added)
         return Tokenizer.from_str(json.dumps(state))
 
     def continue_text(self, prompt_text: str, prompt_ids: list[int], text: str,
@@ -193,7 +203,7 @@ class TextTokenizer:
 
         The first exact one of three encodings is used: the text alone; the text after the prompt, if the joint ids
         begin with the prompt's ids; the text after a newline, for tokenizers that add a space before the first word.
-        `spelled` is as in `encode_spelled`.
+        Of the prompt, the end from its last border on is enough. `spelled` is as in `encode_spelled`.
         """
         def encode(piece: str) -> list[int]:
             return self.encode_spelled(piece, spelled) if spelled else self.encode(piece)
@@ -202,7 +212,8 @@ class TextTokenizer:
         alone = encode(text)
         if self._continues(prompt_ids, alone, wanted):
             return alone, True
-        bare, joint = encode(prompt_text), encode(prompt_text + text)
+        end = self._last_chunk(prompt_text)
+        bare, joint = encode(end), encode(end + text)
         if joint[: len(bare)] == bare and prompt_ids[len(prompt_ids) - len(bare) :] == bare:
             after = joint[len(bare) :]
             if self._continues(prompt_ids, after, wanted):
@@ -212,6 +223,15 @@ class TextTokenizer:
             return anchored[len(anchor) :], True
         return alone, False
 
+    def _last_chunk(self, text: str) -> str:
+        """The last of `chunks`, searched from the end."""
+        reach = 256
+        while reach < len(text):
+            if len(found := self.chunks(text[-reach:])) > 1:
+                return found[-1]
+            reach *= 4
+        return self.chunks(text)[-1] if text else ""
+
     @staticmethod
     def spell_out(text: str, spelled: Mapping[str, str]) -> str:
         """Rendered text with the control tokens of user text restored."""
@@ -219,29 +239,44 @@ class TextTokenizer:
             text = text.replace(marker, name)
         return text
 
-    def terminator(self, rendered: str, end: int, *, content_shown: bool) -> re.Match[str] | None:
-        """The terminator of a message: the first of the special tokens at the end of the rendered text.
+    def terminator(self, rendered: str, end: int, *, content_shown: bool,
+                   usual: Callable[[], str] = str) -> re.Match[str] | None:
+        """The terminator of a message: the usual one, or the first, of the special tokens at the end of the text.
 
-        It is not the first one after the content, since a tool call may begin with one, and not the last, since some
-        templates end a conversation with one more. If other text is at the end, it is the first one after the content.
+        It is not the first one after the content, since a tool call may begin or end with one, and not the last, since
+        some templates end a conversation with one more. If other text is at the end, it is the first one after the
+        content.
 
         Args:
             rendered: a message and all that the template adds after it.
             end: end of the content.
             content_shown: True if the content was found, so that `end` is valid.
+            usual: gives the one of other messages; called if there are several.
         """
-        specials = [match for match in self.control_pattern.finditer(rendered, end)
-                    if match.group() in self.terminators]
-        found, border = None, len(rendered)
+        specials = [match for match in self._added_pattern.finditer(rendered, end) if match.group() in self.control]
+        border = len(rendered)
+        last: list[re.Match[str]] = []
         for match in reversed(specials):
             if rendered[match.end() : border].strip():
                 break
-            found, border = match, match.start()
-        return found or (specials[0] if specials and content_shown else None)
+            last.insert(0, match)
+            border = match.start()
+        if len(last) > 1:
+            name = usual()
+            return next((match for match in last if match.group() == name), last[0])
+        return last[0] if last else specials[0] if specials and content_shown else None
 
-    def without_control(self, text: str) -> str:
-        """Text of the same length with control tokens blanked, for searching."""
-        return self.control_pattern.sub(lambda match: "\0" * len(match.group()), text)
+    def without_added(self, text: str, content: str) -> str:
+        """A text of the same length without the added tokens that `content` lacks, for finding it."""
+        return self._added_pattern.sub(
+            lambda match: match.group() if match.group() in content or match.group().isspace()
+            else "\0" * len(match.group()), text)
+
+    def outside_added(self, text: str, position: int) -> int:
+        """The position, or the start of the added token around it."""
+        near = max(position - max(map(len, self._added), default=0), 0)
+        return min([position, *(match.start() for match in self._added_pattern.finditer(text, near)
+                                if match.start() < position < match.end())])
 
     def _continues(self, prompt_ids: list[int], ids: list[int], text: str) -> bool:
         context = prompt_ids[-_WINDOW:]

@@ -1,5 +1,6 @@
 """Truncation: prompts on the left, completions on the right, with one prompt for all sides of a row."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -30,7 +31,7 @@ class PromptCutter:
     Args:
         ids: the full prompt.
         head: numbers of first tokens to keep if they fit: the BOS, or BOS and system message.
-        shorter: prompts without their oldest turns, longest first, computed only if needed.
+        shorter: prompts without their oldest turns, longest first. None is computed unless it is needed.
     """
 
     ids: list[int]
@@ -41,9 +42,10 @@ class PromptCutter:
         """The prompt in at most `limit` tokens: cut at a message border if that leaves `floor`, else anywhere."""
         if len(self.ids) <= limit:
             return self.ids
-        for candidate in self.shorter():
-            if floor <= len(candidate) <= limit:
-                return candidate
+        shorter = self.shorter()
+        fits = bisect_left(shorter, -limit, key=lambda ids: -len(ids))
+        if fits < len(shorter) and len(shorter[fits]) >= floor:
+            return shorter[fits]
         # No border fits. Keep the head if it leaves at least half of the limit for the end of the prompt.
         head = max((size for size in self.head if size <= max(limit // 2, 1)), default=0)
         return self.ids[:head] + self.ids[len(self.ids) - (limit - head) :]

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from tropism.borders import border
 from tropism.distributed.shard import give, is_sharded
-from tropism.errors import UsageError
+from tropism.errors import ModelError, UsageError
 from tropism.model.adapters.parameters import NAME, PARTS, adapter_name, adapter_weight_names
 from tropism.model.adapters.targets import check_rank
+from tropism.model.tied_weights import is_tied
 
 # peft imports bitsandbytes if it is installed, which then warns about a missing kernel that nothing here uses.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -44,6 +45,7 @@ def make_structure(module: Any, config: Any) -> None:
     config.init_lora_weights = False  # `set_initial_values` sets them
     config.inference_mode = False
     check_rank(module, config)
+    one_table = config.ensure_weight_tying and is_tied(module)
     with border("the adapter does not match the model"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kinds of layers, which peft detects correctly
         # For DoRA peft dequantizes weights and restores them, which would lose them on the meta device.
@@ -51,10 +53,25 @@ def make_structure(module: Any, config: Any) -> None:
                                 low_cpu_mem_usage=not getattr(module, "is_quantized", False))
     config.init_lora_weights = start
     config.modules_to_save = wanted or None  # without the tied ones, which peft adds again on loading
+    if one_table:
+        _tie_saved(module)
     names = adapter_weight_names(module) or set()
     for name, weight in module.named_parameters(remove_duplicate=False):
         weight.requires_grad_(name in names)
     module.eval()
+
+
+def _tie_saved(module: Any) -> None:
+    """Let tied ends that are trained in full share one weight. peft does this only for some names of modules.
+
+    Raises:
+        ModelError: if only one of them is trained.
+    """
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    if not _has(embedding, "modules_to_save") or not _has(head, "modules_to_save"):
+        raise ModelError(f"{type(module).__name__}: the embedding and the output head share one table, but the adapter "
+                         "trains only one of them. Name both in --lora.modules-to-save.")
+    head.modules_to_save[NAME].weight = embedding.modules_to_save[NAME].weight
 
 
 def initial_values(seed: int, name: str, shape: Sequence[int]) -> Tensor:

@@ -19,6 +19,8 @@ class AdapterSummary:
         kinds: number of their distinct names, ignoring the index of the layer.
         whole: modules that are trained in full in addition (`modules_to_save`).
         learning, total: trainable weights and all weights, those of the adapter included.
+        experts: weights of experts that stay frozen. Families that hold all experts of a layer in one tensor have no
+            linear layer for each, which an adapter could be put on.
     """
 
     rank: int
@@ -27,11 +29,13 @@ class AdapterSummary:
     whole: int
     learning: int
     total: int
+    experts: int = 0
 
     def __str__(self) -> str:
         full = f" and {self.whole} fully trained modules" if self.whole else ""
         return (f"rank {self.rank} on {self.modules} modules ({self.kinds} kinds){full}: {_short(self.learning)} of "
-                f"{_short(self.total)} weights are trainable")
+                f"{_short(self.total)} weights are trainable"
+                + (f"; {_short(self.experts)} weights of experts stay frozen" if self.experts else ""))
 
 
 def summarize(module: Any) -> AdapterSummary:
@@ -45,8 +49,10 @@ def summarize(module: Any) -> AdapterSummary:
     frozen = {id(weight): weight for key, weight in module.named_parameters()
               if key not in (adapter_weight_names(module) or ()) and ".original_module." not in key}
     total = learning + sum(map(_size, frozen.values()))
+    experts = sum(_size(weight) for key, weight in module.named_parameters() if id(weight) in frozen
+                  and weight.ndim >= 3 and "experts" in key)
     return AdapterSummary(max((layer.r[name] for layer in layers.values()), default=0), len(layers), len(kinds), full,
-                 learning, total)
+                          learning, total, experts)
 
 
 def rank_warning(module: Any) -> str | None:

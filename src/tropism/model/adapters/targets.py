@@ -26,6 +26,10 @@ def linear_names(module: Any) -> list[str]:
             and not type(layer).__module__.startswith(_OF_MODELS)]
 
 
+_EMBEDDING_OF_PEFT = "embed_tokens"
+"""The only name of an embedding for which peft looks for the head that is tied to it."""
+
+
 def new_config(module: Any, options: LoraOptions, base: str | None) -> Any:
     """peft's configuration of a new adapter for a model. The model needs no weights.
 
@@ -33,7 +37,8 @@ def new_config(module: Any, options: LoraOptions, base: str | None) -> Any:
         base: the base model to name in the adapter's file; None for none.
 
     Raises:
-        UsageError: for a name that matches no module, or a module that cannot be adapted or trained in full.
+        UsageError: for a name that matches no module, a module that cannot be adapted or trained in full, or a rank
+            above the sizes of all layers.
     """
     from peft import LoraConfig  # slow to import, and most runs have no adapter
 
@@ -42,6 +47,10 @@ def new_config(module: Any, options: LoraOptions, base: str | None) -> Any:
     full = _full_modules(module, options)
     targets = _targets(module, options, full)
     linear = [layer for name, layer in module.named_modules() if _ends(name, targets)]
+    largest = max((min(sides) for layer in linear if (sides := _sides(layer))), default=rank)
+    if rank > largest:
+        raise UsageError(f"--lora.rank {rank:,} exceeds the smaller side of every layer that it adapts, where more "
+                         f"rank has no effect. Use {largest:,} or less.")
     return LoraConfig(
         r=rank, lora_alpha=options.alpha if options.alpha is not None else 2 * rank, target_modules=targets,
         lora_dropout=0.0, use_dora=options.dora, use_rslora=options.rslora, modules_to_save=full or None,
@@ -109,10 +118,20 @@ def _sides(layer: Any) -> tuple[int, ...]:
     return tuple(layer.weight.shape) if isinstance(layer, Conv1D) else ()
 
 
+def _used_directly(module: Any) -> set[str]:
+    """Names of linear layers of Mamba whose weights are used without calling the layer: an adapter would not act.
+
+    Kernels take the weight of the last projection, and models multiply with that of the time step.
+    """
+    mixers = [name for name, part in module.named_modules() if hasattr(part, "A_log") and hasattr(part, "D")]
+    return {f"{name}.{layer}" for name in mixers for layer in ("out_proj", "dt_proj")}
+
+
 def _targets(module: Any, options: LoraOptions, full: Sequence[str]) -> list[str]:
     linear = linear_names(module)
     if options.targets is None:
-        linear = [name for name in linear if not _within(name, full)]
+        direct = _used_directly(module)
+        linear = [name for name in linear if not _within(name, full) and name not in direct]
         if not linear:
             raise UsageError(f"--lora.modules-to-save {options.modules_to_save} names every linear layer, so none is "
                              "left for an adapter. List fewer." if full else
@@ -132,6 +151,9 @@ def _targets(module: Any, options: LoraOptions, full: Sequence[str]) -> list[str
             if layer is head:
                 raise UsageError(f"--lora.targets {wanted} is the head, which cannot have an adapter. Use "
                                  f"--lora.modules-to-save {wanted} to train it in full.")
+            if name in _used_directly(module):
+                raise UsageError(f"--lora.targets {wanted}: {name} cannot have an adapter, because Mamba uses its "
+                                 "weight without calling the layer. Remove it.")
             if name not in known:
                 raise UsageError(f"--lora.targets {wanted}: {name} is of type {type(layer).__name__}, but only linear "
                                  "layers can have an adapter. To train the module in full, use "
@@ -143,7 +165,8 @@ def _targets(module: Any, options: LoraOptions, full: Sequence[str]) -> list[str
 
 
 def _full_modules(module: Any, options: LoraOptions) -> list[str]:
-    """Names of the modules that are trained in full. If head and embedding are tied, the embedding represents both."""
+    """Names of the modules that are trained in full. If head and embedding are tied, both are, as one table: the
+    embedding represents both where peft knows its name, and else both are named."""
     names = _split(options.modules_to_save)
     every = dict(module.named_modules())
     lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -160,7 +183,8 @@ def _full_modules(module: Any, options: LoraOptions) -> list[str]:
     embedding = module.get_input_embeddings()
     own = next(name for name, layer in every.items() if layer is embedding).rpartition(".")[2]
     head = next(name for name, layer in every.items() if layer is module.get_output_embeddings())
-    return [own, *(name for name in names if not _ends(head, [name]) and name != own)]
+    ends = [own] if own == _EMBEDDING_OF_PEFT else [own, head.rpartition(".")[2]]
+    return [*ends, *(name for name in names if not _ends(head, [name]) and name != own)]
 
 
 def _names_tied(module: Any, names: Sequence[str]) -> bool:

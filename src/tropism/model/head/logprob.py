@@ -29,8 +29,9 @@ class Head:
     Args:
         weight: `[V, D]`; if the vocabulary is divided, the rows on this process.
         bias: `[V]` or None; likewise.
-        scale: factor on the logits (Cohere's logit_scale, 1 / Granite's logits_scaling).
-        softcap: cap c of c tanh(logits / c) (Gemma 2), or None.
+        scale: factor on the logits (Cohere's logit_scale, Falcon-H1's lm_head_multiplier, 1 / Granite's
+            logits_scaling).
+        softcap: cap c of c tanh(logits / c) (Gemma 2, RecurrentGemma), or None.
         compute: dtype of the matrix products; None for the weight's.
         columns: which rows of the weight are on this process.
     """
@@ -213,10 +214,12 @@ def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns | N
     columns = getattr(model, "tropism_columns", UNDIVIDED) if columns is None else columns
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    if getattr(config, "logits_scaling", None):
-        scale /= float(config.logits_scaling)
-    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
+        scale *= float(getattr(config, name, None) or 1.0)
+    if scaling := getattr(config, "logits_scaling", None):
+        scale = scale * scaling if config.model_type.startswith("hyperclovax") else scale / scaling
+    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
     weight, bias = linear.weight, getattr(linear, "bias", None)
     if columns != UNDIVIDED:
         weight, bias = _local(weight), _local(bias)

@@ -1,9 +1,11 @@
 """Completions of held-out prompts, sampled before and after training."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import TokenIds
@@ -30,19 +32,30 @@ def sample_prompts(rows: Sequence[EncodedRow], count: int) -> list[EncodedRow]:
 @torch.no_grad()
 def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], stop_ids: Sequence[int],
            new_tokens: int = NEW_TOKENS) -> list[str]:
-    """The model's greedy completion of each row's prompt."""
+    """The model's greedy completion of each row's prompt, without the settings of its generation config."""
     answers = []
-    with (attention(model.module, plain_implementation(model.module)),
+    with (attention(model.module, plain_implementation(model.module)), _plain_generation(model.module),
           computing(model.module, model.precision, model.device)):
         for start in range(0, len(rows), _TOGETHER):
             ids, mask = _pad_left([row.prompt_ids for row in rows[start : start + _TOGETHER]], stop_ids[0])
             out = model.module.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
                                         do_sample=False, max_new_tokens=new_tokens, eos_token_id=list(stop_ids),
                                         synced_gpus=is_sharded(model.module),
-                                        pad_token_id=stop_ids[0], temperature=None, top_p=None, top_k=None)
+                                        pad_token_id=stop_ids[0])
             answers += [tokenizer.decode(line, skip_special_tokens=True).strip() for line in out[:, ids.shape[1] :]]
     rest(model.module)
     return answers
+
+
+@contextmanager
+def _plain_generation(module: Any) -> Iterator[None]:
+    """Context in which a model's generation config is empty. Settings such as stop strings or another cache need more
+    than ids, or packages that are not installed."""
+    own, module.generation_config = module.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        module.generation_config = own
 
 
 def _pad_left(prompts: Sequence[TokenIds], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from tropism.model.adapters.peft_module import inner
 from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.config import check_architecture, dropout_of
 from tropism.model.finite_weights import check_finite
+from tropism.model.generation import corrected, read_generation
 from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.layout_check import Layout, choose_layout
 from tropism.model.load_sharded import load_sharded
@@ -142,6 +143,17 @@ def config_of(named: ModelOrModule, trust_remote_code: bool) -> Any:
     if isinstance(named, ModelSource):
         return load.load_config(named, trust_remote_code=trust_remote_code)
     return named.config
+
+
+def generation_notes(model: ModelOrModule) -> list[str]:
+    """What is corrected in the generation config of the policy, before training instead of when it is saved."""
+    if isinstance(model, ModelSource):
+        return [] if model.gguf_file else read_generation(model.name)[1]
+    generation = getattr(model, "generation_config", None)
+    if generation is None:
+        return []
+    model.generation_config, notes = corrected(generation)
+    return notes
 
 
 def turned_off(config: Any, router_aux_weight: float) -> list[str]:

@@ -28,6 +28,7 @@ from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.names import find_adapter
 from tropism.model.options import LoraOptions
 from tropism.model.source import ModelSource
+from tropism.model.tied_weights import is_tied, ties
 from tropism.observe.console import Voice
 from tropism.train.frozen import reference as references
 from tropism.train.setup import models
@@ -219,6 +220,10 @@ class PolicyBuilder:
             is_reference: the policy before step 1 is the reference.
         """
         module = self.module(numerics, seed)
+        if isinstance(self.named, ModelSource) and not is_sharded(module) and not is_tied(module) and ties(
+                load.load_config(self.named, trust_remote_code=numerics.trust_remote_code)):
+            voice.warn(f"{self.named.name}: config.json ties embedding and output head, but the files hold two "
+                       "different tables. They stay apart, and the result says tie_word_embeddings: false.")
         if not self.adapts:
             return module, {}
         facts = summarize(module)
