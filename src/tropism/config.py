@@ -6,15 +6,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from tropism.argument_names import ALIASES, VALUES, instead, value_of
 from tropism.data.formats import View
 from tropism.data.formats.options import FormatOptions
 from tropism.data.options import DataOptions
 from tropism.data.sources.resolve import absolute
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.truncate import LengthOptions
-from tropism.errors import UsageError, did_you_mean
+from tropism.errors import UsageError
+from tropism.methods.options import check_options, rows_of_losses
 from tropism.model.options import RATE_OF_ADAPTERS, LoraOptions, is_adapter
 from tropism.options import Everyday, Options
 from tropism.train.options import ParallelOptions, ReferenceOptions, RunOptions, StoreOptions, TeacherOptions
@@ -30,6 +32,12 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
 
     method: ClassVar[str]
     view: ClassVar[View]
+
+    @field_validator(*VALUES, mode="before", check_fields=False)
+    @classmethod
+    def _of_other_trainers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Values by our names."""
+        return value_of(str(info.field_name), value)
 
     @field_validator("loss", "loss_weights", "track", mode="before", check_fields=False)
     @classmethod
@@ -55,8 +63,6 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
     @model_validator(mode="after")
     def _effective(self) -> "MethodOptions":
         """Refuse options that would have no effect."""
-        from tropism.methods.build import check_options  # imports torch: not for --help
-
         check_options(self.view, self.values)
         if self.lora.quantize is not None and not self.lora.wanted and not is_adapter(self.model):
             raise UsageError("--lora.quantize has no effect without --lora.rank, --lora.adapter, or an adapter as "
@@ -118,8 +124,6 @@ class LossOptions(ReferenceOptions, TeacherOptions):
     @field_validator("loss")
     @classmethod
     def _known(cls, value: str) -> str:
-        from tropism.methods.build import rows_of_losses  # imports torch: not for --help
-
         try:
             rows_of_losses(cls.view, value)
         except UsageError as error:
@@ -309,7 +313,9 @@ def check_name(options: type[MethodOptions], name: str, known: Iterable[str], pl
     if info is not None and isinstance(info.annotation, type) and issubclass(info.annotation, Options):
         first = next(iter(info.annotation.model_fields))
         raise UsageError(f"{place}{name}: is a group of options. Write {name}: {{{first}: ...}}")
-    raise UsageError(f"{place}unknown option {name[:100]}. {did_you_mean(name.replace('-', '_'), sorted(names))}")
+    listed = f"Known: {', '.join(sorted({*names} - ALIASES.keys()))}"  # of Python, which has more names than the help
+    hint = instead(name, names) or (f"See `tropism {options.method} --help-all`" if place else listed)
+    raise UsageError(f"{place}unknown option {name[:100]}. {hint}")
 
 
 def place_of(problem: Any, fields: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from tropism.argument_names import means_never, ours, same_value, value_of
 from tropism.borders import read_mapping
 from tropism.config import METHODS, MethodOptions, check_name, explain, place_of, takes_bool
 from tropism.errors import UsageError, did_you_mean
@@ -15,8 +16,8 @@ from tropism.options import shown
 _TRUST = "trust_remote_code"
 
 
-def read_yaml(path: str | Path, default: str | None = None,
-              decided: bool = False) -> tuple[str | None, dict[str, Any]]:
+def read_yaml(path: str | Path, default: str | None = None, decided: bool = False,
+              say: Callable[[str], None] = lambda text: None) -> tuple[str | None, dict[str, Any]]:
     """The method that a configuration file names, or None, and its options, checked one by one.
 
     `trust_remote_code` is not among them: a file, which someone else may have written, never allows code to run.
@@ -25,6 +26,7 @@ def read_yaml(path: str | Path, default: str | None = None,
         path: the file.
         default: the method of a file that does not name one.
         decided: whether code may run has been said elsewhere. Otherwise a file that allows it is refused.
+        say: is told of each name of another trainer that was replaced by ours.
 
     Raises:
         UsageError: with file and line, for an unknown key (naming the closest known one) or an invalid value.
@@ -32,17 +34,17 @@ def read_yaml(path: str | Path, default: str | None = None,
     path = Path(path)
     values, node = read_mapping(path)
     lines = _lines_of(path, node)
-    return checked(values, lambda key: f"{path}:{lines.get(str(key), 1)}: ", default, decided)
+    return checked(values, lambda key: f"{path}:{lines.get(str(key), 1)}: ", default, decided, say)
 
 
 def checked(values: dict[str, Any], place: Callable[[Any], str], default: str | None = None, decided: bool = False,
-            ) -> tuple[str | None, dict[str, Any]]:
+            say: Callable[[str], None] = lambda text: None) -> tuple[str | None, dict[str, Any]]:
     """The method that recorded options name, or None, and the options, checked one by one.
 
     Args:
         values: as in a file.
         place: where a key is, for errors.
-        default, decided: as in `read_yaml`.
+        default, decided, say: as in `read_yaml`.
 
     Raises:
         UsageError: as in `read_yaml`.
@@ -51,12 +53,42 @@ def checked(values: dict[str, Any], place: Callable[[Any], str], default: str | 
     if method is not None and not (isinstance(method, str) and method in METHODS):
         raise UsageError(f"{place('method')}method: unknown method {method!r}. " + did_you_mean(str(method), METHODS))
     known = METHODS.get(method or default or "")
-    values = (known or MethodOptions).flattened(values)
-    _check(values, known, place)
+    values, own = _ours((known or MethodOptions).flattened(values), known, place, say)
+    _check(values, known, lambda key: place(own.get(key, key)))
     if TypeAdapter(bool).validate_python(values.pop(_TRUST, False)) and not decided:
         raise UsageError(f"{place(_TRUST)}{_TRUST}: a file cannot allow the code of a model to run. If you trust the "
                          "models of this run, pass --trust-remote-code, else --no-trust-remote-code.")
     return method, values
+
+
+def _ours(values: dict[str, Any], options: type[MethodOptions] | None, place: Callable[[Any], str],
+          say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values by our names, and the names that the file has for them where these differ.
+
+    Raises:
+        UsageError: if two names of one option give it two values.
+    """
+    known = {name for cls in ([options] if options else METHODS.values()) for name in cls.flat_fields()}
+    found: dict[str, Any] = {}
+    own: dict[str, str] = {}
+    for key, value in values.items():
+        alias = None if key in known else ours(str(key), known)
+        if alias:
+            say(f"{place(key)}{key} is {alias} here")
+            if means_never(alias, value):
+                continue
+        option = alias or key
+        value = str(value).lower() if option == "resume" and isinstance(value, bool) else value
+        new = value_of(option, value)
+        if new != value:
+            say(f"{place(key)}{option} {value} is {new} here")
+        if option in found and not same_value(found[option], new):
+            raise UsageError(f"{place(key)}{key}: sets the same option as {own.get(option, option)}, to another value. "
+                             "Remove one.")
+        found[option] = new
+        if alias:
+            own[option] = str(key)
+    return found, own
 
 
 def _lines_of(path: Path, node: Any, group: str = "") -> dict[str, int]:

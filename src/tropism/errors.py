@@ -1,13 +1,15 @@
 """Errors for users. Each message gives the place, the problem and the remedy, and is shown without a traceback."""
 
-import difflib
 import pickle
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from tropism.printable import one_line
+
+_NEAR = 0.75  # similarity from which on a name is suggested
 
 
 def first_line(error: BaseException) -> str:
@@ -26,6 +28,20 @@ def clause(error: object) -> str:
     return str(error).rstrip(".")
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a user probably meant; None if none is near.
+
+    Of names that are equally near, the one with the same first letter is meant.
+    """
+    def likeness(other: str) -> tuple[bool, float, bool]:
+        return sorted(other) == letters, SequenceMatcher(None, name, other).ratio(), other[:1] == name[:1]
+
+    name = name[:100]  # comparing takes the square of the length
+    letters = sorted(name)
+    near = {other: found for other in known if (found := likeness(other))[0] or found[1] >= _NEAR}
+    return max(near, key=lambda other: (near[other], other), default=None)
+
+
 def did_you_mean(name: str, known: Iterable[str], style: str = "{}") -> str:
     """A question that names the closest known name, or the list of known names if none is close.
 
@@ -34,9 +50,9 @@ def did_you_mean(name: str, known: Iterable[str], style: str = "{}") -> str:
         known: valid names.
         style: how a name is shown, such as `--{}`.
     """
-    names, name = list(known), name[:100]  # comparing takes the square of the length
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"Did you mean {style.format(close[0])}?" if close else f"Known: {', '.join(map(style.format, names))}"
+    names = list(known)
+    close = nearest(name, names)
+    return f"Did you mean {style.format(close)}?" if close else f"Known: {', '.join(map(style.format, names))}"
 
 
 def count_of(count: int, noun: str, plural: str = "") -> str:

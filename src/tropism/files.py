@@ -338,6 +338,22 @@ def check_writable(directory: Path, file: Path | None = None, what: str = "canno
         raise OutputError(f"{reason}. {advice}." if advice else reason) from error
 
 
+def check_creatable(directory: Path, what: str = "cannot be written") -> None:
+    """Check, without creating anything, that a directory can be created or written.
+
+    Args:
+        directory: to check.
+        what: what failed, for the error.
+
+    Raises:
+        OutputError: if not: there is a file in its place or above it, or permissions forbid it.
+    """
+    found = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    number = errno.ENOTDIR if not found.is_dir() else 0 if os.access(found, os.W_OK | os.X_OK) else errno.EACCES
+    if number:
+        raise OutputError.because(directory, OSError(number, os.strerror(number)), what=what)
+
+
 def _beside(path: Path) -> Path:
     # Two containers that share a disk may have the same process number, hence the random one.
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.randbits(32)}")

@@ -99,6 +99,17 @@ def size_bytes(size: str | int) -> int:
     return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
+def check_size(text: str) -> str:
+    """The text of a size, checked by `size_bytes`.
+
+    Raises:
+        ValueError: if it is invalid, or 0.
+    """
+    if not size_bytes(text):
+        raise ValueError(f"{text}: not a valid size. It must be at least 1 byte.")
+    return text
+
+
 def _types(annotation: Any) -> list[Any]:
     """Types and literal values in an annotation, without None."""
     if annotation is type(None):

@@ -41,9 +41,7 @@ from tropism.train.setup.agreement import facts_of_options
 from tropism.train.setup.announce import announce_data, announce_plan
 from tropism.train.setup.build import BuiltEngine, RunInputs, build_engine
 from tropism.train.setup.checks import check_reference
-from tropism.train.setup.data import (
-    steps_fingerprint,
-)
+from tropism.train.setup.data import steps_fingerprint
 from tropism.train.setup.inputs import Named, check_start, read_inputs
 from tropism.train.setup.parallel import parallelize
 from tropism.train.setup.python_objects import PythonObjects
@@ -302,6 +300,8 @@ class Run:
             fresh: check that policy and reference agree; False if the run resumes after step 1.
         """
         if self._built is None:
+            if isinstance(self.named, ModelSource):
+                self.voice.say(f"loading model {self.named.absolute}")
             built = build_engine(self.inputs, self.preemption)
             engine, own = built.engine, built.engine.reference is not None and self.inputs.reference is None
             if fresh and engine.reference is not None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -348,3 +349,20 @@ def test_out_of_gpu_memory_names_the_remedy(capsys: pytest.CaptureFixture[str], 
     code, _, err = run(capsys, "kto", *small(tiny_model_dir, feedback, tmp_path))
     assert code == 1
     assert "--microbatch-tokens below 2048" in err
+
+
+def test_what_a_run_prints(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path, feedback: Path,
+                           tmp_path: Path) -> None:
+    """H1, L5: the stages in order, each evaluation, and notes on values that are seldom meant."""
+    arguments = small(tiny_model_dir, feedback, tmp_path)
+    arguments[arguments.index("--batch-size") + 1] = "64"
+    code, out, err = run(capsys, "kto", *arguments, "--eval-fraction", "0.2", "--lr", "0.5")
+    assert code == 0, err
+    assert err == "note: --lr is --learning-rate here\n"
+    starts = [f"tropism {version('tropism')} kto: model {tiny_model_dir}, data {feedback}, output {tmp_path / 'run'}",
+              f"reading {feedback}", f"data: {feedback}: ", "method: kto", "plan: ", "note: --batch-size 64 exceeds",
+              "note: --learning-rate 0.5 is very high", f"loading model {tiny_model_dir}", "layout: ",
+              "eval 0/2  loss 0.5000  reward AUC 0.500 (95%: ", "train 1/2  loss 0.5000  margin ", "train 2/2  loss ",
+              "eval 2/2  loss ", "model: "]
+    lines = iter(out.splitlines())
+    assert [start for start in starts if not any(line.startswith(start) for line in lines)] == []

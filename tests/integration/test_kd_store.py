@@ -96,7 +96,7 @@ def test_what_is_announced_is_what_it_takes(distill: Callable[..., Any], options
 def test_a_full_disk_is_noticed_before_the_pass(distill: Callable[..., Any], passes: list[int],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    with pytest.raises(OutputError, match=r"the teacher's top-k tokens need .* GiB"):
+    with pytest.raises(OutputError, match=r"the teacher's top-k tokens need .* KiB, but only 0 KiB are free"):
         distill(top_k=4)
     assert passes == []
 

@@ -83,7 +83,8 @@ VALUES: dict[str, Any] = {
     "batch_size": 4, "loss": "ipo", "desirable_weight": 2.0, "undesirable_weight": 3.0, "warmup_ratio": 0.2,
     "track": "tensorboard", "beta": 0.7, "keep": 3, "resume": "auto",
     "lora.rank": 4, "lora.alpha": 8.0, "lora.targets": "q_proj", "lora.dora": True, "lora.rslora": True,
-    "router_aux_weight": 0.01}
+    "router_aux_weight": 0.01, "max_steps": 5, "precision": "fp64", "max_prompt_length": 32, "label_smoothing": 0.2,
+    "f_divergence": "js", "eval_fraction": 0.25, "seed": 7, "workers": 2}
 BESIDES: dict[str, dict[str, Any]] = {
     "keep": {"save_every": 2}, **{f"lora.{name}": {"lora.rank": 2} for name in ("alpha", "targets", "dora", "rslora")}}
 

@@ -137,5 +137,7 @@ def test_a_command_without_memory_says_so(tiny_model_dir: Path, tmp_path: Path, 
         raise MemoryError
 
     monkeypatch.setattr("tropism.commands.inspect.inspect", fail)
-    assert main(["inspect", "data.jsonl", "--model", str(tiny_model_dir)]) == 1
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    assert main(["inspect", str(data), "--model", str(tiny_model_dir)]) == 1
     assert capsys.readouterr().err.startswith("tropism: out of memory. ")

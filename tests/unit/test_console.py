@@ -1,13 +1,22 @@
 """What is printed is text: no markup, no emoji codes, nothing that acts on the terminal."""
 
 import ast
+import contextlib
+import fcntl
 import io
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
 import tropism
@@ -100,3 +109,120 @@ def test_there_is_one_door() -> None:
                 assert node.id not in ("print", "Console"), name
             if isinstance(node, ast.Attribute):
                 assert node.attr != "print", name
+
+
+def in_terminal(say: Callable[[Voice], None], width: int) -> list[str]:
+    """The lines that a terminal of this width is sent."""
+    out = io.StringIO()
+    say(Voice(console=Console(file=out, force_terminal=True, color_system=None, width=width, soft_wrap=True)))
+    return out.getvalue().rstrip("\n").split("\n")
+
+
+WORDS = st.lists(st.text(st.characters(categories=["L", "N", "P"], exclude_characters="`"), min_size=1, max_size=30),
+                 min_size=1, max_size=40)
+
+
+@given(words=WORDS, width=st.integers(20, 200), indent=st.integers(0, 4))
+def test_lines_wrap_between_words(words: list[str], width: int, indent: int) -> None:
+    """No word is divided, no line is wider than the terminal unless it is one word, and nothing else changes."""
+    text = " " * indent + " ".join(words)
+    lines = in_terminal(lambda voice: voice.say(text), width)
+    assert [word for line in lines for word in line.split(" ") if word] == [word for word in text.split(" ") if word]
+    for line in lines[1:]:
+        assert line.startswith(" " * (indent + 2))
+        assert not line.startswith(" " * (indent + 3))
+    assert not [line for line in lines if cell_len(line) > width and len(line.split()) > 1]
+    assert heard(lambda voice: voice.say(text)) == f"{text}\n"
+
+
+@pytest.mark.parametrize("copied", [
+    "`tropism export runs/first --to DIR --merge`", "/a/path/that/is/longer/than/one/line/of/this/terminal",
+    "runs/first/model/model.safetensors:12:", "--per-device-train-batch-size", "1,234,567.890"])
+@pytest.mark.parametrize("width", [30, 50, 80])
+def test_what_one_copies_is_not_divided(copied: str, width: int) -> None:
+    lines = in_terminal(lambda voice: voice.warn(f"a message with some words before, then {copied} and more."), width)
+    assert [line for line in lines if copied in line]
+
+
+def test_a_command_at_the_end_is_one_line() -> None:
+    command = "tropism kto --model Qwen/Qwen3-0.6B --data feedback.jsonl --output runs/first"
+    assert in_terminal(lambda voice: voice.say(f"--model is required. Example: {command}"), 40) == [
+        "--model is required. Example:", f"  {command}"]
+
+
+def test_a_table_that_is_too_wide_becomes_lines() -> None:
+    """Numbers are not divided either; a file gets the whole table."""
+    before, after = {"logps/chosen": -576.975, "rewards/auc": 0.5}, {"logps/chosen": -12345.678, "rewards/auc": 0.75}
+    assert in_terminal(lambda voice: voice.before_after("rows", before, after), 40) == [
+        "rows", "  logps/chosen: -576.9750 -> -12345.6780", "  rewards/auc: 0.5000 -> 0.7500"]
+    for width in (80, 200):
+        assert "│ logps/chosen │ -576.9750 │ -12345.6780 │" in in_terminal(
+            lambda voice: voice.before_after("rows", before, after), width)
+    out = io.StringIO()
+    Voice(console=Console(file=out, width=20, soft_wrap=True)).before_after("rows", before, after)
+    assert "│ logps/chosen │ -576.9750 │ -12345.6780 │" in out.getvalue()
+
+
+@pytest.mark.parametrize(("lasting", "every", "wanted"), [
+    (True, False, 26), (True, True, 50), (False, False, 0)])
+def test_a_bar_leaves_lines_in_a_terminal(lasting: bool, every: bool, wanted: int) -> None:
+    """Those that a file gets; other bars vanish."""
+    def work(voice: Voice) -> None:
+        with voice.bar("train", lasting, every) as report:
+            for done in range(1, 51):
+                report(done, 50, loss="0.5")
+                if done == 25:
+                    voice.say("between")
+
+    found = [line for line in STYLING.sub("", "\n".join(in_terminal(work, 80))).replace("\r", "\n").split("\n")
+             if line.startswith("train ") and "loss 0.5" in line and "left" not in line]
+    assert len(found) == wanted
+    if lasting:
+        assert found == [line for line in heard(work).split("\n") if line.startswith("train")]
+
+
+@pytest.mark.parametrize(("total", "wanted"), [
+    (1, [1]), (10, [*range(1, 11)]), (24, [*range(1, 25)]), (60, [1, *range(5, 61, 5)]),
+    (1003, [1, *range(50, 1001, 50), 1003]), (0, [0])])
+def test_lines_come_at_round_numbers(total: int, wanted: list[int]) -> None:
+    def work(voice: Voice) -> None:
+        with voice.bar("read") as report:
+            for done in range(min(1, total), total + 1):
+                report(done, total)
+
+    assert heard(work).splitlines() == [f"read {done}/{total}" for done in wanted]
+
+
+SPEAKER = """
+from tropism.observe.console import Voice
+voice = Voice()
+voice.warn("the prompt of 55 rows was truncated on the left (46%, first data.jsonl:1). Raise --max-length.")
+with voice.bar("train", lasting=True) as report:
+    for done in range(1, 4):
+        report(done, 3, loss="0.5000")
+voice.say("end")
+"""
+
+
+@pytest.mark.parametrize(("width", "wanted"), [
+    (80, ["note: the prompt of 55 rows was truncated on the left (46%, first data.jsonl:1).",
+          "  Raise --max-length."]),
+    (200, ["note: the prompt of 55 rows was truncated on the left (46%, first data.jsonl:1). Raise --max-length."])])
+def test_in_a_terminal_of_the_system(width: int, wanted: list[str]) -> None:
+    """As a user sees it, with the width that the terminal has."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    with subprocess.Popen([sys.executable, "-c", SPEAKER], stdin=slave, stdout=slave, stderr=slave,
+                          env={**os.environ, "TERM": "xterm"}) as process:
+        os.close(slave)
+        said = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while part := os.read(master, 4096):
+                said += part
+    os.close(master)
+    assert process.returncode == 0
+    lines = [line.rpartition("\r")[2] for line in STYLING.sub("", said.decode()).replace("\r\n", "\n").split("\n")]
+    assert lines[:len(wanted)] == wanted
+    assert [line for line in lines if line.startswith("train") and "left" not in line] == [
+        f"train {done}/3  loss 0.5000" for done in (1, 2, 3)]
+    assert "end" in lines[-2:]

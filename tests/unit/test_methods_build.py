@@ -6,7 +6,8 @@ import pytest
 
 from tropism.errors import UsageError
 from tropism.methods import LOSSES, Method
-from tropism.methods.build import OPTIONS, build_method, check_options, describe_method, effective
+from tropism.methods.build import build_method, describe_method, effective
+from tropism.methods.options import OPTIONS, check_options
 
 PREFERENCES = [(view, name) for view in ("paired", "unpaired") for name, row in LOSSES[view].items() if row.reward]
 

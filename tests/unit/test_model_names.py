@@ -51,7 +51,7 @@ def test_a_mistyped_path_is_said_before_the_hub_is_asked(tmp_path: Path, monkeyp
     for _ in range(2):
         assert ModelSource.of("owner/name").name == "owner/name"
         source = ModelSource.of("runs/nothing")
-    assert re.fullmatch(r"note: runs/nothing: .*not found in runs; .*Hub\n", capsys.readouterr().out)
+    assert re.fullmatch(r"note: runs/nothing: .*not found in runs; .*Hub\n", capsys.readouterr().err)
 
     def gone(*args: object, **options: object) -> None:
         raise OSError("cannot connect")

@@ -269,7 +269,7 @@ def test_space_is_checked_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store.check_space(9 * 2**30)
     with pytest.raises(OutputError) as caught:
         store.check_space(10 * 2**30)
-    assert "need 10.00 GiB, but only 10.00 GiB are free" in str(caught.value)
+    assert "need 10.0 GiB, but only 10.0 GiB are free" in str(caught.value)
     assert "--top-k" in str(caught.value)
     assert "--store" in str(caught.value)
     assert not (tmp_path / "not").exists()

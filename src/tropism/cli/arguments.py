@@ -9,8 +9,10 @@ from typing import Any
 from tropism.config import METHODS, takes_bool
 from tropism.config_file import checked, read_yaml
 from tropism.errors import UsageError, count_of
+from tropism.methods.options import OPTIONS
 from tropism.observe.console import Voice
 from tropism.observe.file_kinds import check_kind
+from tropism.observe.rundir import RunDirectory
 from tropism.options import check_file_name
 
 
@@ -30,7 +32,7 @@ def with_config(tokens: list[str]) -> list[str]:
     if tokens[:1] == ["train"]:
         if len(tokens) < 2 or tokens[1].startswith("-"):
             raise UsageError("CONFIG is required. Example: tropism train RUN/config.yaml")
-        method, values = read_yaml(_file("CONFIG", tokens[1]), decided=_decides_code(tokens[2:]))
+        method, values = read_yaml(_file("CONFIG", tokens[1]), decided=_decides_code(tokens[2:]), say=note)
         if method is None:
             raise UsageError(f"{tokens[1]}: `method:` is missing. Add one of {', '.join(METHODS)}")
         return [method, *_spelled_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
@@ -42,7 +44,7 @@ def with_config(tokens: list[str]) -> list[str]:
             if not joined and position + 1 == len(tokens):
                 raise UsageError("--config needs a file. Example: --config base.yaml")
             path = path if joined else tokens[position + 1]
-            method, values = read_yaml(_file("--config", path), tokens[0], _decides_code(tokens))
+            method, values = read_yaml(_file("--config", path), tokens[0], _decides_code(tokens), note)
             if method not in (None, tokens[0]):
                 raise UsageError(f"{path}: written for method {method}, not {tokens[0]}. Use `tropism {method}`.")
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
@@ -91,15 +93,21 @@ def _recorded(named: Path, run: Path, decided: bool) -> tuple[str | None, dict[s
     check_kind(config)
     if config.is_file() and config.stat().st_size:
         return read_yaml(config, decided=decided)
+    if not RunDirectory(run).holds_run:
+        raise _nothing_recorded(named, run)
     from tropism.train.checkpoints.find import recorded_options  # imports torch: a run does too
 
     found = recorded_options(run, named)
     if found is None:
-        raise UsageError(f"{named}: cannot resume: {run} has no config.yaml. If the run stopped before it wrote one, "
-                         "start it again with its original command.")
+        raise _nothing_recorded(named, run)
     options, place = found
-    _note(f"{config} is missing or empty. Resuming with the options in {place}.")
+    note(f"{config} is missing or empty. Resuming with the options in {place}.")
     return checked(dict(options), lambda key: f"{place}: ", decided=decided)
+
+
+def _nothing_recorded(named: Path, run: Path) -> UsageError:
+    return UsageError(f"{named}: cannot resume: {run} has no config.yaml. If the run stopped before it wrote one, "
+                      "start it again with its original command.")
 
 
 def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> dict[str, Any]:
@@ -107,7 +115,7 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     group, names = "parallel.", names_of(given)
     recorded = {name.removeprefix(group): value for name, value in values.items()
                 if name.startswith(group) and value and name.replace("_", "-") not in names}
-    if not recorded:
+    if recorded in ({}, {"tensor": 1}):  # which fits any number
         return values
     from tropism.distributed.world import processes
     from tropism.train.setup.parallel import unusable_sizes  # both import torch: a run does too
@@ -117,7 +125,7 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     left_out = [f"{group}{name}" for name in unusable_sizes(recorded, sizes, count)]
     if left_out:
         said = " and ".join(f"{name} {_spell(values[name])}" for name in left_out)
-        _note(f"{path} has {said}, which does not fit {count_of(count, 'process', 'processes')}. Resuming "
+        note(f"{path} has {said}, which does not fit {count_of(count, 'process', 'processes')}. Resuming "
               f"without {'it' if len(left_out) == 1 else 'them'}.")
     return {name: value for name, value in values.items() if name not in left_out}
 
@@ -127,16 +135,14 @@ def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[s
     named = _value_of("loss", given)
     if "loss" not in values or named is None or named.replace(" ", "") == _spell(values["loss"]).replace(" ", ""):
         return values
-    from tropism.methods.build import OPTIONS  # imports torch: a run does too
-
     left_out = [name for name in (*OPTIONS, "loss_weights") if values.get(name) is not None
                 and not any(token.partition("=")[0].replace("-", "_") == f"__{name}" for token in given)]
     if left_out:
-        _note(f"{path}: ignoring {', '.join(left_out)}, which belong to its loss {_spell(values['loss'])}")
+        note(f"{path}: ignoring {', '.join(left_out)}, which belong to its loss {_spell(values['loss'])}")
     return {name: value for name, value in values.items() if name not in left_out}
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
     """Print a note, from the main process only."""
     if os.environ.get("RANK", "0") == "0":
         Voice(errors=True).warn(text)

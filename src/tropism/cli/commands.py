@@ -1,4 +1,7 @@
-"""The commands and their parameters, as cyclopts parses them. Each is one call; `table` has their help."""
+"""The commands and their parameters, as cyclopts parses them. Each is one call; `table` has their help.
+
+What imports torch is imported in a command, after its paths were checked and its first line was printed.
+"""
 
 from contextvars import ContextVar
 from pathlib import Path
@@ -6,9 +9,12 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from tropism.cli.arguments import spelled_out
+from tropism.cli.arguments import note, spelled_out
+from tropism.cli.before_torch import check_exporting, check_inspection, check_scoring, check_training, start
+from tropism.cli.other_names import translate
 from tropism.cli.table import COMMANDS
-from tropism.cli.usage_errors import explain_error
+from tropism.cli.usage_errors import explain_error, known_options
+from tropism.commands.files import check_reports, check_run, check_scores, voice_beside, write_json
 from tropism.config import (
     ConvertOptions,
     DPOOptions,
@@ -20,7 +26,10 @@ from tropism.config import (
     SFTOptions,
 )
 from tropism.errors import TropismError, UsageError, count_of, did_you_mean
-from tropism.options import check_file_name
+from tropism.files import check_creatable
+from tropism.observe.console import Voice
+from tropism.observe.rundir import RunDirectory, free_name
+from tropism.options import check_file_name, check_size
 
 app = App(name="tropism", result_action="return_value", help_flags=(), version_flags=(),
           suppress_keyboard_interrupt=False)
@@ -36,6 +45,7 @@ _Name = Annotated[str, Parameter(converter=lambda _, tokens: check_file_name(tok
 _File = Annotated[Path, Parameter(converter=lambda _, tokens: Path(check_file_name(tokens[0].value)))]
 _Output = Annotated[Path, Parameter(
     converter=lambda _, tokens: Path(check_file_name(tokens[0].value, for_models=True)))]
+_Size = Annotated[str, Parameter(converter=lambda _, tokens: check_size(tokens[0].value))]
 _DType = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -57,7 +67,7 @@ def call(tokens: list[str], began: float) -> int:
         typed = " ".join(tokens[:2]) if inside else tokens[0]
         raise UsageError(f"unknown command {typed}. {did_you_mean(typed, COMMANDS)}")
     _began.set(began)
-    tokens = spelled_out(tokens)
+    tokens = spelled_out(translate(tokens, known_options(tokens), note))
     try:
         return int(app(tokens, exit_on_error=False, print_error=False) or 0)
     except CycloptsError as error:
@@ -65,7 +75,10 @@ def call(tokens: list[str], began: float) -> int:
 
 
 def _run(options: MethodOptions) -> int:
-    from tropism.runner import run  # imports torch: not for --help
+    check_training(options)
+    start(Voice(), options.method, model=options.model, teacher=getattr(options, "teacher", None), data=options.data,
+          output=options.output)
+    from tropism.runner import run
 
     run(options, began=_began.get())
     return 0
@@ -98,11 +111,12 @@ def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
 @app.command
 def evaluate(model: _Name, *, options: Annotated[ScoringOptions, _Flat] = _SCORING, json: _File | None = None) -> int:
     """Print figures of a model, and write them to a file."""
-    from tropism.commands.files import check_reports, voice_beside, write_json
+    check_reports(json, inputs=f"{options.data or ''},{model}")
+    check_scoring(model, options)
+    voice = voice_beside(json)
+    start(voice, "evaluate", model=model, reference=options.reference, data=options.data)
     from tropism.commands.scoring import figures, score
 
-    check_reports(json, inputs=f"{options.data or ''},{model}")
-    voice = voice_beside(json)
     scores = score(model, options, voice)
     if not scores.is_main:
         return 0
@@ -119,11 +133,13 @@ def evaluate(model: _Name, *, options: Annotated[ScoringOptions, _Flat] = _SCORI
 def inspect(data: _Name, /, *, options: Annotated[InspectOptions, _Flat], html: _File | None = None,
             json: _File | None = None) -> int:
     """Print findings and rows, and write them to files."""
-    from tropism.commands import inspect as inspecting  # imports torch: not for --help
-    from tropism.commands.files import check_reports, voice_beside
-
     check_reports(html, json, inputs=data)
+    check_inspection(data, options)
     voice = voice_beside(html, json)
+    if voice.console.is_terminal:  # elsewhere the report is all
+        start(voice, "inspect", model=options.model, data=data)
+    from tropism.commands import inspect as inspecting
+
     found = inspecting.inspect(data, options, voice)
     inspecting.show(found, voice)
     if html is not None:
@@ -139,7 +155,6 @@ def inspect(data: _Name, /, *, options: Annotated[InspectOptions, _Flat], html: 
 def convert(data: _Name, /, *, options: Annotated[ConvertOptions, _Flat], json: _File | None = None) -> int:
     """Write rows in another shape, and print the account."""
     from tropism.commands import convert as converting
-    from tropism.commands.files import check_reports, voice_beside
 
     check_reports(json, inputs=data, beside=Path(options.output))
     voice = voice_beside(Path(options.output), json)
@@ -154,11 +169,12 @@ def convert(data: _Name, /, *, options: Annotated[ConvertOptions, _Flat], json: 
 def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _Flat] = _SCORING,
           keep_columns: bool = False) -> int:
     """Write one record per row."""
-    from tropism.commands import scoring
-    from tropism.commands.files import voice_beside
-
-    scoring.check_target(output)
+    check_scores(output)
+    check_scoring(model, options)
     voice = voice_beside(output)
+    start(voice, "score", model=model, reference=options.reference, data=options.data, output=output)
+    from tropism.commands import scoring
+
     found = scoring.score(model, options, voice)
     if not found.is_main:
         return 0
@@ -183,22 +199,27 @@ def resume(run: Path) -> int:
 @app.command
 def demo(*, output: _Output | None = None) -> int:
     """Run the demonstration."""
+    output = output or free_name(Path("demo-run"))
+    RunDirectory(output.expanduser()).check_resume("never")
+    check_creatable(output.expanduser())
+    start(Voice(), "demo", output=output)
     from tropism.commands.demo.run import main as run_demo
-    from tropism.observe.rundir import free_name
 
-    run_demo(output or free_name(Path("demo-run")))
+    run_demo(output)
     return 0
 
 
 @app.command
 def verify(run: _File, /, *, json: _File | None = None, trust_remote_code: bool = False) -> int:
     """Print what was checked; exit code 1 if something differs."""
-    from tropism.commands import verify as verifying  # imports torch: not for --help
-    from tropism.commands.files import check_reports, voice_beside
-
     check_reports(json, inputs=str(run))
+    check_run(run, "verify")
+    voice = voice_beside(json)
+    start(voice, "verify", run=run)
+    from tropism.commands import verify as verifying
+
     verdict = verifying.verify(run, trust_remote_code)
-    verifying.show(verdict, voice_beside(json))
+    verifying.show(verdict, voice)
     if json is not None:
         verifying.write(verdict, json)
     return 0 if verdict.intact and verdict.repeatable else 1
@@ -206,10 +227,12 @@ def verify(run: _File, /, *, json: _File | None = None, trust_remote_code: bool 
 
 @app.command
 def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | None = None,
-           checkpoint: _Name | None = None, max_shard_size: _Name | None = None, base: _Name | None = None,
+           checkpoint: _Name | None = None, max_shard_size: _Size | None = None, base: _Name | None = None,
            trust_remote_code: bool = False) -> int:
     """Write a model directory."""
-    from tropism.commands import export as exporting  # imports torch: not for --help
+    check_exporting(run, to, base)
+    start(Voice(), "export", run=run, to=to)
+    from tropism.commands import export as exporting
 
     try:
         exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size,
@@ -224,8 +247,7 @@ def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | N
 @store.command(name="list")
 def store_list(*, store: _File | None = None) -> int:
     """Print the entries of the cache."""
-    from tropism.commands import store as storing  # imports torch: not for --help
-    from tropism.observe.console import Voice
+    from tropism.commands import store as storing  # slow to import
 
     storing.show(store, Voice())
     return 0
@@ -235,7 +257,6 @@ def store_list(*, store: _File | None = None) -> int:
 def store_clean(fingerprint: _Name | None = None, *, store: _File | None = None) -> int:
     """Delete entries of the cache."""
     from tropism.commands import store as storing
-    from tropism.observe.console import Voice
 
     storing.clean(store, fingerprint, Voice())
     return 0

@@ -6,9 +6,9 @@ import cyclopts
 from cyclopts import CycloptsError
 
 from tropism import config
+from tropism.argument_names import instead, ours
 from tropism.cli.arguments import names_of
 from tropism.cli.table import COMMANDS, in_order
-from tropism.errors import did_you_mean
 from tropism.options import Option
 
 
@@ -60,6 +60,14 @@ def _known(name: str) -> list[str]:
     return [*(option.flag.removeprefix("--") for option in _options_of(name)), *own]
 
 
+def known_options(tokens: list[str]) -> set[str]:
+    """Options of the command that the tokens name, with `_`; those of all methods where a file names the method."""
+    name = _command_of(tokens)
+    if name in ("train", "resume"):
+        return {field for options in config.METHODS.values() for field in options.flat_fields()}
+    return {option.replace("-", "_") for flag in _known(name) for option in flag.split()[:1]}
+
+
 def _missing(tokens: list[str], name: str, first: str) -> str:
     """All required arguments that are missing, with an example. An unknown option, which may be one of them misspelled,
     is reported instead.
@@ -90,6 +98,22 @@ def _group(typed: str, name: str) -> str:
 def _unknown(typed: str, name: str) -> str:
     if text := _group(typed, name):
         return text
-    hint = did_you_mean(typed.lstrip("-"), _known(name), "--{}")
+    known = _known(name)
+    option = typed.lstrip("-").lower().replace("_", "-")
+    if option in known:
+        return f"unknown option {typed}. Did you mean --{option}?"
+    names = {one.replace("-", "_") for one in known}
+    if name in config.METHODS and (having := _methods_with(option.replace("-", "_"))):
+        return f"unknown option {typed} of `tropism {name}`. {having}"
     every = " --help-all" if _options_of(name) else " --help"
-    return f"unknown option {typed}. " + (hint if hint.startswith("Did") else f"See `tropism {name}{every}`")
+    return f"unknown option {typed}. " + (instead(option, names, "--{}") or f"See `tropism {name}{every}`")
+
+
+def _methods_with(option: str) -> str:
+    """The training commands that have an option, or another trainer's name of it; empty if none has it."""
+    having = {method: found for method, options in config.METHODS.items()
+              if (found := option if option in (fields := options.flat_fields()) else ours(option, fields))}
+    if not having:
+        return ""
+    commands = " and ".join(f"`tropism {method}`" for method in having)
+    return f"{commands} {'have' if len(having) > 1 else 'has'} --{min(having.values()).replace('_', '-')}"

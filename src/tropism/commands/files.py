@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tropism.errors import UsageError
+from tropism.errors import OutputExistsError, UsageError
 from tropism.files import check_output, descriptor, is_stream, output
 from tropism.observe.console import Voice
+from tropism.observe.rundir import RunDirectory, free_name
 from tropism.printable import json_text
 
 _PARTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -26,6 +27,57 @@ def check_new(path: Path) -> None:
     if not is_stream(path) and (path.exists() or path.is_symlink()):
         raise UsageError(f"{path} already exists and was not changed. Choose another name, or remove the file.")
     check_output(path)
+
+
+def check_scores(path: Path) -> None:
+    """Check before the scoring that its result can be written.
+
+    Raises:
+        UsageError: for an unsupported kind of file, or one that exists.
+        OutputError: if it cannot be written.
+    """
+    if path.suffix not in (".jsonl", ".parquet") and not is_stream(path):
+        raise UsageError(f"{path}: scores are written as .jsonl or .parquet")
+    check_new(path)
+
+
+def check_run(path: Path, command: str) -> None:
+    """Check that a run was started in a directory, and that its files are files.
+
+    Args:
+        command: that reads it, for the advice.
+
+    Raises:
+        UsageError: if not.
+        OutputExistsError: for a pipe, link or device in place of a file.
+    """
+    if not RunDirectory(path).holds_run:
+        run, hint = path.parent.parent, ""
+        if (path / "COMPLETE").is_file() and (run / "manifest.json").is_file():
+            chosen = f" --checkpoint {path.name}" if command == "export" else ""
+            hint = f". It is a checkpoint: use `tropism {command} {run}{chosen}`."
+        elif path.name == "model" and (path.parent / "manifest.json").is_file():
+            hint = f". It is the model of a run: use `tropism {command} {path.parent}`."
+        raise UsageError(f"{path}: not a run directory (no manifest.json){hint}" if path.exists()
+                         else f"{path}: not a run directory: directory not found")
+    RunDirectory(path).check_kinds()
+
+
+def check_export(path: Path, run: Path) -> None:
+    """Check before anything is loaded that an export may be written to a directory.
+
+    Raises:
+        OutputExistsError: if it is not empty, or is a file.
+        UsageError: if it is inside the run's model or checkpoints.
+    """
+    resolved = path.resolve()
+    for name in ("model", "checkpoints"):
+        kept = (run / name).resolve()
+        if resolved == kept or kept in resolved.parents:
+            raise UsageError(f"--to {path} is inside {kept}, which belongs to the run. Choose another directory.")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise OutputExistsError(f"{path} exists and is not empty. Nothing was changed. Choose another directory: "
+                                f"--to {free_name(path)}")
 
 
 def check_reports(*paths: Path | None, inputs: str = "", beside: Path | None = None) -> None:

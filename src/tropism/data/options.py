@@ -2,11 +2,12 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tropism.data.formats.options import FormatOptions
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.truncate import LengthOptions
+from tropism.errors import UsageError
 from tropism.options import Everyday
 
 
@@ -21,6 +22,12 @@ class HeldOutOptions(FormatOptions):
     """Split to read of `--eval-data`. Default: validation, test or train, the first that is there."""
     eval_fraction: Everyday[float] = Field(0.0, ge=0.0, lt=1.0)
     """Share of prompts to hold out for evaluation (at least one prompt). Never splits the rows of a prompt."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "HeldOutOptions":
+        if self.eval_data and self.eval_fraction:
+            raise UsageError("--eval-data and --eval-fraction exclude each other. Remove one of them.")
+        return self
 
 
 class DataOptions(HeldOutOptions, TemplateOptions, LengthOptions):

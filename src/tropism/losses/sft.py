@@ -1,7 +1,9 @@
-"""Likelihood of single completions."""
+"""Likelihood of completions."""
+
+import torch
 
 from tropism.losses.scored import Scored
-from tropism.shapes import PerCompletion
+from tropism.shapes import Labels, PerCompletion, PerUnit
 
 
 def nll(scored: Scored) -> PerCompletion:
@@ -17,3 +19,13 @@ def nll(scored: Scored) -> PerCompletion:
         `[C]` in nats, >= 0. The caller divides by tokens.
     """
     return -scored.logps
+
+
+def nll_chosen(chosen: Scored, rejected: Scored) -> PerUnit:
+    """`nll` of the chosen completions, one per pair."""
+    return nll(chosen)
+
+
+def nll_desirable(scored: Scored, desirable: Labels) -> PerUnit:
+    """`nll` of desirable completions; 0 for the others."""
+    return torch.where(desirable, nll(scored), torch.zeros_like(scored.logps))

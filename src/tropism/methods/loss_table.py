@@ -1,17 +1,18 @@
-"""The table of losses, one row each: its view, function, options, and what it needs from the step."""
+"""The table of losses, one row each: its view, function, options, and what it needs from the step.
+
+Functions are named by their place in `tropism.losses` and imported when they are called, because options are checked
+against the table before torch is imported.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import torch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from tropism.data.rows import EncodedRow, View
-from tropism.losses import aot, pairwise, reference_free, unpaired
-from tropism.losses.f_divergence_links import link_of
-from tropism.losses.scored import Scored
-from tropism.losses.sft import nll
-from tropism.shapes import Labels, PerUnit
+
+if TYPE_CHECKING:
+    from tropism.shapes import PerUnit
 
 Reward = Literal["logratio", "mean_logratio", "logp", "mean_logp"]
 
@@ -40,7 +41,7 @@ class LossRow:
 
     name: str
     view: View
-    function: Callable[..., PerUnit]
+    function: "Callable[..., PerUnit]"
     reading: str
     options: Mapping[str, Any] = field(default_factory=dict)
     reward: Reward | None = "logratio"
@@ -60,27 +61,18 @@ class LossRow:
         """Keywords of the function from the values of the options."""
         values = {name: value for name, value in options.items() if name not in ("f_divergence", "f_alpha", self.nll)}
         if "f_divergence" in options:
-            values["link"] = link_of(options["f_divergence"], options["f_alpha"])
+            values["link"] = _in("f_divergence_links.link_of")(options["f_divergence"], options["f_alpha"])
         return values
 
 
-def _nll_chosen(chosen: Scored, rejected: Scored) -> PerUnit:
-    return nll(chosen)
+def _in(place: str) -> Callable[..., Any]:
+    """The function at a place in `tropism.losses`: `module.name`."""
+    module, _, name = place.partition(".")
 
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(import_module(f"tropism.losses.{module}"), name)(*args, **options)
 
-def _nll_desirable(scored: Scored, desirable: Labels) -> PerUnit:
-    return torch.where(desirable, nll(scored), torch.zeros_like(scored.logps))
-
-
-def _divergence_of_pair(chosen: Scored, rejected: Scored) -> PerUnit:
-    assert chosen.divergence is not None
-    assert rejected.divergence is not None
-    return chosen.divergence + rejected.divergence
-
-
-def _divergence(scored: Scored, desirable: Labels | None = None) -> PerUnit:
-    assert scored.divergence is not None
-    return scored.divergence
+    return call
 
 
 def _tokens(row: EncodedRow) -> int:
@@ -98,55 +90,59 @@ _WEIGHTS = {**_BETA, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 _KD = {"reward": None, "weighted": False, "needs_teacher": True}
 
 _ROWS = (
-    LossRow("sigmoid", "paired", pairwise.sigmoid, "DPO on summed log-probs", {**_SMOOTH, **_LINK}, flat="low"),
-    LossRow("robust", "paired", pairwise.robust, "DPO unbiased under flipped labels",
+    LossRow("sigmoid", "paired", _in("pairwise.sigmoid"), "DPO on summed log-probs", {**_SMOOTH, **_LINK}, flat="low"),
+    LossRow("robust", "paired", _in("pairwise.robust"), "DPO unbiased under flipped labels",
             {**_BETA, "label_smoothing": 0.1, **_LINK}),
-    LossRow("ipo", "paired", pairwise.ipo, "IPO on summed log-probs, as DPO takes them", {**_BETA, **_LINK}),
-    LossRow("ipo_mean", "paired", pairwise.ipo_mean, "IPO on log-probs per token", {**_BETA, **_LINK},
+    LossRow("ipo", "paired", _in("pairwise.ipo"), "IPO on summed log-probs, as DPO takes them", {**_BETA, **_LINK}),
+    LossRow("ipo_mean", "paired", _in("pairwise.ipo_mean"), "IPO on log-probs per token", {**_BETA, **_LINK},
             reward="mean_logratio"),
-    LossRow("hinge", "paired", pairwise.hinge, "hinge on summed log-probs (SLiC)", {**_BETA, **_LINK}, flat="low"),
-    LossRow("exo_pair", "paired", pairwise.exo_pair, "EXO on pairs, reverse KL to smoothed labels",
+    LossRow("hinge", "paired", _in("pairwise.hinge"), "hinge on summed log-probs (SLiC)", {**_BETA, **_LINK},
+            flat="low"),
+    LossRow("exo_pair", "paired", _in("pairwise.exo_pair"), "EXO on pairs, reverse KL to smoothed labels",
             {**_BETA, "label_smoothing": 1e-3, **_LINK}),
-    LossRow("nca_pair", "paired", pairwise.nca_pair, "noise contrastive alignment on pairs", _BETA),
-    LossRow("bco_pair", "paired", pairwise.bco_pair, "binary classifier on both sides, no shift", _BETA, flat="low"),
-    LossRow("sppo_hard", "paired", pairwise.sppo_hard, "SPPO with win probabilities 1 and 0", _BETA),
-    LossRow("apo_zero", "paired", pairwise.apo_zero, "APO-zero: chosen up, rejected down", _BETA),
-    LossRow("apo_down", "paired", pairwise.apo_down, "APO-down: chosen down, rejected further", _BETA),
-    LossRow("discopop", "paired", pairwise.discopop, "DiscoPOP's log-ratio modulated loss",
+    LossRow("nca_pair", "paired", _in("pairwise.nca_pair"), "noise contrastive alignment on pairs", _BETA),
+    LossRow("bco_pair", "paired", _in("pairwise.bco_pair"), "binary classifier on both sides, no shift", _BETA,
+            flat="low"),
+    LossRow("sppo_hard", "paired", _in("pairwise.sppo_hard"), "SPPO with win probabilities 1 and 0", _BETA),
+    LossRow("apo_zero", "paired", _in("pairwise.apo_zero"), "APO-zero: chosen up, rejected down", _BETA),
+    LossRow("apo_down", "paired", _in("pairwise.apo_down"), "APO-down: chosen down, rejected further", _BETA),
+    LossRow("discopop", "paired", _in("pairwise.discopop"), "DiscoPOP's log-ratio modulated loss",
             {**_BETA, "discopop_tau": 0.05, **_LINK}),
-    LossRow("sigmoid_norm", "paired", pairwise.sigmoid_norm, "DPO on log-probs per token", {"beta": 5.0, **_LINK},
-            reward="mean_logratio", flat="low"),
-    LossRow("aot", "paired", aot.aot, "AOT: margins of policy and reference, sorted over the step",
+    LossRow("sigmoid_norm", "paired", _in("pairwise.sigmoid_norm"), "DPO on log-probs per token",
+            {"beta": 5.0, **_LINK}, reward="mean_logratio", flat="low"),
+    LossRow("aot", "paired", _in("aot.aot"), "AOT: margins of policy and reference, sorted over the step",
             _SMOOTH, step_inputs=("partner",), weighted=False),
-    LossRow("aot_unpaired", "paired", aot.aot_unpaired,
+    LossRow("aot_unpaired", "paired", _in("aot.aot_unpaired"),
             "AOT: chosen and rejected log-ratios, sorted over the step", _SMOOTH,
             step_inputs=("chosen_partner", "rejected_partner"), weighted=False),
-    LossRow("simpo", "paired", reference_free.simpo, "SimPO on log-probs per token, no reference",
+    LossRow("simpo", "paired", _in("reference_free.simpo"), "SimPO on log-probs per token, no reference",
             {"beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0}, reward="mean_logp", flat="low"),
-    LossRow("cpo", "paired", reference_free.cpo, "CPO on summed log-probs with its likelihood term, no reference",
+    LossRow("cpo", "paired", _in("reference_free.cpo"),
+            "CPO on summed log-probs with its likelihood term, no reference",
             {**_SMOOTH, "cpo_alpha": 1.0}, reward="logp", nll="cpo_alpha"),
-    LossRow("orpo", "paired", reference_free.odds_ratio, "ORPO: likelihood plus beta x odds term, no reference",
+    LossRow("orpo", "paired", _in("reference_free.odds_ratio"), "ORPO: likelihood plus beta x odds term, no reference",
             _BETA, reward="mean_logp", nll=1.0),
-    LossRow("sft", "paired", _nll_chosen, "likelihood of the chosen side, per token", reward=None,
+    LossRow("sft", "paired", _in("sft.nll_chosen"), "likelihood of the chosen side, per token", reward=None,
             covers=lambda row: row.completions[0].length, weighted=False),
-    LossRow("divergence", "paired", _divergence_of_pair, "divergence from the teacher on both sides, per token",
+    LossRow("divergence", "paired", _in("distillation.of_pair"), "divergence from the teacher on both sides, per token",
             covers=_tokens, **_KD),  # type: ignore[arg-type]
 
-    LossRow("kto", "unpaired", unpaired.kto, "KTO with the reference point of the step", _WEIGHTS,
+    LossRow("kto", "unpaired", _in("unpaired.kto"), "KTO with the reference point of the step", _WEIGHTS,
             step_inputs=("reference_point",), flat="ends"),
-    LossRow("apo_zero_unpaired", "unpaired", unpaired.apo_zero_unpaired, "APO-zero: desirable up, undesirable down",
+    LossRow("apo_zero_unpaired", "unpaired", _in("unpaired.apo_zero_unpaired"),
+            "APO-zero: desirable up, undesirable down", _WEIGHTS, flat="ends"),
+    LossRow("kto_no_reference_point", "unpaired", _in("unpaired.kto_no_reference_point"), "KTO with reference point 0",
             _WEIGHTS, flat="ends"),
-    LossRow("kto_no_reference_point", "unpaired", unpaired.kto_no_reference_point, "KTO with reference point 0",
-            _WEIGHTS, flat="ends"),
-    LossRow("bco", "unpaired", unpaired.bco, "BCO, shifted by the running mean of the rewards", _WEIGHTS,
+    LossRow("bco", "unpaired", _in("unpaired.bco"), "BCO, shifted by the running mean of the rewards", _WEIGHTS,
             step_inputs=("shift",), flat="low"),
-    LossRow("sft", "unpaired", _nll_desirable, "likelihood of desirable completions, per token", reward=None,
+    LossRow("sft", "unpaired", _in("sft.nll_desirable"), "likelihood of desirable completions, per token", reward=None,
             covers=_tokens_if_desirable, weighted=False),
-    LossRow("divergence", "unpaired", _divergence, "divergence from the teacher, per token",
+    LossRow("divergence", "unpaired", _in("distillation.of_completion"), "divergence from the teacher, per token",
             covers=_tokens, **_KD),  # type: ignore[arg-type]
 
-    LossRow("sft", "single", nll, "cross-entropy per supervised token", reward=None, covers=_tokens, weighted=False),
-    LossRow("divergence", "single", _divergence, "divergence from the teacher, per token",
+    LossRow("sft", "single", _in("sft.nll"), "cross-entropy per supervised token", reward=None, covers=_tokens,
+            weighted=False),
+    LossRow("divergence", "single", _in("distillation.of_completion"), "divergence from the teacher, per token",
             covers=_tokens, **_KD),  # type: ignore[arg-type]
 )
 

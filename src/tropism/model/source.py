@@ -18,6 +18,7 @@ from tropism.errors import ModelError, clause
 from tropism.model.adapters import files as adapter_files
 from tropism.model.config import check_generation, check_values
 from tropism.model.gguf_header import check_gguf
+from tropism.model.names import find_model
 from tropism.model.options import is_adapter
 from tropism.observe.console import Voice
 
@@ -53,28 +54,14 @@ class ModelSource:
         Raises:
             ModelError: if it looks like a local path and does not exist.
         """
-        path = Path(name).expanduser()
-        if path.suffix.lower() == ".gguf":
-            if not path.is_file():
-                raise ModelError(f"{name}: GGUF file not found")
+        path = find_model(name)
+        if path is None:
+            if Path(name).expanduser().parent.is_dir():
+                _warn_missing(name)
+            return cls(name)
+        if path.is_file():
             return cls(str(path.resolve().parent), path.name)
-        if path.is_dir():
-            if is_adapter(path):
-                return cls._of_adapter(path.resolve())
-            if not (path / "config.json").is_file():
-                if (path / "manifest.json").is_file():
-                    raise ModelError(f"{name} is a run directory, not a model" + (
-                        f". Use its model, {path / 'model'}" if (path / "model").is_dir() else
-                        ", and it has no trained model yet"))
-                ggufs = sorted(file.name for file in path.glob("*.gguf"))
-                hint = f". To use the GGUF file, name it: {path / ggufs[0]}" if ggufs else ""
-                raise ModelError(f"{name}: config.json not found in this directory{hint}")
-            return cls(str(path.resolve()))
-        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name:
-            raise ModelError(f"{name}: directory not found, and not a valid Hub id (owner/name)")
-        if path.parent.is_dir():
-            _warn_missing(name)
-        return cls(name)
+        return cls._of_adapter(path.resolve()) if is_adapter(path) else cls(str(path.resolve()))
 
     @classmethod
     def _of_adapter(cls, path: Path) -> "ModelSource":
@@ -198,5 +185,5 @@ def _warn_missing(name: str) -> None:
     with suppress(ValueError):  # not a valid hub id, which loading reports
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
-    voice = Voice(loud=os.environ.get("RANK", "0") == "0")
+    voice = Voice(loud=os.environ.get("RANK", "0") == "0", errors=True)  # standard output may be what a command writes
     voice.warn(f"{name}: directory not found in {Path(name).parent}; looking for it on the Hub")

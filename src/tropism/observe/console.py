@@ -1,17 +1,23 @@
 """Console output: messages, progress bars, and tables of results. Everything that Tropism prints passes here.
 
+A terminal gets lines that wrap between words. Paths, and commands in backticks or at the end of a message, are not
+divided: they can be copied. A file or pipe gets each message as one line.
 
 A text is never read as markup, and nothing in it acts on the terminal: see `tropism.printable`.
 """
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -27,6 +33,8 @@ from rich.text import Text
 from tropism.printable import one_line
 
 _FIRST_COUNT = 50_000  # first line of a progress without a known end
+_BAR, _WIDEST = 20, 10_000  # columns
+_WORD = re.compile(r"((?<=: )(?:tropism|torchrun|pip) .+|`[^`]*`|\S)+")  # what one copies is one word
 
 
 class _Console(Console):
@@ -81,7 +89,8 @@ class Voice:
 
     def styled(self, *parts: tuple[str, str]) -> None:
         """Print one line of texts, each with its style."""
-        self.console.print(Text.assemble(*((self._shown(text), style) for text, style in parts)))
+        text = Text.assemble(*((self._shown(text), style) for text, style in parts))
+        self.console.print(_wrapped(text, self.console.width) if self.console.is_terminal else text)
 
     def _shown(self, text: str) -> str:
         """A text that does nothing to the terminal, with escapes for characters that its encoding lacks."""
@@ -89,12 +98,17 @@ class Voice:
         return one_line(text).encode(encoding, "backslashreplace").decode(encoding)
 
     @contextmanager
-    def bar(self, title: str) -> Iterator[Callable[..., None]]:
-        """A progress bar. Yields a function that takes (done, total, **fields)."""
+    def bar(self, title: str, lasting: bool = False, every: bool = False) -> Iterator[Callable[..., None]]:
+        """A progress bar. Yields a function that takes (done, total, **fields).
+
+        Args:
+            lasting: in a terminal too, leave the lines that a file gets.
+            every: a line for every report.
+        """
         if not self.console.is_terminal:
             inner, self._speaking = self._speaking, True
             try:
-                yield (lambda *done, **fields: None) if inner else self._lines(title)
+                yield (lambda *done, **fields: None) if inner else self._lines(title, every)
             finally:
                 self._speaking = inner
             return
@@ -106,30 +120,34 @@ class Voice:
                 self._progress.remove_task(task)
             return
         cut = Column(no_wrap=True, overflow="crop")  # not every encoding has an ellipsis
-        columns = (TextColumn("{task.description}", markup=False, table_column=cut), BarColumn(),
+        columns = (TextColumn("{task.description}", markup=False, table_column=cut), BarColumn(_BAR),
                    MofNCompleteColumn(table_column=cut),
                    TextColumn("{task.fields[text]}", markup=False, table_column=cut),
-                   TimeElapsedColumn(table_column=cut), TextColumn("left", table_column=cut),
-                   TimeRemainingColumn(table_column=cut))
+                   TimeElapsedColumn(table_column=cut), TimeRemainingColumn(table_column=cut),
+                   TextColumn("left", table_column=cut))
         with Progress(*columns, console=self.console, transient=True) as progress:
             self._progress = progress
+            lines = self._lines(title, every) if lasting else None
             try:
-                yield self._update(progress, progress.add_task(self._shown(title), total=None, text=""))
+                yield self._update(progress, progress.add_task(self._shown(title), total=None, text=""), lines)
             finally:
                 self._progress = None
 
-    def _update(self, progress: Progress, task: TaskID) -> Callable[..., None]:
+    def _update(self, progress: Progress, task: TaskID, lines: Callable[..., None] | None = None,
+                ) -> Callable[..., None]:
         shown: dict[str, Any] = {}
 
         def update(done: int, total: int | None, **fields: Any) -> None:
             shown.update(fields)  # an update without fields keeps the earlier ones
-            text = "  ".join(f"{name} {value}" for name, value in shown.items())
-            progress.update(task, completed=done, total=total, text=self._shown(text))
+            progress.update(task, completed=done, total=total, text=self._shown(_listed(shown)))
+            if lines is not None:
+                lines(done, total, **fields)
 
         return update
 
-    def _lines(self, title: str) -> Callable[..., None]:
-        """About 20 lines in total for any number of steps. If it is unknown, lines come at doubling intervals."""
+    def _lines(self, title: str, every: bool) -> Callable[..., None]:
+        """At most 27 lines in total for any number of steps, at round numbers, or one for each report. If the number is
+        unknown, lines come at doubling intervals."""
         said = -1
         next_count = _FIRST_COUNT
 
@@ -138,13 +156,12 @@ class Voice:
             if total is None:
                 if done >= next_count:
                     next_count = 2 * done
-                    self.say(f"{title} {done}")
+                    self.say(f"{title} {done:,}")
                 return
-            twentieth = done * 20 // max(total, 1)
-            if twentieth > said or done == total:
-                said = twentieth
-                text = "  ".join(f"{name} {value}" for name, value in fields.items())
-                self.say(f"{title} {done}/{total}  {text}".rstrip())
+            reached = done // _interval(total)
+            if every or reached > said or done == total:
+                said = reached
+                self.say(f"{title} {done}/{total}  {_listed(fields)}".rstrip())
 
         return update
 
@@ -161,13 +178,20 @@ class Voice:
             if not (key.endswith(("_low", "_high")) or key in leave_out)])
 
     def _table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-        """A table whose first column is on the left, and all others on the right."""
-        table = Table(title=Text(self._shown(title), "table.title"), title_justify="left")
+        """A table whose first column is on the left, and all others on the right. In a terminal that is too narrow for
+        it, a line for each row."""
+        self.styled((title, "italic"))
+        table = Table()
         for name in columns:
             table.add_column(name, justify="right" if name != columns[0] else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(self._shown(cell)) for cell in row))
-        self.console.print(table)
+        needed = Measurement.get(self.console, self.console.options.update_width(_WIDEST), table).maximum
+        if self.console.is_terminal and needed > self.console.width:
+            self.say(*(f"  {row[0]}: {' -> '.join(row[1:])}" for row in rows))
+        else:
+            table.width = needed
+            self.console.print(table)
 
 
 def _console(errors: bool, quiet: bool) -> Console:
@@ -176,6 +200,35 @@ def _console(errors: bool, quiet: bool) -> Console:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return _Console(file=None if encoding.lower().startswith("utf") else stream, stderr=errors, quiet=quiet,
                     highlight=False, soft_wrap=True)
+
+
+def _interval(total: int) -> int:
+    """The smallest of 1, 2, 5, 10, 20, 50, ... of which the total has at most 25."""
+    return next(digit * 10**power for power in count() for digit in (1, 2, 5) if digit * 10**power * 25 >= total)
+
+
+def _listed(fields: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in fields.items())
+
+
+def _wrapped(text: Text, width: int) -> Text:
+    """A line of text, continued below with an indent where it is wider than the terminal.
+
+    A word that is wider than a line, such as a path, is left to the terminal, which does not put a line end into it.
+    """
+    plain = text.plain
+    indent = len(plain) - len(plain.lstrip()) + 2
+    starts, column, end = [], 0, 0
+    for word in _WORD.finditer(plain):
+        added = cell_len(plain[end:word.end()])
+        if column + added > width and end:
+            starts.append(word.start())
+            column, added = indent, cell_len(word[0])
+        column, end = column + added, word.end()
+    lines = text.divide(starts)
+    for line in lines[:-1]:
+        line.rstrip()
+    return Text(f"\n{' ' * indent}").join(lines)
 
 
 def _cell(record: Mapping[str, float], key: str) -> str:

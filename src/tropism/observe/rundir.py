@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tropism.errors import OutputError, OutputExistsError
+from tropism.errors import OutputError, OutputExistsError, UsageError
 from tropism.files import append_line, check_writable, meant_by, write_whole
 from tropism.observe.file_kinds import check_kind
 from tropism.observe.lock import BEGUN, GUARD, check_owned
@@ -56,6 +56,33 @@ class RunDirectory:
         what = "not empty" if path.is_dir() else "not a directory"
         raise OutputExistsError(f"{path} exists and is {what}. Choose another directory, such as --output "
                                 f"{free_name(path)}{on}")
+
+    def check_resume(self, resume: str) -> Path | None:
+        """Check that a run can start or resume here.
+
+        Args:
+            resume: `never`, `auto`, or the run's directory or one of its checkpoints.
+
+        Returns:
+            The checkpoint that the user named; None otherwise.
+
+        Raises:
+            OutputExistsError: if the directory holds other files, or a run and `resume` is `never`; if a file of the
+                run is a link, pipe or device.
+            UsageError: if `resume` is neither the run directory nor a checkpoint in it, or there is no run.
+        """
+        self.check_kinds()
+        named = None
+        if resume not in ("auto", "never"):
+            named = Path(resume).expanduser().resolve()
+            if named != self.path.resolve() and named.parent != self.checkpoints.resolve():
+                raise UsageError(f"--resume {resume} is neither {self.path} nor a checkpoint in it. A run resumes in "
+                                 "its own directory, so pass that directory as --output.")
+            if not self.holds_run:
+                raise UsageError(f"{self.path}: no run to resume: config.yaml and manifest.json not found")
+        if resume == "never" or not self.holds_run:
+            self.refuse_if_used()
+        return named if named is not None and named.parent == self.checkpoints.resolve() else None
 
     @property
     def holds_run(self) -> bool:

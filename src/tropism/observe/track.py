@@ -31,18 +31,30 @@ _EXTRAS = frozenset(("tensorboard", "wandb", "trackio", "mlflow"))  # the names 
 _PROJECT = "tropism"
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Check that trackers are known and installed. Imports nothing.
+
+    Raises:
+        UsageError: for an unknown name, or a missing package.
+    """
+    for name in _clean(names):
+        if name not in TRACKERS and name not in (others := _others()):
+            raise UsageError(f"unknown tracker '{name}'. {did_you_mean(name.lower(), [*TRACKERS, *others])}")
+        if name in TRACKERS:
+            missing = [package for package in ("accelerate", name) if not _installed(package)]
+            if missing:
+                what = f"'tropism[{name}]'" if name in _EXTRAS else " ".join(missing)
+                raise UsageError(f"tracker '{name}' requires {' and '.join(missing)}. Run: pip install {what}")
+
+
 def check(names: Sequence[str]) -> None:
     """Check that trackers can be used. Imports nothing if there are no names.
 
     Raises:
         UsageError: for an unknown name, or a missing, outdated or broken package.
     """
+    check_names(names)
     for name in _clean(names):
-        if name in TRACKERS:
-            missing = [package for package in ("accelerate", name) if not _installed(package)]
-            if missing:
-                what = f"'tropism[{name}]'" if name in _EXTRAS else " ".join(missing)
-                raise UsageError(f"tracker '{name}' requires {' and '.join(missing)}. Run: pip install {what}")
         try:
             _class(name)
         except UsageError:
@@ -131,10 +143,7 @@ def _class(name: str) -> Any:
             raise UsageError(f"tracker '{name}' is not supported by the installed accelerate. Run: "
                              "pip install --upgrade accelerate")
         return accelerate.LOGGER_TYPE_TO_CLASS[name]
-    others = _others()
-    if name not in others:
-        raise UsageError(f"unknown tracker '{name}'. {did_you_mean(name.lower(), [*TRACKERS, *others])}")
-    return others[name].load()
+    return _others()[name].load()
 
 
 def _make(name: str, run_name: str, directory: Path) -> Any:

@@ -38,6 +38,7 @@ class Observers:
         self.early_stopping = early_stopping
         self.keep_best = keep_best
         self._trackers: Trackers | None = None
+        self._total = 0
         self._progress: Callable[[Record], None] = lambda record: None
 
     @classmethod
@@ -66,8 +67,9 @@ class Observers:
             self._trackers = Trackers(options.track.split(","), self.directory.path.name, logs, written,
                                       self.voice.warn)
         try:
-            with self.voice.bar("train") as report:
+            with self.voice.bar("train", lasting=True, every=options.log_every != 1) as report:
                 self._progress = lambda record: report(record.step, total, **shown(record.metrics))
+                self._total = total
                 yield
         finally:
             if self._trackers is not None:
@@ -95,6 +97,7 @@ class Observers:
                 self._append("notices.jsonl", found.to_json())
             self._progress(record)
             return None
+        self.voice.say(f"eval {record.step}/{self._total}  {described(record.metrics)}")
         if self.keep_best is not None and self.keep_best not in record.metrics:
             raise UsageError(f"--keep-best {self.keep_best} is not a metric of this evaluation. Its metrics: "
                              f"{', '.join(sorted(record.metrics))}")
@@ -129,4 +132,20 @@ def shown(metrics: dict[str, float]) -> dict[str, str]:
     figures = {"loss": f"{metrics['loss']:.4f}"} if "loss" in metrics else {}
     if "rewards/margins" in metrics:
         figures["margin"] = f"{metrics['rewards/margins']:+.4f}"
-    return {**figures, "tokens/s": f"{metrics['tokens_per_second']:.0f}"}
+    return {**figures, "tokens/s": f"{metrics['tokens_per_second']:,.0f}"}
+
+
+_OF_EVALUATION = {"loss": "loss {:.4f}", "perplexity": "perplexity {:.4g}", "kd/divergence": "divergence {:.4f}",
+                  "rewards/auc": "reward AUC {:.3f}", "rewards/accuracies": "reward accuracy {:.3f}",
+                  "rewards/margins": "margin {:+.4f}"}
+
+
+def described(metrics: dict[str, float]) -> str:
+    """The main metrics of an evaluation in one line, a ranking with its 95% interval."""
+    parts = []
+    for key, form in _OF_EVALUATION.items():
+        if key in metrics:
+            low, high = metrics.get(f"{key}_low"), metrics.get(f"{key}_high")
+            interval = "" if low is None or high is None else f" (95%: {low:.3f} to {high:.3f})"
+            parts.append(form.format(metrics[key]) + interval)
+    return "  ".join(parts)

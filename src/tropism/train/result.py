@@ -173,7 +173,8 @@ def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, 
         reason = {"reason": state.ending, "stopped_by": "stop_metric"} if state.ending else {}
         manifest.end("done", steps=steps, planned_steps=total_steps, seconds=round(seconds, 3),
                      model_files=checksums(directory.model), stop_ids=list(stop_ids), **reason, **facts)
-    what = count_of(held_out, "held-out row") if held_out else "first and last training record"
-    voice.before_after(f"{what}: before and after", before, after, leave_out=BOOKKEEPING)
+    what = (f"{count_of(held_out, 'held-out row')}, before and after training (95% intervals in brackets)" if held_out
+            else "first and last training record")
+    voice.before_after(what, before, after, leave_out=BOOKKEEPING)
     voice.say(f"model: {directory.model}  ({count_of(steps, 'step')}, {seconds:.0f} s)")
     return RunResult(directory.path, directory.model, steps, seconds, before, after, samples)

@@ -12,9 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tropism.errors import OutputError, OutputExistsError, UsageError, first_line
+from tropism.errors import OutputError, UsageError, first_line
 from tropism.files import system_errors
-from tropism.observe.rundir import free_name
 from tropism.options import size_bytes
 
 
@@ -31,23 +30,6 @@ def shard_bytes(size: str | int) -> int:
     if count < 1:
         raise UsageError(f"--max-shard-size {size}: not a valid size. It must be at least 1 byte.")
     return count
-
-
-def check_target(path: Path, run: Path) -> None:
-    """Check before anything is loaded that the directory may be written.
-
-    Raises:
-        OutputExistsError: if it is not empty, or is a file.
-        UsageError: if it is inside the run's model or checkpoints.
-    """
-    resolved = path.resolve()
-    for name in ("model", "checkpoints"):
-        kept = (run / name).resolve()
-        if resolved == kept or kept in resolved.parents:
-            raise UsageError(f"--to {path} is inside {kept}, which belongs to the run. Choose another directory.")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise OutputExistsError(f"{path} exists and is not empty. Nothing was changed. Choose another directory: "
-                                f"--to {free_name(path)}")
 
 
 @contextmanager

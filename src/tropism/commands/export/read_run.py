@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tropism.borders import read_mapping, read_object
+from tropism.commands.files import check_run
 from tropism.distributed.training_state import model_names
 from tropism.errors import CheckpointError, UsageError, clause, first_line
 from tropism.observe.checksums import differences
@@ -97,15 +98,9 @@ def read_run(path: Path) -> ExportedRun:
     Raises:
         UsageError: if it is not one, or a file in it cannot be read.
     """
+    check_run(path, "export")
     if not (path / "manifest.json").is_file():
-        run = path.parent.parent
-        hint = ""
-        if (path / "COMPLETE").is_file() and (run / "manifest.json").is_file():
-            hint = f". It is a checkpoint: use `tropism export {run} --checkpoint {path.name}`."
-        elif path.name == "model" and (path.parent / "manifest.json").is_file():
-            hint = f". It is the model of a run: use `tropism export {path.parent}`."
-        raise UsageError(f"{path}: not a run directory (no manifest.json){hint}")
-    RunDirectory(path).check_kinds()
+        raise UsageError(f"{path}: not a run directory (no manifest.json)")
     try:
         manifest = read_manifest(path / "manifest.json")
     except ValueError as error:

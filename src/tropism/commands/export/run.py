@@ -12,7 +12,7 @@ import torch
 from tropism.borders import read_object
 from tropism.commands.export import adapter as adapters
 from tropism.commands.export import card
-from tropism.commands.export.output_directory import check_target, read_back, shard_bytes, whole
+from tropism.commands.export.output_directory import read_back, shard_bytes, whole
 from tropism.commands.export.read_run import Chosen, ExportedRun, choose, read_run
 from tropism.commands.export.tokenizer_and_generation import generation_of, tokenizer_of
 from tropism.commands.export.weights import (
@@ -24,6 +24,7 @@ from tropism.commands.export.weights import (
     of_result,
     rounded,
 )
+from tropism.commands.files import check_export
 from tropism.errors import ModelError, UsageError, count_of
 from tropism.files import check_space
 from tropism.model import load, save
@@ -89,7 +90,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
     if found.options.get("trust_remote_code") and not trust_remote_code:
         voice.warn(f"{place}: the run allowed the code of its models, but it is not run here. If you trust it, pass "
                    "--trust-remote-code")
-    check_target(path, place)
+    check_export(path, place)
     chosen = choose(found, checkpoint)
     if merge and not chosen.is_adapter:
         raise UsageError(f"--merge: {place} trained all weights, so there is no adapter to merge. Omit --merge.")

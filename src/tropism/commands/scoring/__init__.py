@@ -5,7 +5,7 @@ from the scores; records.py makes and writes the rows of `score`.
 """
 
 from tropism.commands.scoring.figures import figures
-from tropism.commands.scoring.records import check_target, original_columns, records, write
+from tropism.commands.scoring.records import original_columns, records, write
 from tropism.commands.scoring.scores import Scores, score
 
-__all__ = ["Scores", "check_target", "figures", "original_columns", "records", "score", "write"]
+__all__ = ["Scores", "figures", "original_columns", "records", "score", "write"]

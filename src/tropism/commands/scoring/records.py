@@ -4,24 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tropism.commands.files import check_new
+from tropism.commands.files import check_scores
 from tropism.commands.scoring.own_run import plain_method
 from tropism.commands.scoring.scores import Scores
 from tropism.data.sources import resolve as sources
-from tropism.errors import OutputError, UsageError
-from tropism.files import is_stream, output
-
-
-def check_target(path: Path) -> None:
-    """Check before the scoring that its result can be written.
-
-    Raises:
-        UsageError: for an unsupported kind of file, or one that exists.
-        OutputError: if it cannot be written.
-    """
-    if path.suffix not in (".jsonl", ".parquet") and not is_stream(path):
-        raise UsageError(f"{path}: scores are written as .jsonl or .parquet")
-    check_new(path)
+from tropism.errors import OutputError
+from tropism.files import output
 
 
 def original_columns(data: str, split: sources.SplitChoice | None = None) -> dict[str, dict[str, Any]]:
@@ -71,7 +59,7 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
         UsageError: for an unsupported kind of file, or one that exists.
         OutputError: if the disk refuses.
     """
-    check_target(path)
+    check_scores(path)
     try:
         with output(path) as temporary:
             if path.suffix == ".parquet":

@@ -179,10 +179,12 @@ class _Scoring:
             assert run is not None
             changed = [name for name in RENDERING if name in self.given.model_fields_set
                        and run.recorded[name] != getattr(run.options, name)]
+            self.voice.say(f"reading {run.options.eval_data or run.options.data}")
             source, rows = world.together(lambda: read_own(run, *self._readers(run, bool(changed))))
             self.voice.say(f"data: {source}: {count_of(len(rows), 'row')} that the run held out")
             view: View = run.options.view
         else:
+            self.voice.say(f"reading {options.data}")
             source, view = options.data, view_of_source(options.data, options)
             audit = world.together(lambda: self._read_with(self.renderer, options, source, view))
             rows = audit.rows
@@ -249,6 +251,7 @@ class _Scoring:
     def run(self) -> Scores:
         """Load the models and score the rows."""
         numerics, rows, subject, world = self.numerics, self.rows, self.subject, self.world
+        self.voice.say(f"loading model {self.source.absolute}")
         evaluator = Evaluator(rows, numerics.microbatch_tokens, self.renderer.limits.max_length)
         builder = EngineBuilder(subject, self.options, rows, evaluator, numerics, world, self.voice, self.tokenizer)
         with builder.engine() as engine:

@@ -47,22 +47,31 @@ class DataFile:
             suffixes.pop()
         return KINDS.get(suffixes[-1]) if suffixes else None
 
+    def check_kind(self) -> str:
+        """Its kind.
+
+        Raises:
+            DataError: if it is unknown.
+        """
+        if self.kind is None:
+            raise DataError(f"{self.path}: unsupported file type '{self.path.suffix}'. Known: {', '.join(KINDS)}, each "
+                            f"optionally with {' or '.join(PACKINGS)}")
+        return self.kind
+
     def rows(self) -> Iterator[RawRow]:
         """Yield the rows of the file.
 
         Raises:
             DataError: if its kind is unknown or a row cannot be read.
         """
-        if self.kind is None:
-            raise DataError(f"{self.path}: unsupported file type '{self.path.suffix}'. Known: {', '.join(KINDS)}, each "
-                            f"optionally with {' or '.join(PACKINGS)}")
+        kind = self.check_kind()
         with border(f"{self.path}: cannot be read", DataError):
             check_regular(self.path, self.path.stat(), DataError)
             if self.packed and self.size <= _SCANNED_BYTES:
                 with self.open() as stream:
                     while stream.read(2**20):
                         pass
-            yield from _READERS[self.kind](self)
+            yield from _READERS[kind](self)
 
     @property
     def packed(self) -> bool:

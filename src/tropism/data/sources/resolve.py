@@ -130,6 +130,21 @@ def _check_has_splits(split: SplitChoice, has: bool, place: str) -> None:
         raise DataError(f"{place}: {split.option} {split.name}: the data has no splits. Remove {split.option}.")
 
 
+def check_source(source: str) -> None:
+    """Check that the local parts of a source exist. Nothing is read or downloaded.
+
+    Raises:
+        DataError: if one is not found, or is of an unknown type.
+    """
+    for entry in [source] if _exists(source) else source.split(","):
+        name, _ = _weighted(entry.strip(), source)
+        file = DataFile(Path(name).expanduser(), name)
+        if file.path.is_file():
+            file.check_kind()
+        elif not file.path.is_dir() and (file.kind or file.path.exists() or not _HUB_NAME.fullmatch(name)):
+            resolve_source(name)  # raises
+
+
 def _text(name: str) -> str:
     """The name of a file as text: it need not be UTF-8."""
     return name.encode(errors="backslashreplace").decode()

@@ -89,22 +89,11 @@ def find(directory: RunDirectory, resume: str, fall_back: bool = False) -> Origi
         UsageError: if `resume` is neither the run directory nor a checkpoint in it, or there is no run.
         CheckpointError: if the checkpoint is not found or corrupted.
     """
-    named = None
-    directory.check_kinds()
-    if resume not in ("auto", "never"):
-        named = Path(resume).expanduser().resolve()
-        own = directory.path.resolve()
-        if named != own and named.parent != directory.checkpoints.resolve():
-            raise UsageError(f"--resume {resume} is neither {directory.path} nor a checkpoint in it. A run resumes in "
-                             "its own directory, so pass that directory as --output.")
-        if not directory.holds_run:
-            raise UsageError(f"{directory.path}: no run to resume: config.yaml and manifest.json not found")
+    wanted = directory.check_resume(resume)
     if resume == "never" or not directory.holds_run:
-        directory.refuse_if_used()
         return None
     manifest, lost = _read(directory.path / "manifest.json", read_manifest)
     options, unread = _read(directory.path / "config.yaml", _options)
-    wanted = named if named is not None and named.parent == directory.checkpoints.resolve() else None
     try:
         origin = _choose(directory, manifest, options, wanted, fall_back)
         if origin.trainer is None:

@@ -154,8 +154,8 @@ class TopKStore:
         """
         free = free_bytes(self.path)
         if free < needed_bytes * 1.05:
-            raise OutputError(f"{self.path.parent}: the teacher's top-k tokens need {needed_bytes / 2**30:.2f} GiB, "
-                              f"but only {free / 2**30:.2f} GiB are free. Use a lower --top-k, or another --store.")
+            raise OutputError(f"{self.path.parent}: the teacher's top-k tokens need {store.size_text(needed_bytes)}, "
+                              f"but only {store.size_text(free)} are free. Use a lower --top-k, or another --store.")
 
 
 def _fit(arrays: Mapping[str, npt.NDArray[Any]]) -> bool:

@@ -17,6 +17,8 @@ from tropism.train.options import RunOptions, StoreOptions
 from tropism.train.setup.data import PreparedData, labels_of
 from tropism.train.setup.python_objects import PythonObjects
 
+_HIGH_RATE = 1e-2  # of AdamW
+
 
 def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
     """Log what was read, and the method."""
@@ -80,8 +82,27 @@ def announce_plan(options: RunOptions, data: PreparedData, schedule: Steps, eval
     voice.say(f"plan: {count_of(len(data.train), 'training row')}{held_out}; "
               f"{count_of(schedule.total_steps, 'optimizer step')} of {size}, learning rate {rate}, max length "
               f"{data.max_length:,} tokens, {precision}, {describe_processes(world)}")
-    if options.learning_rate == 0 and own:
-        voice.warn("--learning-rate is 0, so training changes nothing")
+    for note in doubtful(options, len(data.train), objects):
+        voice.warn(note)
+
+
+def doubtful(options: RunOptions, rows: int, objects: PythonObjects) -> list[str]:
+    """Notes on values that are valid and seldom meant.
+
+    Args:
+        rows: number of training rows.
+        objects: that replace options.
+    """
+    notes = []
+    if objects.steps is None and options.batch_size > rows:
+        notes.append(f"--batch-size {options.batch_size} exceeds the {count_of(rows, 'training row')}, so each epoch "
+                     f"is one optimizer step of {count_of(rows, 'row')}. For more steps, use a lower --batch-size.")
+    if objects.optimizer is None and options.learning_rate == 0:
+        notes.append("--learning-rate is 0, so training changes nothing")
+    if objects.optimizer is None and options.optimizer == "adamw" and options.learning_rate > _HIGH_RATE:
+        notes.append(f"--learning-rate {options.learning_rate:g} is very high for AdamW, which moves each weight by "
+                     "about the learning rate in a step. Usual values are 1e-6 to 1e-3.")
+    return notes
 
 
 def sharding_lines(models: dict[str, Any], world: World) -> list[str]:

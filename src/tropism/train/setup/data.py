@@ -115,8 +115,6 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
         UsageError: for options that exclude each other.
         DataError: for data that cannot be trained on.
     """
-    if options.eval_data and options.eval_fraction:
-        raise UsageError("--eval-data and --eval-fraction exclude each other. Remove one of them.")
     if options.eval_split is not None and options.eval_data is None and evaluation is None:
         raise UsageError("--eval-split has no effect without --eval-data")
     renderer = make_renderer(tokenizer, limits(options, *configs), options)

@@ -122,6 +122,8 @@ def _read_data(options: Any, world: World, voice: Voice, objects: PythonObjects,
     if objects.rows is not None:
         data = prepare_rows(options, tokenizer, configs, options.view, objects.rows, objects.eval_rows)
     else:
+        if objects.train is None:
+            voice.say(f"reading {' and '.join(filter(None, (options.data, options.eval_data)))}")
         with voice.bar("read") as report, world.main_first():
             data = prepare_data(options, tokenizer, configs, options.view, objects.train, objects.evaluation,
                                 cache=options.store_root / store.ROWS, report=report, most=options.most_rows)

@@ -228,7 +228,7 @@ def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: l
     with preemption.at_once():
         frozen = policy if named is None else numerics.frozen(named, probes, "auto", "reference")
     with as_reference(policy.module):
-        with voice.bar("reference") as report:
+        with voice.bar("reference scores") as report:
             built = references.build(frozen, trees, numerics.microbatch_tokens, store, world,
                                      preemption.interruptible(report), place)
         sample = sample_reference(frozen, built, trees, numerics.microbatch_tokens, world)

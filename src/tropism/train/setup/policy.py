@@ -25,7 +25,8 @@ from tropism.model.adapters.switch import adapter_off
 from tropism.model.base_weights import base_hash
 from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.language_model import LanguageModel, Precision
-from tropism.model.options import LoraOptions, is_adapter
+from tropism.model.names import find_adapter
+from tropism.model.options import LoraOptions
 from tropism.model.source import ModelSource
 from tropism.model.tied_weights import is_tied, ties
 from tropism.observe.console import Voice
@@ -88,13 +89,7 @@ class PolicyBuilder:
                              "optimizer, or pass a PeftModel and an optimizer over its weights.")
         if lora.adapter is None:
             return cls(named, lora)
-        path = Path(lora.adapter).expanduser()
-        if not path.is_dir():
-            raise UsageError(f"--lora.adapter {lora.adapter}: directory not found")
-        if not (path / adapter_files.CONFIG).is_file():
-            hint = f". For the adapter of this run, use {path / 'model'}" if is_adapter(path / "model") else ""
-            raise UsageError(f"--lora.adapter {lora.adapter}: {adapter_files.CONFIG} not found{hint}")
-        return cls(named, lora, _checked(path.resolve()))
+        return cls(named, lora, _checked(find_adapter(lora.adapter).resolve()))
 
     @property
     def adapts(self) -> bool:
