@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def heard(say: Callable[[Voice], None], terminal: bool = False) -> str:
 
 
 def a_bar(voice: Voice, text: str) -> None:
-    with voice.bar(text) as report, voice.bar(f"{text} inside") as inner:
+    with voice.bar(text, lasting=True) as report, voice.bar(f"{text} inside") as inner:
         for done in (1, 2):
             report(done, 2, loss=text)
             inner(done, None)
@@ -186,11 +187,11 @@ def test_a_bar_leaves_lines_in_a_terminal(lasting: bool, every: bool, wanted: in
     (1003, [1, *range(50, 1001, 50), 1003]), (0, [0])])
 def test_lines_come_at_round_numbers(total: int, wanted: list[int]) -> None:
     def work(voice: Voice) -> None:
-        with voice.bar("read") as report:
+        with voice.bar("train", lasting=True) as report:
             for done in range(min(1, total), total + 1):
                 report(done, total)
 
-    assert heard(work).splitlines() == [f"read {done}/{total}" for done in wanted]
+    assert heard(work).splitlines() == [f"train {done}/{total}" for done in wanted]
 
 
 SPEAKER = """
@@ -226,3 +227,18 @@ def test_in_a_terminal_of_the_system(width: int, wanted: list[str]) -> None:
     assert [line for line in lines if line.startswith("train") and "left" not in line] == [
         f"train {done}/3  loss 0.5000" for done in (1, 2, 3)]
     assert "end" in lines[-2:]
+
+
+def test_a_stage_of_seconds_leaves_no_lines_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one leaves a line every five seconds at most."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def work(voice: Voice) -> None:
+        nonlocal now
+        with voice.bar("score") as report:
+            for done in range(1, 61):
+                now += 1.0
+                report(done, 60)
+
+    assert heard(work).splitlines() == [f"score {done}/60" for done in range(5, 61, 5)]

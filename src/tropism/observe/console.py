@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -33,6 +34,7 @@ from rich.text import Text
 from tropism.printable import one_line
 
 _FIRST_COUNT = 50_000  # first line of a progress without a known end
+_PAUSE_S = 5.0  # between two lines of a stage before or after training
 _BAR, _WIDEST = 20, 10_000  # columns
 _WORD = re.compile(r"((?<=: )(?:tropism|torchrun|pip) .+|`[^`]*`|\S)+")  # what one copies is one word
 
@@ -108,7 +110,8 @@ class Voice:
         if not self.console.is_terminal:
             inner, self._speaking = self._speaking, True
             try:
-                yield (lambda *done, **fields: None) if inner else self._lines(title, every)
+                pause_s = 0.0 if lasting else _PAUSE_S
+                yield (lambda *done, **fields: None) if inner else self._lines(title, every, pause_s)
             finally:
                 self._speaking = inner
             return
@@ -145,22 +148,30 @@ class Voice:
 
         return update
 
-    def _lines(self, title: str, every: bool) -> Callable[..., None]:
+    def _lines(self, title: str, every: bool, pause_s: float = 0.0) -> Callable[..., None]:
         """At most 27 lines in total for any number of steps, at round numbers, or one for each report. If the number is
-        unknown, lines come at doubling intervals."""
+        unknown, lines come at doubling intervals.
+
+        Args:
+            pause_s: shortest time between two lines, so that a short stage has none.
+        """
         said = -1
         next_count = _FIRST_COUNT
+        last = time.monotonic()
 
         def update(done: int, total: int | None, **fields: Any) -> None:
-            nonlocal said, next_count
+            nonlocal said, next_count, last
+            if time.monotonic() - last < pause_s:
+                return
             if total is None:
                 if done >= next_count:
                     next_count = 2 * done
+                    last = time.monotonic()
                     self.say(f"{title} {done:,}")
                 return
             reached = done // _interval(total)
             if every or reached > said or done == total:
-                said = reached
+                said, last = reached, time.monotonic()
                 self.say(f"{title} {done}/{total}  {_listed(fields)}".rstrip())
 
         return update

@@ -131,7 +131,7 @@ def shown(metrics: dict[str, float]) -> dict[str, str]:
     """The metrics of a train record that the progress bar shows."""
     figures = {"loss": f"{metrics['loss']:.4f}"} if "loss" in metrics else {}
     if "rewards/margins" in metrics:
-        figures["margin"] = f"{metrics['rewards/margins']:+.4f}"
+        figures["margin"] = f"{round(metrics['rewards/margins'], 4) + 0.0:+.4f}"  # no -0.0000
     return {**figures, "tokens/s": f"{metrics['tokens_per_second']:,.0f}"}
 
 
@@ -147,5 +147,6 @@ def described(metrics: dict[str, float]) -> str:
         if key in metrics:
             low, high = metrics.get(f"{key}_low"), metrics.get(f"{key}_high")
             interval = "" if low is None or high is None else f" (95%: {low:.3f} to {high:.3f})"
-            parts.append(form.format(metrics[key]) + interval)
+            value = round(metrics[key], 4) + 0.0 if key == "rewards/margins" else metrics[key]  # no -0.0000
+            parts.append(form.format(value) + interval)
     return "  ".join(parts)

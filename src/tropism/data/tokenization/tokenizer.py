@@ -89,7 +89,7 @@ class TextTokenizer:
         """Ids of text, with control tokens parsed and no tokens added around it."""
         if self._backend is not None:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def chunks(self, text: str) -> list[str]:
         """The text in pieces whose ids, one after the other, are those of the text: each begins with an added token,
@@ -106,7 +106,7 @@ class TextTokenizer:
             filled = self.encode_prompt("a")
             return filled[: len(filled) - len(self.encode("a"))]
         bare = self.encode(text)
-        full = list(self.tokenizer(text)["input_ids"])
+        full = list(self.tokenizer(text, verbose=False)["input_ids"])
         added = len(full) - len(bare)
         while added > 0 and full[added : added + len(bare)] != bare:
             added -= 1
