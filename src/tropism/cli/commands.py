@@ -109,14 +109,24 @@ def kd(*, options: Annotated[KDOptions, _Flat]) -> int:
 
 
 @app.command
-def evaluate(model: _Name, *, options: Annotated[ScoringOptions, _Flat] = _SCORING, json: _File | None = None) -> int:
-    """Print figures of a model, and write them to a file."""
-    check_reports(json, inputs=f"{options.data or ''},{model}")
-    check_scoring(model, options)
+def evaluate(model: _Name, *models: _Name, options: Annotated[ScoringOptions, _Flat] = _SCORING,
+             json: _File | None = None) -> int:
+    """Print figures of models, and write them to a file."""
+    check_reports(json, inputs=",".join([options.data or "", model, *models]))
+    for name in (model, *models):
+        check_scoring(name, options)
     voice = voice_beside(json)
-    start(voice, "evaluate", model=model, reference=options.reference, data=options.data)
-    from tropism.commands.scoring import figures, score
+    start(voice, "evaluate", model=", ".join([model, *models]), reference=options.reference, data=options.data)
+    from tropism.commands.scoring import compare, figures, score, show
 
+    if models:
+        compared = compare([model, *models], options, voice)
+        if compared is not None:
+            show(compared, voice)
+            if json is not None:
+                check_reports(json, inputs=compared.scores[0].source)
+                write_json(json, compared.to_json())
+        return 0
     scores = score(model, options, voice)
     if not scores.is_main:
         return 0

@@ -107,10 +107,13 @@ COMMANDS: dict[str, Command] = {
         (Argument("DATA", _DATA, required=True), Argument("--json FILE", _JSON)), "ConvertOptions",
         "Reports what the target shape cannot hold."),
     "evaluate": Command(
-        "Results", "Evaluate a model on held-out data.",
-        ("tropism evaluate runs/first", "tropism evaluate runs/first --data heldout.jsonl",
+        "Results", "Evaluate models on held-out data.",
+        ("tropism evaluate runs/first", "tropism evaluate runs/first runs/second",
+         "tropism evaluate runs/first --data heldout.jsonl",
          "tropism evaluate runs/first --data heldout.jsonl --reference Qwen/Qwen3-0.6B --json figures.json"),
-        (Argument("MODEL", _MODEL, required=True), Argument("--json FILE", _JSON)), "ScoringOptions",
+        (Argument("MODEL", _MODEL, required=True),
+         Argument("MODELS", "More models or run directories, compared with the first one in one table."),
+         Argument("--json FILE", _JSON)), "ScoringOptions",
         "Reports accuracy or AUC, margins, log-probs, perplexity and KL. A run is evaluated as it was trained, on the "
         "rows that it held out."),
     "score": Command(

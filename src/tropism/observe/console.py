@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -187,6 +187,12 @@ class Voice:
         self._table(title, ("metric", "before", "after"), [
             (key, _cell(before, key), _cell(after, key)) for key in after
             if not (key.endswith(("_low", "_high")) or key in leave_out)])
+
+    def side_by_side(self, title: str, names: Sequence[str], records: Sequence[Mapping[str, float]]) -> None:
+        """Print a table of several records, one column each, with the metrics that all of them have."""
+        self._table(title, ("metric", *names), [
+            (key, *(_cell(record, key) for record in records)) for key in records[0]
+            if not key.endswith(("_low", "_high")) and all(key in record for record in records)])
 
     def _table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         """A table whose first column is on the left, and all others on the right. In a terminal that is too narrow for

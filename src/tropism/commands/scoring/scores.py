@@ -128,7 +128,12 @@ def score(model: str, options: ScoringOptions, voice: Voice | None = None) -> Sc
         TropismError: for data or models that cannot be scored.
     """
     with connect() as world:
-        return _Scoring(model, options, world, voice if voice and world.is_main else Voice(loud=world.is_main)).run()
+        return score_in(world, model, options, voice if voice and world.is_main else Voice(loud=world.is_main))
+
+
+def score_in(world: World, model: str, options: ScoringOptions, voice: Voice) -> Scores:
+    """`score` for processes that are connected already."""
+    return _Scoring(model, options, world, voice).run()
 
 
 class _Scoring:
