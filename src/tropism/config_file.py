@@ -80,7 +80,7 @@ def _ours(values: dict[str, Any], options: type[MethodOptions] | None, place: Ca
         option = alias or key
         value = str(value).lower() if option == "resume" and isinstance(value, bool) else value
         new = value_of(option, value)
-        if new != value:
+        if new is not value and new != value:  # NaN differs from itself
             say(f"{place(key)}{option} {value} is {new} here")
         if option in found and not same_value(found[option], new):
             raise UsageError(f"{place(key)}{key}: sets the same option as {own.get(option, option)}, to another value. "

@@ -138,12 +138,6 @@ def kill_until(kills: int, settings: Callable[..., dict[str, Any]], folder: Path
     return places
 
 
-def test_eight_kills(settings: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    """C1: killed at random moments, gone on with each time; the straight run to the bit, and checkpoints are whole."""
-    few = {"max_steps": 10, "microbatch_tokens": 512, "samples": 0}
-    assert sum(kill_until(8, settings, tmp_path, seed=0, **few).values()) == 8
-
-
 @pytest.mark.slow
 def test_a_hundred_kills(settings: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """C1: in every stage of a run."""

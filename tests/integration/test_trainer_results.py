@@ -242,6 +242,7 @@ def test_a_tracker_that_fails_never_stops_training(fails: str, small: Any, monke
             if where == fails:
                 raise ConnectionError("no route to host")
 
+    monkeypatch.setattr(track, "_others", lambda: {"failing": None})
     monkeypatch.setattr(track, "_class", lambda name: Failing)
     result = small("dpo", track="failing", voice=None).fit()
     said = capsys.readouterr().out

@@ -32,7 +32,7 @@ def check_training(options: MethodOptions) -> None:
     """
     output = Path(options.output).expanduser()
     checkpoint = RunDirectory(output).check_resume(options.resume)
-    if checkpoint is not None and not checkpoint.is_dir():
+    if checkpoint is not None and not (checkpoint.is_dir() or checkpoint.with_name(f"{checkpoint.name}.new").is_dir()):
         raise UsageError(f"{checkpoint}: cannot resume: directory not found")
     check_creatable(output)
     find_model(options.model)
