@@ -143,7 +143,7 @@ def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = Non
         audit = read(data)
         eval_audit = None if options.eval_data is None else read(options.eval_data)
     tidy(options.store_root, options.store_bytes)
-    check_effect(options, renderer)
+    check_effect(options, renderer, audit.plain_rows + (eval_audit.plain_rows if eval_audit else 0))
     findings = audit.findings(renderer.text.decode)
     findings.append(layout_savings(audit.rows, options.batch_size))
     if eval_audit is not None:
@@ -196,8 +196,8 @@ def show(inspection: Inspection, voice: Voice) -> None:
     for audit, name in ((inspection.audit, "data"), (inspection.eval_audit, "eval data")):
         if audit is not None:
             voice.say(f"{name}: {audit.source}: {audit.summary()}")
-            if audit.format:
-                voice.say(f"  {audit.format}")
+            for line in audit.how():
+                voice.say(f"  {line}")
             for drop in audit.dropped[:_LISTED]:
                 voice.say(f"  dropped: {drop.place}: {drop.reason}: {drop.detail}")
             if (more := sum(audit.reasons.values()) - _LISTED) > 0:

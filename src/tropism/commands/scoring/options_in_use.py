@@ -27,10 +27,12 @@ def say_options(model: str, options: ScoringOptions, renderer: Renderer, precisi
         renderer: of the rows, after it has read them.
         precision: of the computation.
     """
-    names = _NAMES + (tuple(TemplateOptions.model_fields) if renderer.saw_messages else ())
+    of_template = (name for name in TemplateOptions.model_fields if name != "plain_text")  # a choice without effect
+    names = _NAMES + (tuple(of_template) if renderer.saw_messages else ("as_messages",))
     given = {name: getattr(options, name) for name in names}
     used = {**given, "max_length": renderer.limits.max_length, "precision": precision}
-    shown_now = {name: value for name, value in used.items() if value is not None or name == "reference"}
+    shown_now = {name: value for name, value in used.items()
+                 if value not in (None, False) or name == "reference"}
     line = f"options in use: {_as_typed(shown_now)}"
     run = _run_of(model)
     if run is None:
@@ -82,8 +84,11 @@ def _as_typed(values: Mapping[str, Any]) -> str:
     typed, absent = [], []
     for name, value in values.items():
         option = f"--{name.replace('_', '-')}"
-        if value is None:
-            absent.append(f"no {option}")
+        if value is None or isinstance(value, bool):
+            if value:
+                typed.append(option)
+            else:
+                absent.append(f"no {option}")
             continue
         text = shown(value)
         typed.append(f"{option} {shlex.quote(text if len(text) <= _LONGEST else f'{text[:_LONGEST]}...')}")

@@ -108,9 +108,9 @@ class _Scoring:
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
         tokenizer_of(self.other, "reference", self.tokenizer, remote)
         config = load.load_config(self.source, trust_remote_code=remote)
-        self.view = view_of_source(options.data, options)
         configs = [config, *([config_of(self.other, remote)] if self.other else [])]
         renderer = make_renderer(self.tokenizer, limits(options, *configs), options)
+        self.view = view_of_source(options.data, options)
 
         def read() -> Audit:
             with voice.bar("read") as report, world.main_first():
@@ -119,14 +119,15 @@ class _Scoring:
 
         audit = world.together(read)
         world.on_main(partial(tidy, options.store_root, options.store_bytes))
-        check_effect(options, renderer)
+        check_effect(options, renderer, audit.plain_rows)
         for one in configs:
             check_rope(one, renderer.limits.max_length)
             check_embedding(audit.rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
         self.rows: Sequence[EncodedRow] = audit.rows
         check_same(world, lambda: facts_of_rows("--data", options.data, audit.rows))
         voice.say(f"data: {audit.source}: {audit.summary()}")
-        voice.say(f"  {audit.format}")
+        for line in audit.how():
+            voice.say(f"  {line}")
         for notice in audit.notices():
             voice.warn(notice)
         say_options(model, options, renderer, self.numerics.precision, voice)

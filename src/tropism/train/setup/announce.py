@@ -20,15 +20,18 @@ from tropism.train.setup.python_objects import PythonObjects
 
 def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
     """Log what was read, and the method."""
+    warned = set()
     for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
         if audit is not None:
             voice.say(f"{name}: {audit.source}: {audit.summary()}")
-            if audit.format:
-                voice.say(f"  {audit.format}")
+            for line in audit.how():
+                voice.say(f"  {line}")
             for drop in audit.dropped[:3]:
                 voice.say(f"  dropped: {drop.place}: {drop.reason}: {drop.detail}")
             for notice in audit.notices():
-                voice.warn(notice)
+                if notice not in warned:
+                    voice.warn(notice)
+                warned.add(notice)
     for finding in data.of_template:
         if finding.severity != "info":
             voice.warn(finding.text)
