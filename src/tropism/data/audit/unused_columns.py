@@ -1,6 +1,7 @@
 """Columns that nothing reads, and findings about those that look like a preference."""
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from tropism.data.formats import Reading, View, fields
 from tropism.data.rows import RawRow
 
 _NAMED = 12  # columns that a line names
+_KEPT = 8  # values of a column
 _LONGEST = 40  # characters of a column's name in a line
 _LEFT_ALONE = {"id", "unused", *ORIGINS}  # identify a row, or were renamed to be ignored
 _PREFERENCE = frozenset((
@@ -37,11 +39,14 @@ class ColumnUse:
     def __init__(self, reading: Reading, head: Sequence[RawRow]) -> None:
         self.reading = reading
         self.read: set[str] = set()
-        self._values: dict[str, list[Any]] = {}  # some different values of each column that has any
+        self._values: dict[str, list[Any]] = {}  # some different texts and numbers of each column that has any value
         for row in head:
             for name, value in row.record.items():
-                if not fields.is_missing(value) and len(kept := self._values.setdefault(name, [])) < 8 and (
-                        value not in kept):
+                kept = self._values.get(name)
+                if (kept is not None and len(kept) >= _KEPT) or fields.is_missing(value):
+                    continue
+                kept = self._values.setdefault(name, [])
+                if isinstance(value, str | int | float) and value not in kept:
                     kept.append(value)
 
     def unused(self) -> dict[str, list[Any]]:
@@ -89,13 +94,14 @@ def find_unused(uses: Sequence[ColumnUse], wanted: View) -> Iterator[Finding]:
 
 def _remedy(doubtful: Mapping[str, list[Any]], reading: Reading, wanted: View) -> str:
     name, values = next(iter(doubtful.items()))
-    short = name if len(name) <= _LONGEST and name.isprintable() and name.strip() else "NAME"
+    short = name if len(name) <= _LONGEST and name.isprintable() and "," not in name else "NAME"
     remove = "remove the column if it does not matter"
     if "weight" in short.lower():
         return f"Every row counts the same. Repeat or remove rows to weight them, or {remove}."
     numbers = all(isinstance(value, int | float) for value in values) and not all(map(fields.is_label, values))
-    label = f"--columns rating={short} --label-threshold NUMBER" if numbers and short not in ("rating", "score") else (
-        "--label-threshold NUMBER" if numbers else "" if short == "label" else f"--columns label={short}")
+    known = ("rating", "score") if numbers else ("label",)
+    rename = "" if short in known else f"--columns {shlex.quote(f'{known[0]}={short}')}"
+    label = " ".join(filter(None, (rename, "--label-threshold NUMBER" if numbers else "")))
     if wanted == "single":
         return f"To learn from it, use `tropism kto{f' {label}' if label else ''}`, or {remove}."
     if wanted == "unpaired" and reading.shape.view == "unpaired" and reading.shape.label:

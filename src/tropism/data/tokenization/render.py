@@ -70,8 +70,12 @@ class Renderer:
             DataError: if the chat template rejects the messages of the row.
             ModelError: if the row has messages and the tokenizer has no chat template.
         """
+        if self.as_messages and isinstance(row.prompt, str):
+            if not row.prompt:
+                return Dropped(row.place, Reason.EMPTY_PROMPT, "the prompt is empty")
+            row = _with_messages(row, row.prompt)
         try:
-            return self._encode(with_argument_objects(_with_messages(row) if self.as_messages else row))
+            return self._encode(with_argument_objects(row))
         except RecursionError:
             raise DataError(f"{row.place}: messages or tools are nested too deeply") from None
 
@@ -181,10 +185,7 @@ class Renderer:
         return self._last_prompt[2]
 
 
-def _with_messages(row: Row) -> Row:
-    """A row of plain text as messages, their content unchanged. An empty prompt has no message."""
-    if not isinstance(row.prompt, str):
-        return row
-    prompt = ({"role": "user", "content": row.prompt},) if row.prompt else ()
-    return replace(row, prompt=prompt, completions=tuple(
+def _with_messages(row: Row, prompt: str) -> Row:
+    """A row of plain text as messages, their content unchanged."""
+    return replace(row, prompt=({"role": "user", "content": prompt},), completions=tuple(
         ({"role": "assistant", "content": completion},) for completion in row.completions))
