@@ -123,8 +123,9 @@ def test_empty_prompts_and_completions() -> None:
 
 def test_cache_tells_them_apart() -> None:
     """The option decides ids, so it decides the place of cached blocks; the silent one does not."""
-    found = {name: fingerprint(make_renderer(build_tokenizer(), LIMITS, TemplateOptions(**{name: True} if name else {})))
-             for name in ("", "as_messages", "plain_text")}
+    given: dict[str, dict[str, Any]] = {"": {}, "as_messages": {"as_messages": True}, "plain_text": {"plain_text": True}}
+    found = {name: fingerprint(make_renderer(build_tokenizer(), LIMITS, TemplateOptions(**values)))
+             for name, values in given.items()}
     assert found[""] == found["plain_text"] != found["as_messages"]
 
 
