@@ -59,7 +59,7 @@ def test_case_10(command: Any) -> None:
     assert "6 read, 1 kept: 3 empty_completion, 1 missing_field, 1 empty_prompt" in out
     assert "dropped: 10-empty-completions.jsonl:4: missing_field" in out
     assert "left_out" in names(report, "warning")
-    code, out, err, report = command(CASES / "10-empty-completions.jsonl", "--strict")
+    code, out, err, report = command(CASES / "10-empty-completions.jsonl", "--strict", "--plain-text")
     assert code == 1
     assert "1 warning (--strict): left_out" in err
     assert report["rows"]["read"] == 6  # it is written all the same
@@ -138,6 +138,32 @@ def test_columns_of_the_records_are_seen(command: Any) -> None:
     code, _, err, report = command([labeled(n, source="gold" if n % 2 == 0 else "bot") for n in range(40)])
     assert code == 0, err
     assert "label_from_source" in names(report, "warning")
+
+
+def test_unused_columns_and_plain_text(command: Any, tmp_path: Path) -> None:
+    """The lines, the warnings with their remedies, and the options; also of evaluation rows."""
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text(json.dumps(labeled(100, judge="x")) + "\n" + json.dumps(labeled(101)) + "\n")
+    rows = [labeled(n, winner="a", **{"odd\x1b[31m\n": 1}) for n in range(4)]
+    code, out, err, report = command(rows, "--eval-data", str(held_out), "--method", "kto")
+    assert code == 0, err
+    assert "\x1b" not in out
+    assert "columns not used: winner, odd" in out
+    assert "columns not used: judge" in out
+    assert {"preference_unused", "plain_text"} <= names(report, "warning")
+    assert report["columns_not_used"] == ["winner", "odd\x1b[31m\n"]
+    assert report["eval"]["columns_not_used"] == ["judge"]
+    code, out, err, report = command(rows, "--as-messages")
+    assert code == 0, err
+    assert "plain_text" not in names(report)
+    assert len(report["shown"][0]["prompt"]) > len("q0? ")  # tokens of the template too
+    code, _, err, _ = command(rows, "--as-messages", "--plain-text")
+    assert code == 2
+    assert "exclude each other" in err
+    code, _, err, _ = command([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
+                              "--as-messages")
+    assert code == 2
+    assert "--as-messages has no effect on data with messages" in err
 
 
 def test_ids_beyond_the_embedding(command: Any, model_dir: Path) -> None:
@@ -224,7 +250,7 @@ def test_every_finding_and_option_is_described() -> None:
     text = (root / "docs" / "inspect.md").read_text(encoding="utf-8")
     sources = [root / "src" / "tropism" / name for name in (
         "data/audit/findings.py", "data/audit/layout_savings.py", "data/audit/template_findings.py",
-        "commands/inspect.py")]
+        "data/audit/unused_columns.py", "commands/inspect.py")]
     named = {name for source in sources
              for name in re.findall(r'(?m)(?:Finding\(|_about\(|^    \()\s*f?"(\w+?)(?:_?\{column\})?",',
                                     source.read_text(encoding="utf-8"))}
@@ -237,7 +263,7 @@ def test_every_finding_and_option_is_described() -> None:
 
 def test_a_generator_is_gone_through_once(model_dir: Path) -> None:
     """Rows given in Python; `check` is what `--strict` asks."""
-    found = inspect((labeled(n) for n in range(50)), InspectOptions(model=str(model_dir), rows=1))
+    found = inspect((labeled(n) for n in range(50)), InspectOptions(model=str(model_dir), rows=1, plain_text=True))
     assert found.audit.read == 50
     assert len(found.shown) == 1
     found.check()

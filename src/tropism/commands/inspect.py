@@ -144,7 +144,7 @@ def inspect(data: DataSource, options: InspectOptions, voice: Voice | None = Non
         eval_audit = None if options.eval_data is None else read(
             options.eval_data, split=SplitChoice(options.eval_split, "--eval-split", held_out=True))
     tidy(options.store_root, options.store_bytes)
-    check_effect(options, renderer)
+    check_effect(options, renderer, audit.plain_rows + (eval_audit.plain_rows if eval_audit else 0))
     findings = audit.findings(renderer.text.decode)
     findings.append(layout_savings(audit.rows, options.batch_size))
     if eval_audit is not None:

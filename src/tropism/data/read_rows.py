@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tropism.data.audit.audit import Audit
-from tropism.data.audit.findings import ORIGINS
-from tropism.data.formats import Reading, View, pair_by_prompt, recognize, rows_of_record, view_of
+from tropism.data.audit.findings import ORIGINS, Finding
+from tropism.data.audit.unused_columns import ColumnUse, find_leading_space, find_plain_text, find_unused
+from tropism.data.formats import View, pair_by_prompt, recognize, rows_of_record, view_of
 from tropism.data.formats.options import FormatOptions
 from tropism.data.formats.recognize import renamed
 from tropism.data.row_blocks import RowTable, TableBuilder
@@ -58,8 +59,9 @@ def read_rows(
     audit = Audit(source=str(source) if isinstance(source, str | Path) else "rows given in Python",
                   format="; ".join(dict.fromkeys([*(part.split for part in parts if part.split),
                                                   *map(str, readings)])))
+    uses = [ColumnUse(reading, part.head) for part, reading in zip(parts, readings, strict=True)]
     origins = [name for name in ORIGINS if any(part.has(name) for part in parts)]
-    rows_read = (row for part, reading in zip(parts, readings, strict=True) for row in _rows(part, reading))
+    rows_read = (row for part, use in zip(parts, uses, strict=True) for row in _rows(part, use))
     if options.pair_by_prompt:
         unpaired = list(rows_read)
         records = {row.place: record for row, record in unpaired}
@@ -86,6 +88,9 @@ def read_rows(
     audit.label_words = "; ".join(dict.fromkeys(filter(None, (str(reading.labels) for reading in readings))))
     audit.rows = table.table()
     audit.read = sum(part.read for part in parts)
+    audit.columns_not_used = list(dict.fromkeys(name for use in uses for name in use.unused()))
+    audit.plain_rows = stream.plain_rows
+    audit.of_source = [*find_unused(uses, view), *_of_plain_text(stream, renderer)]
     audit.origins = {name: [values[number] for number in table.kept_numbers()]
                      for name, values in stream.origins.items()}
     if not audit.rows:
@@ -160,15 +165,16 @@ RowOfRecord = tuple[Row | Dropped, Mapping[str, Any]]
 """A row, or the reason for dropping it, and its record."""
 
 
-def _rows(part: Iterable[RawRow], reading: Reading) -> Iterator[RowOfRecord]:
+def _rows(part: Iterable[RawRow], use: ColumnUse) -> Iterator[RowOfRecord]:
     """The rows of records, in file order.
 
     When pairs are split, every second pair yields its undesirable side first. In file order no class then comes in
     runs, and both classes serve as mismatched completions, which are taken from the next prompt.
     """
+    reading = use.reading
     split = reading.shape.view == "paired" and reading.wanted == "unpaired"
     for number, raw in enumerate(part):
-        rows = rows_of_record(raw, reading)
+        rows = rows_of_record(raw, reading, use.read if number < _HEAD else None)
         for row in reversed(rows) if split and number % 2 else rows:
             yield row, raw.record
 
@@ -178,6 +184,8 @@ class _KeptRows:
 
     Attributes:
         origins: for each column of origins, its value for each row that was yielded.
+        plain_rows: number of rows of plain text that were yielded.
+        spaced: number of those with a completion that begins with white space.
         ended: True after the last row.
     """
 
@@ -186,6 +194,7 @@ class _KeptRows:
         self._yielded = 0
         self._dropped: deque[tuple[int, Dropped]] = deque()
         self.origins: dict[str, list[str | None]] = {name: [] for name in columns}
+        self.plain_rows = self.spaced = 0
         self.ended = False
 
     def __iter__(self) -> Iterator[Row]:
@@ -197,6 +206,9 @@ class _KeptRows:
                 self._dropped.append((self._yielded, row))
                 continue
             self._yielded += 1
+            if isinstance(row.prompt, str):
+                self.plain_rows += 1
+                self.spaced += any(str(completion)[:1].isspace() for completion in row.completions)
             for name, values in self.origins.items():
                 value = record.get(name)
                 values.append(sys.intern(str(value)) if isinstance(value, str | int) else None)
@@ -208,6 +220,15 @@ class _KeptRows:
         """The dropped rows before row number `row` that were not returned yet."""
         while self._dropped and self._dropped[0][0] <= row:
             yield self._dropped.popleft()[1]
+
+
+def _of_plain_text(stream: _KeptRows, renderer: Renderer) -> Iterator[Finding]:
+    """Findings about rows of plain text for a model with a chat template."""
+    if not renderer.as_messages and not renderer.plain_text and renderer.text.tokenizer.chat_template and (
+            stream.plain_rows):
+        yield find_plain_text(stream.plain_rows)
+    if renderer.as_messages and stream.spaced:
+        yield find_leading_space(stream.spaced)
 
 
 def _drop(audit: Audit, row: Dropped, strict: bool) -> None:

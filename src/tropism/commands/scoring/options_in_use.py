@@ -29,7 +29,8 @@ def say_options(model: str, run: OwnRun | None, why: str, given: ScoringOptions,
         resolved: options in use with the values that they have become.
         renderer: of the rows, after it has read them.
     """
-    names = _NAMES + (tuple(TemplateOptions.model_fields) if renderer.saw_messages else ())
+    of_template = (name for name in TemplateOptions.model_fields if name != "plain_text")  # a choice without effect
+    names = _NAMES + (tuple(of_template) if renderer.saw_messages else ("as_messages",))
     values = {name: getattr(given, name) for name in names}
     own = {} if run is None else {name: run.options.values.get(name) for name in names} | dict(
         run.recorded) | {"reference": run.reference}
@@ -49,7 +50,7 @@ def say_options(model: str, run: OwnRun | None, why: str, given: ScoringOptions,
 
 
 def _counts(name: str, value: Any) -> bool:
-    return value is not None or name == "reference"
+    return value not in (None, False) or name == "reference"
 
 
 def _differs(own: Any, given: Any, used: Any) -> bool:
@@ -62,8 +63,11 @@ def _as_typed(values: Mapping[str, Any]) -> str:
     typed, absent = [], []
     for name, value in values.items():
         option = f"--{name.replace('_', '-')}"
-        if value is None:
-            absent.append(f"no {option}")
+        if value is None or isinstance(value, bool):
+            if value:
+                typed.append(option)
+            else:
+                absent.append(f"no {option}")
             continue
         text = shown(value)
         typed.append(f"{option} {shlex.quote(text if len(text) <= _LONGEST else f'{text[:_LONGEST]}...')}")

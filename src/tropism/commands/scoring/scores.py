@@ -188,11 +188,12 @@ class _Scoring:
             source, rows = world.together(lambda: read_own(run, *self._readers(run, bool(changed))))
             self.voice.say(f"data: {source}: {count_of(len(rows), 'row')} that the run held out")
             view: View = run.options.view
+            plain = len(rows)
         else:
             self.voice.say(f"reading {options.data}")
             source, view = options.data, view_of_source(options.data, options)
             audit = world.together(lambda: self._read_with(self.renderer, options, source, view))
-            rows = audit.rows
+            rows, plain = audit.rows, audit.plain_rows
             self.voice.say(f"data: {audit.source}: {audit.summary()}")
             for line in audit.reading:
                 self.voice.say(f"  {line}")
@@ -201,7 +202,7 @@ class _Scoring:
             if run is not None:
                 world.on_main(partial(warn_of_trained_rows, run.path, rows, self.voice))
         world.on_main(partial(tidy, options.store_root, options.store_bytes))
-        check_effect(options, self.renderer)
+        check_effect(self.given, self.renderer, plain)
         for one in self.configs:
             check_rope(one, self.renderer.limits.max_length)
             check_embedding(rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tropism.data.audit.findings import Decode, Finding, both_labels, find_in_rows
+from tropism.data.audit.findings import Decode, Finding, both_labels, by_severity, find_in_rows
+from tropism.data.audit.unused_columns import name_columns
 from tropism.data.row_facts import Integers, RowFacts, facts_of
 from tropism.data.rows import Dropped, EncodedRow
 
@@ -28,6 +29,9 @@ class Audit:
         label_words: how labels were read, as one line; empty if they are true, false, 1 and 0.
         origins: for each column of `findings.ORIGINS` that occurs, its value in each kept row.
         unlisted: number of dropped rows that are not in `dropped`, by reason.
+        columns_not_used: columns with values that nothing reads, in file order.
+        plain_rows: number of rows of plain text.
+        of_source: findings about the source as a whole.
     """
 
     source: str
@@ -38,6 +42,9 @@ class Audit:
     label_words: str = ""
     origins: dict[str, list[str | None]] = field(default_factory=dict)
     unlisted: Counter[str] = field(default_factory=Counter)
+    columns_not_used: list[str] = field(default_factory=list)
+    plain_rows: int = 0
+    of_source: list[Finding] = field(default_factory=list)
 
     def drop(self, dropped: Dropped) -> None:
         """Count a dropped row; list it if it is one of the first 1000."""
@@ -65,8 +72,9 @@ class Audit:
 
     @property
     def reading(self) -> list[str]:
-        """How the source was read, as lines."""
-        return [line for line in (self.format, self.label_words) if line]
+        """How the source was read, as lines: its format, its labels, and the columns that were not used."""
+        unused = f"columns not used: {name_columns(self.columns_not_used)}" if self.columns_not_used else ""
+        return [line for line in (self.format, self.label_words, unused) if line]
 
     def labels(self) -> dict[str, int]:
         """Number of kept rows of each class; empty for pairs."""
@@ -83,6 +91,7 @@ class Audit:
         distinct = int(facts.row_numbers.max(initial=-1)) + 1
         report: dict[str, Any] = {
             "source": self.source,
+            "columns_not_used": self.columns_not_used[:_LISTED],
             "rows": {"read": self.read, "kept": len(self.rows), "dropped": self.reasons, **noted},
             "labels": self.labels(),
             "prompts": prompts,
@@ -105,8 +114,8 @@ class Audit:
         Args:
             decode: ids to text; None skips the findings that need text.
         """
-        return find_in_rows(self.rows, self.dropped, decode=decode, origins=self.origins, reasons=self.reasons,
-                            facts=self.facts)
+        return by_severity([*self.of_source, *find_in_rows(
+            self.rows, self.dropped, decode=decode, origins=self.origins, reasons=self.reasons, facts=self.facts)])
 
     def notices(self) -> list[str]:
         """Texts of the findings to print before training. Dropped rows are in `summary`."""

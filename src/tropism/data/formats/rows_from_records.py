@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tropism.data.formats import fields
+from tropism.data.formats.columns_read import WatchedRecord
 from tropism.data.formats.context import context_columns, with_context
 from tropism.data.formats.fields import Content
 from tropism.data.formats.format import Draft, Drafts
@@ -17,23 +18,30 @@ from tropism.data.rows import Dropped, RawRow, Reason, Row
 from tropism.errors import DataError
 
 
-def rows_of_record(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
+def rows_of_record(raw: RawRow, reading: Reading, read: set[str] | None = None) -> list[Row | Dropped]:
     """The rows of a record, and the reasons for those that are dropped.
 
     Rows have the view `reading.wanted`. Labeled completions that will be paired by prompt are the exception: they stay
     unpaired until `pair_by_prompt` has all of them. The first row has the record's id, the next ones `ID#2`, `ID#3`.
 
+    Args:
+        raw: the record.
+        reading: how it becomes rows.
+        read: takes the names of the columns that are read; None to skip that.
+
     Raises:
         DataError: for an invalid label, message or text.
     """
     try:
-        return _rows(raw, reading)
+        return _rows(raw, reading, read)
     except RecursionError:
         raise DataError(f"{raw.place}: the record is nested too deeply") from None
 
 
-def _rows(raw: RawRow, reading: Reading) -> list[Row | Dropped]:
+def _rows(raw: RawRow, reading: Reading, read: set[str] | None) -> list[Row | Dropped]:
     raw = decoded(raw, reading.json_columns)
+    if read is not None:
+        raw = RawRow(raw.place, WatchedRecord(raw.record, read))
     record, view = raw.record, reading.shape.view
     first = fields.identifier(record.get("id"), raw.place)
     tools = fields.tool_schemas(record.get("tools"), raw.place)

@@ -46,6 +46,12 @@ class TemplateOptions(Options):
     """Control tokens (the tokenizer's special tokens) spelled in the text of messages and tools: encode them as plain
     characters, keep them as tokens, or refuse the row."""
 
+    as_messages: bool = False
+    """Render rows of plain text with the chat template: the prompt as a user message, the completion as an assistant
+    message."""
+    plain_text: bool = False
+    """Train on plain text as it is, without a warning that the model has a chat template."""
+
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
@@ -125,9 +131,12 @@ def make_renderer(tokenizer: Any, limits: Limits, options: TemplateOptions) -> R
     The chosen template is set on the tokenizer, since generation and the exported model must use it too.
 
     Raises:
-        UsageError: for a template that cannot be read, or values that it does not use.
-        ModelError: if the tokenizer lacks a control token of a built-in template.
+        UsageError: for a template that cannot be read, values that it does not use, or options that exclude each other.
+        ModelError: if the tokenizer lacks a control token of a built-in template, or the template that `as_messages`
+            needs.
     """
+    if options.as_messages and options.plain_text:
+        raise UsageError("--as-messages and --plain-text exclude each other. Remove one of them.")
     name = "the chat template"
     if options.chat_template is not None:
         text = template_text(options.chat_template)
@@ -137,22 +146,34 @@ def make_renderer(tokenizer: Any, limits: Limits, options: TemplateOptions) -> R
         tokenizer.chat_template = text
     kwargs = options.template_kwargs
     _check_used(kwargs, tokenizer, name)
+    if options.as_messages and not tokenizer.chat_template:
+        raise ModelError("--as-messages: the tokenizer has no chat template. Choose one with --chat-template, or "
+                         "remove the option.")
     return Renderer(tokenizer, limits, options.supervise, template_kwargs=kwargs, system_prompt=options.system_prompt,
-                    template_name=name, control_tokens=options.control_tokens)
+                    template_name=name, control_tokens=options.control_tokens,
+                    as_messages=options.as_messages, plain_text=options.plain_text)
 
 
-def check_effect(options: TemplateOptions, renderer: Renderer) -> None:
+def check_effect(options: TemplateOptions, renderer: Renderer, plain_rows: int = 0) -> None:
     """Check, after all rows were rendered, that template options had an effect.
 
+    Args:
+        options: as the user gave them.
+        renderer: of the rows.
+        plain_rows: number of rows that the data has as plain text.
+
     Raises:
-        UsageError: naming the first option without one, which is any if the data is plain text.
+        UsageError: naming the first option without one.
     """
+    for name in ("as_messages", "plain_text"):
+        if getattr(options, name) and not plain_rows:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect on data with messages. Remove the option.")
     if renderer.saw_messages:
         return
     for name in ("chat_template", "chat_template_kwargs", "system_prompt"):
         if getattr(options, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} has no effect on plain text. Use data with messages, or "
-                             "remove the option.")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect on plain text. Use data with messages, pass "
+                             "--as-messages, or remove the option.")
     if options.supervise == "all":
         raise UsageError("--supervise all has no effect on plain text, which has no turns. Remove the option.")
 

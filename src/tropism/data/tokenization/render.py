@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
@@ -37,6 +38,8 @@ class Renderer:
         template_name: name of the chat template in errors.
         control_tokens: what becomes of control tokens in the text of messages and tools: plain characters, the tokens
             themselves, or an error.
+        as_messages: render plain text as a user message and an assistant message with the same content.
+        plain_text: plain text is intended, though the tokenizer has a chat template. Changes no ids.
 
     Attributes:
         stop_ids: terminators of the completions rendered so far.
@@ -45,7 +48,8 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, limits: Limits, supervise: Literal["last", "all"] = "last", *,
                  template_kwargs: Mapping[str, Any] = MappingProxyType({}), system_prompt: str | None = None,
-                 template_name: str = "the chat template", control_tokens: ControlTokens = "plain") -> None:
+                 template_name: str = "the chat template", control_tokens: ControlTokens = "plain",
+                 as_messages: bool = False, plain_text: bool = False) -> None:
         self.text = TextTokenizer(tokenizer)
         self.limits = limits
         self.supervise = supervise
@@ -53,6 +57,8 @@ class Renderer:
         self.system_prompt = system_prompt
         self.template_name = template_name
         self.control_tokens = control_tokens
+        self.as_messages = as_messages
+        self.plain_text = plain_text
         self.stop_ids: set[int] = set()
         self.saw_messages = False
         self._other = [name for name in self.text.added if not (name in self.text.control or is_mark(name))]
@@ -65,6 +71,10 @@ class Renderer:
             DataError: if the chat template rejects the messages of the row.
             ModelError: if the row has messages and the tokenizer has no chat template.
         """
+        if self.as_messages and isinstance(row.prompt, str):
+            if not row.prompt:
+                return Dropped(row.place, Reason.EMPTY_PROMPT, "the prompt is empty")
+            row = _with_messages(row, row.prompt)
         try:
             return self._encode(with_argument_objects(row))
         except turns.NothingToLearn as why:
@@ -177,3 +187,9 @@ class Renderer:
         if self._last_prompt[:2] != (text, names):
             self._last_prompt = (text, names, encode(text))
         return self._last_prompt[2]
+
+
+def _with_messages(row: Row, prompt: str) -> Row:
+    """A row of plain text as messages, their content unchanged."""
+    return replace(row, prompt=({"role": "user", "content": prompt},), completions=tuple(
+        ({"role": "assistant", "content": completion},) for completion in row.completions))

@@ -22,6 +22,7 @@ _HIGH_RATE = 1e-2  # of AdamW
 
 def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
     """Log what was read, and the method."""
+    warned = set()
     for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
         if audit is not None:
             voice.say(f"{name}: {audit.source}: {audit.summary()}")
@@ -30,7 +31,9 @@ def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
             for drop in audit.dropped[:3]:
                 voice.say(f"  dropped: {drop.place}: {drop.reason}: {drop.detail}")
             for notice in audit.notices():
-                voice.warn(notice)
+                if notice not in warned:
+                    voice.warn(notice)
+                warned.add(notice)
     for finding in data.of_template:
         if finding.severity != "info":
             voice.warn(finding.text)

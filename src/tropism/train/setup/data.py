@@ -132,7 +132,7 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
     elif other is not None:
         eval_audit = load(other, split=SplitChoice(options.eval_split, "--eval-split", held_out=True))
         held_out = eval_audit.rows
-    check_effect(options, renderer)
+    check_effect(options, renderer, audit.plain_rows + (eval_audit.plain_rows if eval_audit else 0))
     if view == "unpaired":
         check_classes(rows, audit.source)
     return PreparedData(rows, held_out, audit, eval_audit, renderer, renderer.limits.max_length)
