@@ -115,7 +115,7 @@ def test_odd_and_many_names() -> None:
     record: dict[Any, Any] = {**SINGLE, **{f"c{n}": n for n in range(3000)}, "x" * 500: 1, "\x1b[31mscore": 1, "": 2,
                               "list": [1], "nested": {"a": [float("nan")]}}
     audit = audit_of([record, dict(record)], "single")
-    line = audit.how()[1]
+    line, = unused_line(audit)
     assert line.startswith("columns not used: c0, c1")
     assert line.endswith("more")
     assert len(line) < 700
