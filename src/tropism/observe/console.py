@@ -85,9 +85,13 @@ class Voice:
         for line in lines:
             self.styled((line, ""))
 
-    def warn(self, text: str) -> None:
-        """Print a note that the user should read."""
-        self.styled(("note:", "yellow"), (f" {text}", ""))
+    def warn(self, text: str, word: str = "note") -> None:
+        """Print a note that the user should read.
+
+        Args:
+            word: `warning` for what most likely spoils the result.
+        """
+        self.styled((f"{word}:", "yellow"), (f" {text}", ""))
 
     def styled(self, *parts: tuple[str, str]) -> None:
         """Print one line of texts, each with its style."""

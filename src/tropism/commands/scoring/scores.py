@@ -197,8 +197,8 @@ class _Scoring:
             self.voice.say(f"data: {audit.source}: {audit.summary()}")
             for line in audit.reading:
                 self.voice.say(f"  {line}")
-            for notice in audit.notices():
-                self.voice.warn(notice)
+            for finding in audit.notable():
+                self.voice.warn(finding.text, finding.word)
             if run is not None:
                 world.on_main(partial(warn_of_trained_rows, run.path, rows, self.voice))
         world.on_main(partial(tidy, options.store_root, options.store_bytes))

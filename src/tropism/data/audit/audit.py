@@ -117,10 +117,13 @@ class Audit:
         return by_severity([*self.of_source, *find_in_rows(
             self.rows, self.dropped, decode=decode, origins=self.origins, reasons=self.reasons, facts=self.facts)])
 
+    def notable(self) -> list[Finding]:
+        """The findings to print before training. Dropped rows are in `summary`."""
+        return [finding for finding in self.findings() if finding.severity != "info" and finding.name != "left_out"]
+
     def notices(self) -> list[str]:
-        """Texts of the findings to print before training. Dropped rows are in `summary`."""
-        return [finding.text for finding in self.findings() if finding.severity != "info"
-                and finding.name != "left_out"]
+        """Texts of the notable findings."""
+        return [finding.text for finding in self.notable()]
 
 
 def _quantiles(values: Integers) -> dict[str, int]:

@@ -84,6 +84,11 @@ class Finding:
     places: tuple[str, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def word(self) -> str:
+        """The word before it in the log of a run."""
+        return "warning" if self.severity == "warning" else "note"
+
     def to_json(self) -> dict[str, Any]:
         """As in `audit.json`."""
         return {**asdict(self), "places": list(self.places), "figures": dict(self.figures)}

@@ -30,13 +30,13 @@ def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
                 voice.say(f"  {line}")
             for drop in audit.dropped[:3]:
                 voice.say(f"  dropped: {drop.place}: {drop.reason}: {drop.detail}")
-            for notice in audit.notices():
-                if notice not in warned:
-                    voice.warn(notice)
-                warned.add(notice)
+            for finding in audit.notable():
+                if finding.text not in warned:
+                    voice.warn(finding.text, finding.word)
+                warned.add(finding.text)
     for finding in data.of_template:
         if finding.severity != "info":
-            voice.warn(finding.text)
+            voice.warn(finding.text, finding.word)
     voice.say(f"method: {describe_method(method)}")
     if seen := data.prompts_on_both_sides():
         voice.warn(f"the training data contains {count_of(seen, 'evaluation prompt')}, so the evaluation is not fully "
