@@ -244,3 +244,50 @@ def test_the_case_of_a_saved_dict() -> None:
     rows, said = read(CASES / "saved_dict")
     assert said == "split train (also there: test; choose with --split)"
     assert set(rows).isdisjoint(read(CASES / "saved_dict", "test")[0])
+
+
+def test_files_that_metadata_names_are_read_or_refused(tmp_path: Path) -> None:
+    """No file that is named is left out silently: hidden, linked and unknown ones."""
+    state = saved_dict(tmp_path / "d", train=["a"], test=["t"]) / "train/state.json"
+
+    def name(*files: str) -> None:
+        state.write_text(json.dumps({"_data_files": [{"filename": file} for file in files]}))
+
+    jsonl(state.parent / ".hidden.jsonl", "h")
+    name("data-00000-of-00001.arrow", ".hidden.jsonl")
+    assert read(tmp_path / "d")[0] == ["a", "h"]
+    state.with_name("x.txt").write_text("x")
+    name("data-00000-of-00001.arrow", "x.txt")
+    with pytest.raises(DataError, match=r"x\.txt: unsupported file type"):
+        read(tmp_path / "d")
+    (tmp_path / "d/test").rename(tmp_path / "moved")
+    (tmp_path / "d/test").symlink_to(tmp_path / "moved")
+    assert read(tmp_path / "d", "test")[0] == ["t"]
+
+
+def test_saved_data_below_a_directory(tmp_path: Path) -> None:
+    """The files of each are those of its own state."""
+    saved(tmp_path / "jan", "a")
+    saved(tmp_path / "feb", "b")
+    assert read(tmp_path)[0] == ["b", "a"]
+
+
+def test_files_of_the_users_own_that_look_like_metadata(tmp_path: Path) -> None:
+    """A state of another program and names that begin like those of caches."""
+    jsonl(tmp_path / "a.jsonl", "a")
+    (tmp_path / "state.json").write_text('{"step": 1}')
+    arrow(tmp_path / "cached_answers.arrow", "b")
+    arrow(tmp_path / "tmp_feedback.arrow", "c")
+    assert read(tmp_path)[0] == ["a", "b", "c"]
+
+
+def test_odd_pattern_and_option_of_cards(tmp_path: Path) -> None:
+    """A pattern that matches no name is refused; errors name the option that the user has."""
+    jsonl(card(tmp_path / "dot", "configs:\n- config_name: default\n  data_files: .\n") / "a.jsonl", "a")
+    with pytest.raises(DataError, match="not a pattern of files"):
+        read(tmp_path / "dot")
+    several = card(tmp_path / "two", "configs:\n- config_name: en\n  data_files: a.jsonl\n"
+                                     "- config_name: de\n  data_files: a.jsonl\n")
+    jsonl(several / "a.jsonl", "a")
+    with pytest.raises(DataError, match="--eval-split CONFIGURATION/train"):
+        resolve_source(str(several), split=SplitChoice(None, "--eval-split", held_out=True))

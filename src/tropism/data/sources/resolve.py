@@ -206,11 +206,12 @@ def _of_directory(path: Path, label: str, weight: float, prefix: str, limits: Re
             f"{hub}: this dataset on the Hub has no data file")
         raise DataError(f"{here}. Known: {', '.join(KINDS)}")
     by_path = {file.path: file for file in files}
-    splits, wanted = find_splits(path, split.name, list(by_path))
+    splits, wanted = find_splits(path, split.name, list(by_path), split.option)
     if wanted is not None and set(splits.files) == {""}:
         return SourcePart(label, files, weight)
     chosen, said = splits.choose(wanted, split.option, split.held_out)
-    return SourcePart(label, tuple(by_path[file] for file in chosen if file in by_path), weight, split=said)
+    return SourcePart(label, tuple(by_path.get(file) or _below(path, file, prefix, limits) for file in chosen), weight,
+                      split=said)
 
 
 def _in_directory(path: Path, prefix: str, limits: ReadingLimits) -> tuple[DataFile, ...]:
@@ -218,11 +219,15 @@ def _in_directory(path: Path, prefix: str, limits: ReadingLimits) -> tuple[DataF
     found = []
     for entry in sorted(path.rglob("*")):
         inside = entry.relative_to(path)
-        file = DataFile(entry, prefix + _text(inside.as_posix()), limits)
+        file = _below(path, entry, prefix, limits)
         if (file.kind and entry.is_file() and entry.name not in _NOT_ROWS and not is_cache(entry)
                 and not any(piece.startswith(".") for piece in inside.parts)):
             found.append(file)
     return tuple(found)
+
+
+def _below(path: Path, file: Path, prefix: str, limits: ReadingLimits) -> DataFile:
+    return DataFile(file, prefix + _text(file.relative_to(path).as_posix()), limits)
 
 
 def _from_hub(name: str) -> Path:

@@ -13,7 +13,7 @@ from tropism.borders import parse_mapping, read_bytes, read_object
 from tropism.errors import DataError, UsageError, clause, first_line
 
 TRAIN = "train"
-STATE, DICT, CARD = "state.json", "dataset_dict.json", "README.md"
+STATE, INFO, DICT, CARD = "state.json", "dataset_info.json", "dataset_dict.json", "README.md"
 _HELD_OUT = ("validation", "test")
 _KEYWORDS = {TRAIN: ("train", "training"), "validation": ("validation", "valid", "val", "dev"),
              "test": ("test", "testing", "eval", "evaluation")}
@@ -22,7 +22,7 @@ _WORDS = re.compile(r"[a-zA-Z]+")
 _FRONT = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
 _CARD_BYTES = 2**22
 _OF_CLONES = (CARD, ".git", ".gitattributes", ".cache")
-_CACHED = re.compile(r"(cache|tmp)-?\w*.*\.arrow")
+_CACHED = re.compile(r"(cache-.*|tmp\w{8})\.arrow")
 """Files in which `datasets` caches results beside the data."""
 
 
@@ -85,12 +85,14 @@ def chosen_split(names: Sequence[str], wanted: str | None, place: str, option: s
     raise DataError(f"{place}: no split is called {TRAIN}. Choose one with {option}. Splits: {', '.join(names)}")
 
 
-def find_splits(path: Path, wanted: str | None, data_files: Sequence[Path]) -> tuple[Splits, str | None]:
+def find_splits(path: Path, wanted: str | None, data_files: Sequence[Path],
+                option: str = "--split") -> tuple[Splits, str | None]:
     """The splits of a directory, and the wanted one without the configuration that may precede it.
 
     Args:
         wanted: a split, or CONFIGURATION/SPLIT.
         data_files: all data files below the directory, in order.
+        option: by which the user chooses.
 
     Raises:
         DataError: if metadata names files that are missing or outside, or a configuration is not there.
@@ -101,12 +103,14 @@ def find_splits(path: Path, wanted: str | None, data_files: Sequence[Path]) -> t
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise DataError(f"{path / DICT}: 'splits' is not a list of names")
         return Splits(place, {name: _saved(_inside(path, name, path / DICT)) for name in names}), wanted
-    if (path / STATE).is_file():
+    if _is_saved(path):
         split = read_object(path / STATE, kind=DataError).get("_split")
         return Splits(place, {split if isinstance(split, str) else "": _saved(path)}), wanted
     if configs := _configs_of_card(path / CARD):
-        return _of_card(path, configs, wanted, data_files)
-    files = [file for file in data_files if not _CACHED.fullmatch(file.name)]
+        return _of_card(path, configs, wanted, data_files, option)
+    saved = {directory: _saved(directory) for directory in dict.fromkeys(file.parent for file in data_files)
+             if _is_saved(directory)}
+    files = [file for file in data_files if not is_cache(file) and file in saved.get(file.parent, (file,))]
     named: dict[str, list[Path]] = {}
     for file in files:
         named.setdefault(_split_by_name(file.relative_to(path)) or "", []).append(file)
@@ -126,6 +130,11 @@ def _split_by_name(path: Path) -> str | None:
         if found:
             return found[0]
     return None
+
+
+def _is_saved(directory: Path) -> bool:
+    """Whether `datasets` saved a data set here. Other programs have files called state.json too."""
+    return (directory / STATE).is_file() and (directory / INFO).is_file()
 
 
 def _saved(directory: Path) -> list[Path]:
@@ -181,7 +190,7 @@ def _configs_of_card(card: Path) -> list[dict[str, Any]]:
 
 
 def _of_card(path: Path, configs: list[dict[str, Any]], wanted: str | None,
-             data_files: Sequence[Path]) -> tuple[Splits, str | None]:
+             data_files: Sequence[Path], option: str) -> tuple[Splits, str | None]:
     """The splits of one configuration of a card."""
     by_name = {str(entry.get("config_name", "default")): entry for entry in configs}
     config, split = next((name for name, entry in by_name.items() if entry.get("default") is True),
@@ -192,8 +201,8 @@ def _of_card(path: Path, configs: list[dict[str, Any]], wanted: str | None,
     elif wanted in by_name and not config:
         config, split = str(wanted), None
     if not config and len(by_name) > 1:
-        raise DataError(f"{path}: the data has several configurations. Choose one with --split CONFIGURATION/"
-                        f"{TRAIN}. Configurations: {', '.join(by_name)}")
+        raise DataError(f"{path}: the data has several configurations. Choose one with {option} "
+                        f"CONFIGURATION/{TRAIN}. Configurations: {', '.join(by_name)}")
     config = config or next(iter(by_name))
     found = {name: sorted(dict.fromkeys(files)) for name, files in _card_files(path, by_name[config], data_files)}
     for name, files in found.items():
@@ -234,7 +243,7 @@ def _matching(base: Path, pattern: str, card: Path, data_files: Sequence[Path]) 
     """The data files that a pattern matches."""
     try:
         found = set(base.glob(pattern.removeprefix("./")))
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (ValueError, IndexError, NotImplementedError, OSError) as error:
         raise DataError(f"{card}: {pattern[:100]!r} is not a pattern of files: {first_line(error)}") from None
     return [file for file in data_files if file in found or any(parent in found for parent in file.parents
                                                                 if parent != base)]
