@@ -1,5 +1,6 @@
 """Rendering in blocks: the same rows in the same order from any number of processes, and from a cache or not."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,20 @@ def test_h1_the_code_that_renders_and_its_libraries_are_part_of_the_key(monkeypa
     monkeypatch.undo()
     monkeypatch.setattr(encode, "_RENDERING_CODE", (*encode._RENDERING_CODE, "batching/pack"))
     assert fingerprint(renderer()) != before
+
+
+def test_h1_all_code_that_the_renderer_imports_is_part_of_the_key():
+    root = Path(encode.__file__).parents[1]
+    found, waiting = set(), ["tokenization/render"]
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        text = (root / f"{name}.py").read_text(encoding="utf-8")
+        imports = re.findall(r"^from tropism\.data\.([\w.]+) import ([\w, ]+)", text, re.MULTILINE)
+        paths = [path.replace(".", "/") for path, _ in imports]
+        paths += [f"{path.replace('.', '/')}/{part}" for path, parts in imports for part in parts.split(", ")]
+        waiting += [path for path in paths if (root / f"{path}.py").is_file() and path not in found]
+    assert {"tokenization/turns", "tokenization/tool_arguments"} <= found <= set(encode._RENDERING_CODE)
 
 
 def test_h1_a_template_that_asks_for_the_date_is_rendered_anew_each_day(monkeypatch):

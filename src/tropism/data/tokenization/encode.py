@@ -34,7 +34,8 @@ _MOST_WORKERS = 8
 _SAMPLE = 16  # rows of the first stored block that are rendered again; one of each other block
 _RENDERING_CODE = (
     "row_facts", "row_blocks", "rows", "tree", "formats/turn_marks", *(f"tokenization/{name}" for name in (
-        "apply_template", "conversation", "encode", "render", "spelled", "thoughts", "tokenizer", "truncate", "turns")))
+        "apply_template", "conversation", "encode", "render", "spelled", "template_limits", "thoughts", "tokenizer",
+        "tool_arguments", "truncate", "turns")))
 
 
 def default_workers() -> int:
