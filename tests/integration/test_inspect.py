@@ -269,3 +269,25 @@ def test_a_generator_is_gone_through_once(model_dir: Path) -> None:
     found.check()
     with pytest.raises(TropismError, match="one_class"):
         inspect([labeled(0)], InspectOptions(model=str(model_dir))).check()
+
+
+@pytest.mark.parametrize(("rows", "options"), [
+    ([labeled(0), labeled(1)], []),
+    ([{"prompt": "p ", "chosen": "good", "rejected": "bad"}], []),
+    ([labeled(0), {**labeled(1), "completion": "long" * 50}], ["--max-length", "50"]),
+], ids=["labeled", "pairs", "truncated"])
+def test_the_shape_of_the_file(command: Any, rows: list[dict[str, Any]], options: list[str]) -> None:
+    """Rows hold exactly these keys, and a token's text joins to what is learned."""
+    code, _, err, report = command(rows, *options)
+    assert code == 0, err
+    assert len(report["shown"]) == len(rows)
+    for shown in report["shown"]:
+        assert set(shown) == {"id", "place", "label", "notes", "prompt", "completions"}
+        assert shown["prompt"]
+        assert all(set(token) == {"id", "text"} for token in shown["prompt"])
+        assert len(shown["completions"]) == (2 if report["view"] == "paired" else 1)
+        for side in shown["completions"]:
+            assert set(side) == {"supervised", "tokens"}
+            assert all(set(token) == {"id", "text", "supervised"} for token in side["tokens"])
+            learned = "".join(token["text"] for token in side["tokens"] if token["supervised"])
+            assert "".join(side["supervised"]) == learned
