@@ -88,9 +88,14 @@ def test_rows_that_not_all_keep_are_left_out(train: Callable[..., Any], tmp_path
 
 
 def test_different_rows_are_refused(two_runs: list[str], train: Callable[..., Any], tmp_path: Path) -> None:
-    other = str(train("kto", eval_fraction=0.3, max_steps=1, data=str(_copy(two_runs[0], tmp_path))).directory)
+    """Runs on a copy of the data held out the same rows, runs with another fraction did not."""
+    copy = str(train("kto", eval_fraction=0.3, max_steps=1, data=str(_copy(two_runs[0], tmp_path))).directory)
+    assert compared([two_runs[0], copy], tmp_path).left_out == 0
+    other = str(train("kto", eval_fraction=0.6, max_steps=1).directory)
     with pytest.raises(UsageError, match=r"held out different rows\. Pass --data DATA"):
         compared([two_runs[0], other], tmp_path)
+    with pytest.raises(UsageError, match=r"run1: named twice"):
+        compared([two_runs[0], *two_runs], tmp_path)
     dpo = str(train("dpo", eval_fraction=0.3, max_steps=1).directory)
     with pytest.raises(UsageError, match=r"on labeled completions, but .* on pairs\. Pass --data DATA"):
         compared([two_runs[0], dpo], tmp_path)

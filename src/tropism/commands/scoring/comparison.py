@@ -1,6 +1,7 @@
 """Several models on the same rows: one table, and the differences to the first model with paired intervals."""
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from tropism.distributed import connect
 from tropism.errors import UsageError, count_of
 from tropism.observe.console import Voice
 from tropism.train.evaluation.bootstrap import Array, accuracy, auc, resamples, with_interval
+from tropism.train.evaluation.row_files import row_keys
 
 Statistic = Callable[[Array | None], Array]
 """The value of a metric, `[r]` for weights `[r, n]` of the rows, or `[1]` without weights."""
@@ -92,16 +94,18 @@ def compare(models: Sequence[str], options: ScoringOptions, voice: Voice | None 
         options: for all of them. Those that are not set are each run's own.
 
     Raises:
-        UsageError: if the models are evaluated on different rows, or as different kinds of rows.
+        UsageError: if the models are evaluated on different rows, or as different kinds of rows, or one is named twice.
         TropismError: as of `score`.
     """
+    if twice := next((model for number, model in enumerate(models) if model in models[:number]), None):
+        raise UsageError(f"{twice}: named twice. Remove one.")
     with connect() as world:
         spoken = voice if voice and world.is_main else Voice(loud=world.is_main)
         found: list[Scores] = []
         for model in models:
             found.append(score_in(world, model, options, spoken))
             gc.collect()  # a module has reference cycles: only one is in memory at a time
-            world.together(lambda: _check_same_rows(models, found))
+            world.together(lambda: _check_same_rows(models, found, options))
         if not world.is_main:
             return None
     common, left_out = _common(found)
@@ -124,17 +128,31 @@ def show(comparison: Comparison, voice: Voice) -> None:
             voice.say(f"{name} minus {names[0]}: {'; '.join(own)}")
 
 
-def _keys(scores: Scores) -> list[tuple[str, str]]:
-    return [(row.place, row.id) for row in scores.rows]
+Key = tuple[str, str | int]
 
 
-def _check_same_rows(models: Sequence[str], found: Sequence[Scores]) -> None:
+def _keys(found: Sequence[Scores]) -> list[list[Key]]:
+    """What identifies each row of several models: its place and id, or its content if they come from several files."""
+    if len({scores.source for scores in found}) == 1:
+        return [[(row.place, row.id) for row in scores.rows] for scores in found]
+    keys: list[list[Key]] = []
+    for scores in found:
+        seen: Counter[str] = Counter()
+        keys.append([])
+        for key in row_keys(scores.rows):
+            keys[-1].append((key, seen[key]))  # of equal rows the first, the second, and so on
+            seen[key] += 1
+    return keys
+
+
+def _check_same_rows(models: Sequence[str], found: Sequence[Scores], options: ScoringOptions) -> None:
     first, last = found[0], found[-1]
     name = models[len(found) - 1]
     if first.view != last.view:
         raise UsageError(f"{models[0]} is evaluated on {_KINDS[first.view]}, but {name} on {_KINDS[last.view]}. Pass "
                          "--data DATA to evaluate both on the same rows.")
-    if first.source != last.source or set(_keys(first)).isdisjoint(_keys(last)):
+    ours, theirs = map(set, _keys([first, last]))
+    if (ours != theirs) if options.data is None else ours.isdisjoint(theirs):
         raise UsageError(f"{models[0]} and {name} held out different rows. Pass --data DATA to evaluate both on the "
                          "same ones.")
 
@@ -144,7 +162,7 @@ _KINDS = {"unpaired": "labeled completions", "paired": "pairs", "single": "compl
 
 def _common(found: Sequence[Scores]) -> tuple[list[Scores], int]:
     """The scores of the rows that all models have, in the order of the first one, and the number of other rows."""
-    places = [{key: number for number, key in enumerate(_keys(scores))} for scores in found]
+    places = [{key: number for number, key in enumerate(keys)} for keys in _keys(found)]
     shared = [key for key in places[0] if all(key in other for other in places)]
     left_out = len(set().union(*places)) - len(shared)
     return [_taken(scores, [numbers[key] for key in shared])
