@@ -76,6 +76,27 @@ def test_attention_keeps_the_tree(kind: str) -> None:
     assert layout(module).layout == "tree"
 
 
+@pytest.mark.parametrize("changes", [{"no_rope_layers": [1, 0]}, {"no_rope_layers": [1, 1]},
+                                     {"no_rope_layers": [0, 0]}])
+def test_chunks_and_places_in_a_line_are_padded_however_short_the_probes(changes: dict[str, Any]) -> None:
+    """Chunks and the scale of queries of Llama 4 begin at 8,192 tokens, which no comparison reaches."""
+    module = model("llama4_text", intermediate_size_mlp=32, interleave_moe_layer_step=1, num_local_experts=2,
+                   num_experts_per_tok=1, **changes)
+    found = layout(module)
+    assert found.layout == "padded"
+    assert found.per_token <= 1e-6
+    with pytest.raises(ModelError, match=r"place of a token in its line"):
+        layout(module, "tree")
+
+
+def test_a_window_that_is_in_the_mask_only_is_padded() -> None:
+    """PhiMoE does not hand its window to attention; Mistral does."""
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    assert layout(model("phimoe", sliding_window=32, **experts)).layout == "padded"
+    assert layout(model("phimoe", sliding_window=None, **experts)).layout == "tree"
+    assert layout(model("mistral", sliding_window=32)).layout == "tree"
+
+
 def test_a_layer_of_other_code_without_our_attention_is_padded() -> None:
     """Such a layer mixes tokens in a way that nobody has seen, or not at all."""
     module = model("llama")

@@ -48,6 +48,8 @@ class TreePass:
     states: Tensor | None = None
     seen: set[int] = field(default_factory=set)
     """Ids of the modules that used it."""
+    windows: set[int | None] = field(default_factory=set)
+    """Sliding windows that they were given."""
     _kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -96,6 +98,7 @@ def tree_attention(
         raise ModelError("tree attention was called without a tree. Wrap the call in `attention(...)`.")
     segments = tree.segments
     tree.seen.add(id(module))
+    tree.windows.add(sliding_window)
     # Under autocast, rotary embeddings and norms make queries and keys float32, while values are bfloat16.
     query, key = query.to(value.dtype), key.to(value.dtype)
     key, value = tree.with_earlier(module, key, value)

@@ -13,7 +13,7 @@ from tropism.distributed.shard import is_sharded, rest
 from tropism.errors import ModelError, first_line
 from tropism.model.attention import attention, plain_implementation
 from tropism.model.language_model import LanguageModel, Precision, computing
-from tropism.model.token_state import carries_state, without_attention
+from tropism.model.token_state import carries_state, depends_on_line, has_window, without_attention
 
 # Largest mean difference per token that rounding explains, in nats. In float64, transformers' norms and rotary
 # tables still round through float32.
@@ -76,20 +76,25 @@ def _differences(model: LanguageModel, trees: Sequence[PromptTree]) -> tuple[flo
 
 
 @torch.no_grad()
-def _without_attention(model: LanguageModel, trees: Sequence[PromptTree]) -> str | None:
-    """The first decoder layer that does not use tree attention; None if all do."""
+def _unserved(model: LanguageModel, trees: Sequence[PromptTree]) -> str | None:
+    """What trees do not serve: a layer without their attention, or a window that is in a mask only; None if nothing."""
     batch = collate(trees[:1], "tree").to(model.device)
     tree = model.tree_pass(batch)
     assert tree is not None
     model.hidden(batch, tree)
-    return without_attention(model.module, tree.seen)
+    if layer := without_attention(model.module, tree.seen):
+        return f"a {layer} does not use the attention of the tree layout"
+    if has_window(model.module) and tree.windows == {None}:
+        return "the sliding window is applied in a mask only, of which the tree layout has none"
+    return None
 
 
 def choose_layout(module: object, precision: Precision, device: torch.device, trees: Sequence[PromptTree],
                   wanted: Layout | Literal["auto"]) -> tuple[LanguageModel, LayoutCheck]:
     """The model in the requested layout. `auto` is the tree layout if it is exact for this model, else padded.
 
-    A model that carries a state from token to token is padded, whatever the comparison shows.
+    A model that carries a state from token to token, or depends on places in a line, is padded, whatever the
+    comparison shows.
 
     For bfloat16 the comparison runs in float32 first, since rounding could hide that completions see each other.
 
@@ -107,14 +112,16 @@ def choose_layout(module: object, precision: Precision, device: torch.device, tr
             if layout == "tree" and (part := carries_state(module)):
                 raise ModelError(f"{part} passes a state from token to token, which the tree layout would carry from "
                                  "one completion into the next")
+            if layout == "tree" and (part := depends_on_line(module)):
+                raise ModelError(f"{part} depends on the place of a token in its line, which the tree layout changes")
             for stage in stages:
                 model = LanguageModel(module, layout, stage, device)
                 per_token, per_root_token = _differences(model, trees)
                 if not per_token <= _TOLERANCE[stage]:
                     raise ModelError(f"log-probs in the {layout} layout differ from the model's own forward pass by "
                                      f"{per_token:.2g} nats per token (limit {_TOLERANCE[stage]:g} in {stage})")
-            if layout == "tree" and (layer := _without_attention(model, trees)):
-                raise ModelError(f"a {layer} does not use the attention of the tree layout")
+            if layout == "tree" and (part := _unserved(model, trees)):
+                raise ModelError(part)
         except Exception as refusal:
             # A layer without support for trees may fail anywhere. A sharded model cannot recover from that.
             unforeseen = not isinstance(refusal, ModelError)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_CHUNKED = "chunked_attention"
 _OTHER_PARTS = {"dense", "moe", "sparse"}
 """Kinds of layers in a config that tell about the MLP only."""
 _RECURRENT = re.compile(r"Mamba|SSM|Recurrent|Rwkv|[xms]LSTM|DeltaNet|DeltaAttention|LinearAttention|"
@@ -26,6 +27,26 @@ def carries_state(module: Any) -> str | None:
         if isinstance(part, nn.Conv1d | nn.RNNBase) or _RECURRENT.search(type(part).__name__):
             return type(part).__name__
     return type(module).__name__ if getattr(module, "_is_stateful", False) else None
+
+
+def depends_on_line(module: Any) -> str | None:
+    """What in a causal model depends on places in a line that trees do not keep; None if nothing does.
+
+    A comparison of a few tokens shows neither: both begin at thousands of tokens. Chunks are cut in the mask, of which
+    trees have none, and Llama 4 scales queries by their place in the line, not by their position.
+    """
+    config = module.config.get_text_config()
+    if _CHUNKED in (getattr(config, "layer_types", None) or ()):
+        return f"layers of type {_CHUNKED}"
+    return "attn_temperature_tuning" if getattr(config, "attn_temperature_tuning", False) else None
+
+
+def has_window(module: Any) -> bool:
+    """Whether the config limits attention of some layers to a sliding window."""
+    config = module.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    return "sliding_attention" in kinds and getattr(config, "sliding_window", None) is not None \
+        and getattr(config, "use_sliding_window", True) is not False
 
 
 def layers_of(module: Any) -> list[nn.Module]:
