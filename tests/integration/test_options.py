@@ -266,6 +266,7 @@ def _sharded() -> Iterator[tuple[str, dict[str, Any]]]:
         yield method, {**fixed, "teacher": "OTHER", "top_k": 5, "divergence": "skew"}
 
 
+@pytest.mark.slow
 def test_two_ranks_log_the_same_losses(bench: Bench) -> None:
     """L3, L1, X1: the whole table once more, sharded."""
     cases = list(_sharded())

@@ -170,6 +170,7 @@ def test_real_rows(test_data: Path, tmp_path: Path, size: int, precision: str, o
     spread(tmp_path, size, {"shard": {}} if size == 2 else {**FOUR}, runs)
 
 
+@pytest.mark.slow
 def test_other_families(fixture_tokenizer: Any, data_of: dict[str, Path], tmp_path: Path) -> None:
     """X2: norms of heads, whose gradients each process has for its own heads alone (Qwen3); a head of its own, and a
     model in several files with another size of its vocabulary (Llama); biases, and a plan that has the embedding too
