@@ -96,9 +96,30 @@ def test_different_rows_are_refused(two_runs: list[str], train: Callable[..., An
         compared([two_runs[0], other], tmp_path)
     with pytest.raises(UsageError, match=r"run1: named twice"):
         compared([two_runs[0], *two_runs], tmp_path)
+
+
+def test_runs_on_other_kinds_of_rows_are_refused_at_once(two_runs: list[str], train: Callable[..., Any],
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
     dpo = str(train("dpo", eval_fraction=0.3, max_steps=1).directory)
-    with pytest.raises(UsageError, match=r"on labeled completions, but .* on pairs\. Pass --data DATA"):
-        compared([two_runs[0], dpo], tmp_path)
+    capsys.readouterr()
+    assert main(["evaluate", *two_runs, dpo]) == 2
+    said = capsys.readouterr()
+    assert f"{two_runs[0]} is evaluated on labeled completions, but {dpo} on pairs. Pass --data DATA" in said.err
+    assert "loading model" not in said.out
+
+
+def test_a_report_on_the_data_is_printed_once(train: Callable[..., Any], pairs: Path, tmp_path: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    """One that differs, because a run reads fewer tokens, is printed too."""
+    runs = [str(train("dpo", max_steps=1, max_length=length).directory) for length in (64, 64, 20)]
+    capsys.readouterr()
+    for models, wanted in ((runs[:2], 1), (runs, 2)):
+        options = ScoringOptions(data=str(pairs), store=str(tmp_path / "store"))
+        compare(models, options, Voice())
+        said = capsys.readouterr().out.splitlines()
+        assert len([line for line in said if line.startswith("reading ")]) == 1
+        assert len([line for line in said if line.startswith("data: ")]) == wanted
+        assert len([line for line in said if line.startswith("loading model ")]) == len(models)
 
 
 def _copy(run: str, tmp_path: Path) -> Path:

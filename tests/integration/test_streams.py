@@ -56,6 +56,7 @@ def test_h3_the_command_line_says_so_too(tiny_model_dir, feedback, tmp_path, cap
 def test_large_data_show_how_far_they_are_read(feedback, tiny_model_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tropism.data.tokenization.encode.BLOCK_ROWS", 10)
     monkeypatch.setattr("tropism.observe.console._FIRST_COUNT", 20)
+    monkeypatch.setattr("tropism.observe.console._PAUSE_S", 0.0)
     assert main(["kto", "--model", str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "run"),
                  "--store", str(tmp_path / "store"), "--max-steps", "1", "--samples", "0"]) == 0
     assert "read 20\nread 40\n" in capsys.readouterr().out

@@ -164,6 +164,24 @@ def test_a_table_that_is_too_wide_becomes_lines() -> None:
     assert "│ logps/chosen │ -576.9750 │ -12345.6780 │" in out.getvalue()
 
 
+def test_columns_that_do_not_fit_are_divided_among_tables() -> None:
+    """Every value stands below the name of its model, which is text and not markup."""
+    names = ["runs/[a]", "runs/b", "runs/c"]
+    records = [{"rewards/accuracies": 0.1 * number} for number in range(3)]
+
+    def printed(width: int) -> list[str]:
+        return in_terminal(lambda voice: voice.side_by_side("rows", names, records), width)
+
+    assert [line.split() for line in printed(80) if "metric" in line] == [
+        ["┃", "metric", "┃", "runs/[a]", "┃", "runs/b", "┃", "runs/c", "┃"]]
+    divided = [line.split("┃")[1:-1] for line in printed(45) if "metric" in line]
+    assert [[cell.strip() for cell in row] for row in divided] == [["metric", "runs/[a]", "runs/b"],
+                                                                   ["metric", "runs/c"]]
+    assert max(map(len, printed(45))) <= 45
+    assert printed(28) == ["rows", "runs/[a]:", "  rewards/accuracies: 0.0000", "runs/b:",
+                           "  rewards/accuracies: 0.1000", "runs/c:", "  rewards/accuracies: 0.2000"]
+
+
 @pytest.mark.parametrize(("lasting", "every", "wanted"), [
     (True, False, 26), (True, True, 50), (False, False, 0)])
 def test_a_bar_leaves_lines_in_a_terminal(lasting: bool, every: bool, wanted: int) -> None:

@@ -36,6 +36,7 @@ from tropism.printable import one_line
 _FIRST_COUNT = 50_000  # first line of a progress without a known end
 _PAUSE_S = 5.0  # between two lines of a stage before or after training
 _BAR, _WIDEST = 20, 10_000  # columns
+_Content = tuple[tuple[str, ...], list[tuple[str, ...]]]  # names of the columns, and rows
 _WORD = re.compile(r"((?<=: )(?:tropism|torchrun|pip) .+|`[^`]*`|\S)+")  # what one copies is one word
 
 
@@ -193,26 +194,58 @@ class Voice:
             if not (key.endswith(("_low", "_high")) or key in leave_out)])
 
     def side_by_side(self, title: str, names: Sequence[str], records: Sequence[Mapping[str, float]]) -> None:
-        """Print a table of several records, one column each, with the metrics that all of them have."""
-        self._table(title, ("metric", *names), [
-            (key, *(_cell(record, key) for record in records)) for key in records[0]
-            if not key.endswith(("_low", "_high")) and all(key in record for record in records)])
+        """Print a table of several records, one column each, with the metrics that all of them have.
+
+        In a terminal that is too narrow for it, the columns are divided among several tables.
+        """
+        rows = [(key, *(_cell(record, key) for record in records)) for key in records[0]
+                if not key.endswith(("_low", "_high")) and all(key in record for record in records)]
+        self.styled((title, "italic"))
+        start = 0
+        while start < len(names):
+            count = next((count for count in range(len(names) - start, 1, -1)
+                          if self._fits(_part(names, rows, start, count))), 1)
+            part = _part(names, rows, start, count)
+            if not self._fits(part):
+                self.say(f"{names[start]}:")
+            self._print_table(part)
+            start += count
 
     def _table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        self.styled((title, "italic"))
+        self._print_table((columns, rows))
+
+    def _print_table(self, content: _Content) -> None:
         """A table whose first column is on the left, and all others on the right. In a terminal that is too narrow for
         it, a line for each row."""
-        self.styled((title, "italic"))
+        if self._fits(content):
+            table = self._laid_out(content)
+            table.width = self._width(table)
+            self.console.print(table)
+            return
+        self.say(*(f"  {row[0]}: {' -> '.join(row[1:])}" for row in content[1]))
+
+    def _laid_out(self, content: _Content) -> Table:
+        columns, rows = content
         table = Table()
         for name in columns:
-            table.add_column(name, justify="right" if name != columns[0] else "left", overflow="fold")
+            table.add_column(Text(self._shown(name)), justify="right" if name != columns[0] else "left",
+                             overflow="fold")
         for row in rows:
             table.add_row(*(Text(self._shown(cell)) for cell in row))
-        needed = Measurement.get(self.console, self.console.options.update_width(_WIDEST), table).maximum
-        if self.console.is_terminal and needed > self.console.width:
-            self.say(*(f"  {row[0]}: {' -> '.join(row[1:])}" for row in rows))
-        else:
-            table.width = needed
-            self.console.print(table)
+        return table
+
+    def _width(self, table: Table) -> int:
+        return Measurement.get(self.console, self.console.options.update_width(_WIDEST), table).maximum
+
+    def _fits(self, content: _Content) -> bool:
+        return not self.console.is_terminal or self._width(self._laid_out(content)) <= self.console.width
+
+
+def _part(names: Sequence[str], rows: list[tuple[str, ...]], start: int, count: int) -> _Content:
+    """Some columns of a table, with the first one."""
+    end = start + count
+    return ("metric", *names[start:end]), [(row[0], *row[1 + start:1 + end]) for row in rows]
 
 
 def _console(errors: bool, quiet: bool) -> Console:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from tropism.commands.scoring.figures import figures
+from tropism.commands.scoring.own_run import read_run
 from tropism.commands.scoring.scores import Scores, score_in
 from tropism.config import ScoringOptions
+from tropism.data.formats import View
 from tropism.data.row_blocks import RowTable
 from tropism.data.rows import EncodedRow
 from tropism.distributed import connect
@@ -101,9 +103,12 @@ def compare(models: Sequence[str], options: ScoringOptions, voice: Voice | None 
         raise UsageError(f"{twice}: named twice. Remove one.")
     with connect() as world:
         spoken = voice if voice and world.is_main else Voice(loud=world.is_main)
+        if options.data is None:
+            world.together(lambda: _check_kinds(models, options))
         found: list[Scores] = []
+        heard: set[str] = set()
         for model in models:
-            found.append(score_in(world, model, options, spoken))
+            found.append(score_in(world, model, options, spoken, heard))
             gc.collect()  # a module has reference cycles: only one is in memory at a time
             world.together(lambda: _check_same_rows(models, found, options))
         if not world.is_main:
@@ -145,12 +150,23 @@ def _keys(found: Sequence[Scores]) -> list[list[Key]]:
     return keys
 
 
+def _check_kinds(models: Sequence[str], options: ScoringOptions) -> None:
+    """Compare the kinds of rows that the runs held out, before any model is loaded."""
+    kinds = [(model, run.options.view) for model in models for run in [read_run(model, options)[0]] if run is not None]
+    for name, view in kinds[1:]:
+        _check_same_kind(kinds[0], (name, view))
+
+
+def _check_same_kind(first: tuple[str, View], other: tuple[str, View]) -> None:
+    if first[1] != other[1]:
+        raise UsageError(f"{first[0]} is evaluated on {_KINDS[first[1]]}, but {other[0]} on {_KINDS[other[1]]}. Pass "
+                         "--data DATA to evaluate both on the same rows.")
+
+
 def _check_same_rows(models: Sequence[str], found: Sequence[Scores], options: ScoringOptions) -> None:
     first, last = found[0], found[-1]
     name = models[len(found) - 1]
-    if first.view != last.view:
-        raise UsageError(f"{models[0]} is evaluated on {_KINDS[first.view]}, but {name} on {_KINDS[last.view]}. Pass "
-                         "--data DATA to evaluate both on the same rows.")
+    _check_same_kind((models[0], first.view), (name, last.view))
     ours, theirs = map(set, _keys([first, last]))
     if (ours != theirs) if options.data is None else ours.isdisjoint(theirs):
         raise UsageError(f"{models[0]} and {name} held out different rows. Pass --data DATA to evaluate both on the "

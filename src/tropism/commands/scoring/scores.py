@@ -19,6 +19,7 @@ from tropism.commands.scoring.own_run import (
 )
 from tropism.config import ScoringOptions
 from tropism.data.audit.audit import Audit
+from tropism.data.audit.findings import Finding
 from tropism.data.formats import View
 from tropism.data.read_rows import check_embedding, read_rows, view_of_source
 from tropism.data.rows import EncodedRow
@@ -131,16 +132,25 @@ def score(model: str, options: ScoringOptions, voice: Voice | None = None) -> Sc
         return score_in(world, model, options, voice if voice and world.is_main else Voice(loud=world.is_main))
 
 
-def score_in(world: World, model: str, options: ScoringOptions, voice: Voice) -> Scores:
-    """`score` for processes that are connected already."""
-    return _Scoring(model, options, world, voice).run()
+def score_in(world: World, model: str, options: ScoringOptions, voice: Voice, heard: set[str] | None = None) -> Scores:
+    """`score` for processes that are connected already.
+
+    Args:
+        world: the processes.
+        model: as for `score`.
+        options: as for `score`.
+        voice: as for `score`.
+        heard: reports on the data that earlier models printed. An equal one is not printed again.
+    """
+    return _Scoring(model, options, world, voice, set() if heard is None else heard).run()
 
 
 class _Scoring:
     """One pass over the rows. They are read and checked before a model is loaded."""
 
-    def __init__(self, model: str, given: ScoringOptions, world: World, voice: Voice) -> None:
-        self.given, self.voice = given, voice
+    def __init__(self, model: str, given: ScoringOptions, world: World, voice: Voice,
+                 heard: set[str]) -> None:
+        self.given, self.voice, self.heard = given, voice, heard
         self.source = world.together(lambda: watched(model_of(model), voice))
         self.own, self.why = world.together(lambda: read_run(model, given))
         if given.data is None and self.own is None:
@@ -184,21 +194,17 @@ class _Scoring:
             assert run is not None
             changed = [name for name in RENDERING if name in self.given.model_fields_set
                        and run.recorded[name] != getattr(run.options, name)]
-            self.voice.say(f"reading {run.options.eval_data or run.options.data}")
+            self._announce(f"reading {run.options.eval_data or run.options.data}")
             source, rows = world.together(lambda: read_own(run, *self._readers(run, bool(changed))))
-            self.voice.say(f"data: {source}: {count_of(len(rows), 'row')} that the run held out")
+            self._report(f"data: {source}: {count_of(len(rows), 'row')} that the run held out", (), ())
             view: View = run.options.view
             plain = len(rows)
         else:
-            self.voice.say(f"reading {options.data}")
+            self._announce(f"reading {options.data}")
             source, view = options.data, view_of_source(options.data, options)
             audit = world.together(lambda: self._read_with(self.renderer, options, source, view))
             rows, plain = audit.rows, audit.plain_rows
-            self.voice.say(f"data: {audit.source}: {audit.summary()}")
-            for line in audit.reading:
-                self.voice.say(f"  {line}")
-            for finding in audit.notable():
-                self.voice.warn(finding.text, finding.word)
+            self._report(f"data: {audit.source}: {audit.summary()}", audit.reading, audit.notable())
             if run is not None:
                 world.on_main(partial(warn_of_trained_rows, run.path, rows, self.voice))
         world.on_main(partial(tidy, options.store_root, options.store_bytes))
@@ -208,6 +214,22 @@ class _Scoring:
             check_embedding(rows, one.get_text_config().vocab_size, self.tokenizer.convert_ids_to_tokens)
         check_same(world, lambda: facts_of_rows("--data", source, rows))
         return source, view, rows
+
+    def _announce(self, line: str) -> None:
+        """Print a line, unless an earlier model did."""
+        if line not in self.heard:
+            self.heard.add(line)
+            self.voice.say(line)
+
+    def _report(self, summary: str, reading: Sequence[str], findings: Sequence[Finding]) -> None:
+        """Print how the data was read, unless an earlier model printed the same report."""
+        report = "\n".join((summary, *reading, *(finding.text for finding in findings)))
+        if report in self.heard:
+            return
+        self.heard.add(report)
+        self.voice.say(summary, *(f"  {line}" for line in reading))
+        for finding in findings:
+            self.voice.warn(finding.text, finding.word)
 
     @property
     def _split(self) -> SplitChoice:
