@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -231,6 +232,22 @@ def test_an_adapter_as_reference_or_teacher(train: Callable[..., Any], start: Ca
     one, other = (records(start("kd", tmp_path / f"kd-{path.name}", max_steps=1, teacher=path, lora=LORA))
                   for path in (trained / "model", whole))
     assert one[0]["kd/divergence"] == pytest.approx(other[0]["kd/divergence"], abs=1e-6)
+
+
+def test_the_last_line_says_how_to_merge(tiny_model_dir: Path, feedback: Path, tmp_path: Path,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """The command works as printed; a run without an adapter has no such line."""
+    common = ["kto", "--model", str(tiny_model_dir), "--data", str(feedback), "--store", str(tmp_path / "store"),
+              "--max-steps", "1", "--samples", "0", "--output"]
+    assert main([*common, str(tmp_path / "my run"), "--lora.rank", "2"]) == 0
+    hint = capsys.readouterr().out.splitlines()[-1]
+    assert hint.startswith("  This is an adapter. To merge it into its base: tropism export ")
+    command = shlex.split(hint.partition("tropism ")[2].replace("DIR", shlex.quote(str(tmp_path / "served"))))
+    assert main(command) == 0
+    assert f"adapter merged into {tiny_model_dir}; the outputs before and after agree" in capsys.readouterr().out
+    assert (tmp_path / "served" / "model.safetensors").exists()
+    assert main([*common, str(tmp_path / "plain")]) == 0
+    assert "adapter" not in capsys.readouterr().out
 
 
 def test_a_module_from_python(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:

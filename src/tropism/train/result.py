@@ -1,5 +1,7 @@
 """The result of a run: the exported model, and metrics from its first and its last record."""
 
+import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -177,4 +179,12 @@ def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, 
             else "first and last training record")
     voice.before_after(what, before, after, leave_out=BOOKKEEPING)
     voice.say(f"model: {directory.model}  ({count_of(steps, 'step')}, {seconds:.0f} s)")
+    if world.is_main and _has_named_base(directory.model / "adapter_config.json"):
+        voice.say("  This is an adapter. To merge it into its base: "
+                  f"tropism export {shlex.quote(str(directory.path))} --to DIR --merge")
     return RunResult(directory.path, directory.model, steps, seconds, before, after, samples)
+
+
+def _has_named_base(config: Path) -> bool:
+    """Whether the model is an adapter that can be merged. One of an unnamed module from Python names no base."""
+    return config.exists() and bool(json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path"))
