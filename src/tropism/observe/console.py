@@ -166,7 +166,7 @@ class Voice:
 
         def update(done: int, total: int | None, **fields: Any) -> None:
             nonlocal said, next_count, last
-            if time.monotonic() - last < pause_s:
+            if time.monotonic() - last < pause_s and not (done == total and said >= 0):  # the last one follows others
                 return
             if total is None:
                 if done >= next_count:
