@@ -187,6 +187,9 @@ def test_a_card_names_the_files(tmp_path: Path) -> None:
     ("configs:\n- data_files:\n    train: [a.jsonl, b.jsonl]\n    test: c.jsonl\n", None, ["a", "b"]),
     ("configs:\n- config_name: x\n  data_dir: sub\n", None, ["s"]),
     ("configs:\n- config_name: x\n  data_files: '**/*.jsonl'\n", None, ["a", "b", "c", "s"]),
+    ("configs:\n- data_files:\n    train: a.jsonl\n    test: 'x/*'\n", None, ["a"]),  # only train was downloaded
+    ("configs:\n- config_name: x\n  data_files: '**'\n", None, ["a", "b", "c", "s"]),
+    ("configs:\n- config_name: x\n  data_files: 'sub/**'\n", None, ["s"]),
 ])
 def test_forms_of_cards(tmp_path: Path, configs: str, split: str | None, rows: list[str]) -> None:
     path = card(tmp_path, configs)
@@ -202,7 +205,9 @@ def test_forms_of_cards(tmp_path: Path, configs: str, split: str | None, rows: l
     ("configs:\n- data_files: ../secret.jsonl\n", r"README\.md: names '\.\./secret\.jsonl'"),
     ("configs:\n- data_files: /etc/*.jsonl\n", r"README\.md: names '/etc"),
     ("configs:\n- data_dir: ../..\n", r"README\.md: names '\.\./\.\.'"),
-    ("configs:\n- data_files: gone.jsonl\n", r"files of split train were not found"),
+    ("configs:\n- data_files: gone.jsonl\n", r"no data file .* matches 'gone\.jsonl'.* split train"),
+    ("configs:\n- data_files: [a.jsonl, gone.jsonl]\n", r"no data file .* matches 'gone\.jsonl'.* split train"),
+    ("configs:\n- data_files:\n    train: 'x/*'\n    test: a.jsonl\n", r"no data file .* matches 'x/\*'.* split train"),
     ("configs:\n- data_files: [3]\n", r"not names"),
     ("configs:\n- data_files: {train: {a: b}}\n", r"not names"),
     ("configs: [\n", r"README\.md: not valid YAML"),
@@ -277,7 +282,7 @@ def test_files_of_the_users_own_that_look_like_metadata(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", "a")
     (tmp_path / "state.json").write_text('{"step": 1}')
     arrow(tmp_path / "cached_answers.arrow", "b")
-    arrow(tmp_path / "tmp_feedback.arrow", "c")
+    arrow(tmp_path / "tmpfeedback.arrow", "c")
     assert read(tmp_path)[0] == ["a", "b", "c"]
 
 

@@ -5,7 +5,7 @@ What a file says about other files is data: only names inside the directory are 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _WORDS = re.compile(r"[a-zA-Z]+")
 _FRONT = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
 _CARD_BYTES = 2**22
 _OF_CLONES = (CARD, ".git", ".gitattributes", ".cache")
-_CACHED = re.compile(r"(cache-.*|tmp\w{8})\.arrow")
+_CACHED = re.compile(r"cache-.*\.arrow")
 """Files in which `datasets` caches results beside the data."""
 
 
@@ -35,12 +35,14 @@ class Splits:
         files: files of each split, in order. An empty name is a data set without named splits.
         config: chosen configuration of the card; empty without one.
         configs: all configurations.
+        missing: for splits of which files are not there, the error if they are chosen.
     """
 
     place: str
     files: Mapping[str, Sequence[Path]]
     config: str = ""
     configs: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     def choose(self, wanted: str | None, option: str, held_out: bool) -> tuple[Sequence[Path], str]:
         """The files of a split, and a sentence about it for the log, empty if there is nothing to choose.
@@ -54,6 +56,8 @@ class Splits:
             DataError: if the split is not there, or none is the obvious one.
         """
         name = chosen_split(list(self.files), wanted, self.place, option, held_out)
+        if name in self.missing:
+            raise DataError(self.missing[name])
         others = [other for other in self.files if other != name]
         said = f"split {name}" if name and (others or wanted is not None) else ""
         if others:
@@ -204,16 +208,19 @@ def _of_card(path: Path, configs: list[dict[str, Any]], wanted: str | None,
         raise DataError(f"{path}: the data has several configurations. Choose one with {option} "
                         f"CONFIGURATION/{TRAIN}. Configurations: {', '.join(by_name)}")
     config = config or next(iter(by_name))
-    found = {name: sorted(dict.fromkeys(files)) for name, files in _card_files(path, by_name[config], data_files)}
-    for name, files in found.items():
-        if not files:
-            raise DataError(f"{path / CARD}: the files of split {name} were not found in this directory. Download "
-                            "them, or name the data files themselves.")
-    return Splits(str(path), found, config, tuple(by_name)), split
+    missing: dict[str, str] = {}
+    found = {name: sorted(dict.fromkeys(files))
+             for name, files in _card_files(path, by_name[config], data_files, missing)}
+    return Splits(str(path), found, config, tuple(by_name), missing), split
 
 
-def _card_files(path: Path, entry: Mapping[str, Any], data_files: Sequence[Path]) -> Iterator[tuple[str, list[Path]]]:
-    """Splits of a configuration with their files."""
+def _card_files(path: Path, entry: Mapping[str, Any], data_files: Sequence[Path],
+                missing: dict[str, str]) -> Iterator[tuple[str, list[Path]]]:
+    """Splits of a configuration with their files.
+
+    Args:
+        missing: takes an error for each split of which files are not there.
+    """
     base = _inside(path, str(entry.get("data_dir") or "."), path / CARD)
     described = entry.get("data_files")
     if described is None:
@@ -233,15 +240,22 @@ def _card_files(path: Path, entry: Mapping[str, Any], data_files: Sequence[Path]
         if not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise DataError(f"{path / CARD}: the data files of split {str(one.get('split'))[:50]} are not names")
         files: list[Path] = []
+        split = str(one.get("split") or TRAIN)
         for pattern in patterns:
             _inside(base, pattern, path / CARD)
-            files += _matching(base, pattern, path / CARD, data_files)
-        yield str(one.get("split") or TRAIN), files
+            matched = _matching(base, pattern, path / CARD, data_files)
+            if not matched:
+                missing[split] = (f"{path / CARD}: no data file in this directory matches {pattern[:100]!r}, although "
+                                  f"the card names it for split {split[:50]}. Download the files, or name the data "
+                                  "files themselves.")
+            files += matched
+        yield split, files
 
 
 def _matching(base: Path, pattern: str, card: Path, data_files: Sequence[Path]) -> list[Path]:
     """The data files that a pattern matches."""
     try:
+        pattern = f"{pattern}/*" if pattern.endswith("**") else pattern  # all files, as on the hub
         found = set(base.glob(pattern.removeprefix("./")))
     except (ValueError, IndexError, NotImplementedError, OSError) as error:
         raise DataError(f"{card}: {pattern[:100]!r} is not a pattern of files: {first_line(error)}") from None
