@@ -229,9 +229,9 @@ class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions
     layout: Literal["auto", "tree", "padded"] = "auto"
     """Batch layout: `tree` computes each prompt once, `padded` once per completion. `auto` uses the tree if a
     comparison at startup shows that it is exact for the model."""
-    microbatch_tokens: Everyday[int | None] = Field(None, ge=1)
-    """Maximum tokens in a forward pass. Lower it if memory runs out. The result does not depend on it. Default: 2048
-    (CPU), 16384 (GPU)."""
+    microbatch_tokens: Everyday[Annotated[int, Field(ge=1)] | Literal["auto"]] = "auto"
+    """Maximum tokens in a forward pass. Lower it if memory runs out. The result does not depend on it. `auto` is 2048
+    on a CPU and 16384 on a GPU."""
     strict: bool = False
     """Stop at the first row that would be dropped. Otherwise the row is dropped and reported."""
     workers: int | None = Field(None, ge=0)

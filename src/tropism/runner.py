@@ -37,6 +37,7 @@ from tropism.train.observers import Observers
 from tropism.train.preemption import Preemption, stopping_at_once
 from tropism.train.result import RunResult, begin_row_files, export_result, export_scores, finish, result_of
 from tropism.train.run_state import RunState
+from tropism.train.settings import Settings
 from tropism.train.setup.agreement import facts_of_options
 from tropism.train.setup.announce import announce_data, announce_plan
 from tropism.train.setup.build import BuiltEngine, RunInputs, build_engine
@@ -173,7 +174,8 @@ class Run:
             The manifest, on the main process; the weights before step 1, if the export is compared with them.
         """
         world, trainer = self.world, origin.trainer if origin else None
-        engine = self.build(fresh=trainer is None)
+        kept = Settings.restored(trainer["settings"]) if trainer and "settings" in trainer else None
+        engine = self.build(fresh=trainer is None, kept=kept)
         keep = (world.is_main or world.mesh is not None) and self.options.export_dtype != "float32"
         initial = engine.model.snapshot() if keep else None
         if origin is not None:
@@ -207,7 +209,8 @@ class Run:
                            observers.state, inputs.tokenizer)
         world.on_main(lambda: check_saved_files(engine.model.module, inputs.tokenizer))
         world.on_main(lambda: check_disk_space(engine, options, directory, saver, inputs.schedule))
-        state = RunState(began=began, tolerance=Tolerance(options.on_nonfinite))
+        assert self._built is not None
+        state = RunState(began=began, tolerance=Tolerance(options.on_nonfinite), settings=self._built.settings)
         if trainer is None:
             with self.preemption.at_once():
                 state.samples_before = sampler.ask_together(engine)
@@ -293,16 +296,17 @@ class Run:
         manifest.add(fingerprints=prints)  # options that may change may have changed since the run began
         return manifest
 
-    def build(self, fresh: bool = True) -> Engine:
+    def build(self, fresh: bool = True, kept: Settings | None = None) -> Engine:
         """The engine, built once; each part is checked as soon as it can be.
 
         Args:
             fresh: check that policy and reference agree; False if the run resumes after step 1.
+            kept: settings of the run that is resumed.
         """
         if self._built is None:
             if isinstance(self.named, ModelSource):
                 self.voice.say(f"loading model {self.named.absolute}")
-            built = build_engine(self.inputs, self.preemption)
+            built = build_engine(self.inputs, self.preemption, kept)
             engine, own = built.engine, built.engine.reference is not None and self.inputs.reference is None
             if fresh and engine.reference is not None:
                 name = "a module from Python" if self.objects.reference is not None else self.values["reference"]

@@ -74,7 +74,7 @@ OPTIONS = [
      "process 0 has 0.1234567, process 1 has 0.1234568"),
     ("beta", {}, {"beta": 0.2}, "process 0 has none, process 1 has 0.2"),
     ("loss", {}, {"loss": "bco"}, "process 0 has kto, process 1 has bco"),
-    ("microbatch-tokens", {}, {"microbatch_tokens": 64}, "process 0 has none, process 1 has 64"),
+    ("microbatch-tokens", {}, {"microbatch_tokens": 64}, "process 0 has auto, process 1 has 64"),
     ("precision", {}, {"precision": "fp64"}, "process 0 has auto, process 1 has fp64"),
     ("layout", {}, {"layout": "padded"}, "process 0 has auto, process 1 has padded"),
     ("seed", {"seed": 1}, {"seed": 2}, "process 0 has 1, process 1 has 2"),

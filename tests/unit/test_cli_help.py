@@ -18,9 +18,10 @@ GROUPS = {
             "label_name label_threshold labels max_expansion max_length max_prompt_length max_record_bytes "
             "pair_by_prompt plain_text shuffle split store store_limit streaming strict supervise system_prompt "
             "weight_divisor workers",
-    "Optimization": "batch_size epochs layout learning_rate max_grad_norm max_steps microbatch_tokens on_nonfinite "
-                    "optimizer precision prefetch router_aux_weight schedule seed trust_remote_code warmup_ratio "
-                    "weight_decay",
+    "Optimization": "batch_size epochs learning_rate max_grad_norm max_steps on_nonfinite optimizer precision "
+                    "router_aux_weight schedule seed trust_remote_code warmup_ratio weight_decay",
+    "Memory and speed": "checkpointing compile layout memory_limit microbatch_tokens offload_checkpoints prefetch "
+                        "profile",
     "Evaluation": "eval_data eval_every eval_fraction eval_limit eval_split samples stop_delta stop_metric "
                   "stop_patience",
     "Checkpoints": "checkpoint_model export_dtype fall_back keep keep_best max_time resume save_every",
@@ -55,7 +56,7 @@ def listed(text: str) -> dict[str, list[str]]:
     """Options by group, as a help screen shows them."""
     groups: dict[str, list[str]] = {}
     for line in text.splitlines():
-        if re.fullmatch(r"[A-Z]\w+", line):
+        if re.fullmatch(r"[A-Z][\w ]+", line):
             groups[line] = []
         elif found := re.match(r"  --(?:\[no-\])?(\S+)", line):
             groups[list(groups)[-1]].append(found[1].replace("-", "_"))
@@ -99,7 +100,7 @@ def test_the_first_screen_names_every_command(capsys: pytest.CaptureFixture[str]
     text = help_of(capsys, "--help")
     assert text == help_of(capsys)
     assert re.findall(r"^  ((?:store )?[a-z]+)  ", text, re.MULTILINE) == list(COMMANDS)
-    assert [line for line in text.splitlines() if re.fullmatch(r"[A-Z]\w+", line)] == [
+    assert [line for line in text.splitlines() if re.fullmatch(r"[A-Z][\w ]+", line)] == [
         "Train", "Data", "Results", "Other", "Options", "Example"]
     assert help_of(capsys, "--version") == help_of(capsys, "kto", "--version") == f"{__version__}\n"
 

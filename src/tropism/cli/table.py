@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # pydantic is not for the first screen
     from tropism.options import Option
 
-HEADINGS = ("Required", "Data", "Method", "Optimization", "Evaluation", "Checkpoints", "Adapters", "Parallelism",
-            "Teacher", "Tracking")
+HEADINGS = ("Required", "Data", "Method", "Optimization", "Memory and speed", "Evaluation", "Checkpoints", "Adapters",
+            "Parallelism", "Teacher", "Tracking")
 """Groups of training options, in the order of help and reference."""
 
 _FIRST = ("model", "teacher", "data", "to", "output")

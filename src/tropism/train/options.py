@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -174,12 +174,31 @@ class OptimizationOptions(Options):
     precision: Everyday[Literal["auto", "fp32", "bf16", "fp64"]] = "auto"
     """Compute dtype; auto is bf16 on GPUs and fp32 on CPUs. Weights and optimizer state stay float32 (float64 with
     fp64)."""
+
+class ComputeOptions(Options):
+    """How steps are computed. No result depends on it beyond rounding."""
+
+    heading: ClassVar[str] = "Memory and speed"
+
     layout: Literal["auto", "tree", "padded"] = "auto"
     """Batch layout: `tree` computes each prompt once, `padded` once per completion. `auto` uses the tree if a
     comparison at startup shows that it is exact for the model."""
-    microbatch_tokens: Everyday[int | None] = Field(None, ge=1)
-    """Maximum tokens in a forward and backward pass. Lower it if memory runs out. The result does not depend on
-    it. Default: 2048 (CPU), 16384 (GPU)."""
+    microbatch_tokens: Everyday[Annotated[int, Field(ge=1)] | Literal["auto"]] = "auto"
+    """Maximum tokens in a forward and backward pass. `auto` takes what fits into memory, at most 2048 on a CPU and
+    32768 on a GPU. The result does not depend on it."""
+    checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Compute activations again in the backward pass instead of keeping them: `full` keeps only the input of each
+    layer, `selective` also its matrix products. `auto` does so only if memory would not suffice. The result does not
+    depend on it."""
+    offload_checkpoints: bool = False
+    """Keep what `--checkpointing full` keeps in host memory."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile each layer of the model. `auto` compiles on GPUs if the run is long enough to gain from it."""
+    memory_limit: str | None = None
+    """Memory that a process may use, such as 20GiB. Default: what is free at the start on the GPU, or available on
+    the machine."""
+    profile: int | None = Field(None, ge=1)
+    """Number of optimizer steps to profile: where their time goes, as a table, and RUN/profile.json for Perfetto."""
     prefetch: int = Field(0, ge=0)
     """Number of threads that prepare the next optimizer steps during training. The result does not depend on it."""
 
@@ -246,7 +265,8 @@ class TrackingOptions(Options):
     """Directory for tracker files. Default: RUN/logs."""
 
 
-class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, OptimizationOptions, ModelOptions):
+class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, ComputeOptions, OptimizationOptions,
+                 ModelOptions):
     """Which model, how to train it, where the result goes."""
 
     heading: ClassVar[str] = "Checkpoints"

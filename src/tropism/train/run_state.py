@@ -7,6 +7,7 @@ from typing import Any
 from tropism.observe.metrics import BASELINES
 from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.records import Record, Window
+from tropism.train.settings import Settings
 from tropism.train.step_log import StepOutcome
 from tropism.train.step_packs import StepPacks
 
@@ -28,6 +29,7 @@ class RunState:
         earlier_s: seconds that earlier processes of the run took.
         began: when this process began, by the monotonic clock.
         ending: why the run ends with the current step; None while it continues.
+        settings: how the steps are computed. Whoever builds the engine restores them.
     """
 
     step: int = 0
@@ -42,6 +44,7 @@ class RunState:
     earlier_s: float = 0.0
     began: float = field(default_factory=time.monotonic)
     ending: str | None = None
+    settings: Settings = field(default_factory=Settings)
 
     @property
     def elapsed_s(self) -> float:
@@ -65,9 +68,10 @@ class RunState:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `restore` takes; the window must have been read."""
-        return {"step": self.step, "totals": dict(self.totals), "window": self.window.state(),
-                "evaluation_due": self.evaluation_due, "learning_rate": self.learning_rate,
-                "tolerance": self.tolerance.state(), "answers": list(self.samples_before),
+        return {"step": self.step, "settings": self.settings.state(), "totals": dict(self.totals),
+                "window": self.window.state(), "evaluation_due": self.evaluation_due,
+                "learning_rate": self.learning_rate, "tolerance": self.tolerance.state(),
+                "answers": list(self.samples_before),
                 "baselines": dict(self.baselines), "evaluation": dict(self.evaluation), "seconds": self.elapsed_s}
 
     def restore(self, trainer: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """What `trainer.json` may hold. Hashes show that a checkpoint is as it was written, and not by which program."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
+from tropism.model.checkpointing import Checkpointing
 from tropism.observe.rundir import GROWING
 from tropism.train.run_state import RunState
 
@@ -61,6 +62,11 @@ def _observers(value: Any) -> bool:
                                            for name, kind in (("guards", _guards), ("stopper", stopper)))
 
 
+def _settings(value: Any) -> bool:
+    return _fields(microbatch_tokens=_count, checkpointing=lambda entry: entry in get_args(Checkpointing),
+                   offload=_switch, compiled=_switch)(value)
+
+
 def _numpy(value: Any) -> bool:
     return (isinstance(value, list) and len(value) == 5 and all(map(_text, value[:2])) and all(map(_count, value[2:4]))
             and _number(value[4]))
@@ -75,7 +81,7 @@ _KINDS: Mapping[str, Kind] = {
     "step": _count, "totals": _fields(**dict.fromkeys(RunState().totals, _count)), "evaluation_due": _switch,
     "window": _fields(rows=_list(_list(_list(_number, 2))), skipped=_list(_table), last=_dict(_number), tokens=_count,
                       seconds=_number),
-    "learning_rate": _number, "tolerance": _fields(in_a_row=_count), "answers": _list(_text),
+    "settings": _settings, "learning_rate": _number, "tolerance": _fields(in_a_row=_count), "answers": _list(_text),
     "baselines": _dict(_number), "evaluation": _dict(_number), "seconds": _number, "options": _table,
     "fingerprints": _dict(_text), "libraries": _dict(_text), "stop_ids": _list(_count), "guards": _observers,
     "offsets": lambda value: _dict(_count)(value) and value.keys() <= set(GROWING),
@@ -83,7 +89,7 @@ _KINDS: Mapping[str, Kind] = {
     "random": _fields(torch=_text, numpy=_numpy, python=_python),
     "optimizer": _fields(groups=_list(_fields(params=_list(_text))), values=_dict(_table), begun=_switch)}
 
-_LATER = frozenset(("learning_rate", "stop_ids"))
+_LATER = frozenset(("learning_rate", "settings", "stop_ids"))
 """Not read where they are missing."""
 
 

@@ -26,7 +26,8 @@ MAY_CHANGE = frozenset((
     "checkpoint_model", "on_nonfinite", "stop_metric", "stop_patience", "stop_delta",
     "track", "log_dir", "export_dtype",
     # how it is computed: speed and memory, and results beyond their rounding never
-    "microbatch_tokens", "workers", "prefetch", "store", "store_limit", "max_record_bytes", "max_expansion",
+    "microbatch_tokens", "checkpointing", "offload_checkpoints", "compile", "memory_limit", "profile",
+    "workers", "prefetch", "store", "store_limit", "max_record_bytes", "max_expansion",
     *(f"parallel.{name}" for name in ParallelOptions.model_fields),
     # how this sitting starts
     "output", "resume", "fall_back", "strict", "allow_reference_mismatch", "trust_remote_code"))

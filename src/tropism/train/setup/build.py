@@ -27,6 +27,7 @@ from tropism.train.optimizer import build_updater
 from tropism.train.options import RunOptions
 from tropism.train.preemption import Preemption
 from tropism.train.router_loss import build_router_loss
+from tropism.train.settings import Settings
 from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights
 from tropism.train.setup.announce import sharding_lines, tidy_store
@@ -88,17 +89,22 @@ class BuiltEngine:
         engine: ready for step 1.
         planner: prepares its steps.
         facts: of the models, for the manifest.
+        settings: how it computes.
         idle: parameters that the user's optimizer does not hold; they are frozen during the run.
     """
 
     engine: Engine
     planner: StepPlanner
     facts: dict[str, Any]
+    settings: Settings
     idle: list[torch.nn.Parameter]
 
 
-def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
+def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | None = None) -> BuiltEngine:
     """Load and check everything that trains. All processes call this together.
+
+    Args:
+        kept: settings of the run that is resumed, which `auto` keeps.
 
     Raises:
         ModelError: if a model is unsupported.
@@ -120,7 +126,8 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
                      f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
     inputs.policy.round_weights(module, model.precision, sharded=False)
     check_weights(world, "model", module)
-    planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, numerics.microbatch_tokens,
+    settings = choose_settings(options, numerics, kept)
+    planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, settings.microbatch_tokens,
                           inputs.data.max_length, world, reuse_prompts=not inputs.live,
                           balanced=options.router_aux_weight > 0)
     teacher, reference = _frozen_models(inputs, model, planner, probes, preemption)
@@ -134,7 +141,16 @@ def build_engine(inputs: RunInputs, preemption: Preemption) -> BuiltEngine:
     if world.mesh is not None:
         for line in sharding_lines(engine.modules, world):
             inputs.voice.say(line)
-    return BuiltEngine(engine, planner, facts, idle)
+    return BuiltEngine(engine, planner, facts, settings, idle)
+
+
+def choose_settings(options: RunOptions, numerics: models.Numerics, kept: Settings | None) -> Settings:
+    """The settings of a run: those that the options name, and for `auto` those that are kept or chosen."""
+    auto = kept or Settings(numerics.microbatch_tokens)
+    return Settings(
+        auto.microbatch_tokens if options.microbatch_tokens == "auto" else options.microbatch_tokens,
+        auto.checkpointing if options.checkpointing == "auto" else options.checkpointing,
+        options.offload_checkpoints, auto.compiled if options.compile == "auto" else options.compile == "on")
 
 
 def _check_store(root: Path) -> None:

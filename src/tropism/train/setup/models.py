@@ -45,7 +45,7 @@ class Numerics:
     Args:
         precision: of the run.
         device: of the models.
-        microbatch_tokens: tokens of a pack.
+        microbatch_tokens: tokens of a pack without gradients.
         trust_remote_code: run code that comes with a model.
         world: the processes of the run.
         spreading: how models are sharded over them; None if each process holds a full copy.
@@ -127,7 +127,8 @@ def numerics_of(options: Any, world: World) -> Numerics:
     cuda = world.device.type == "cuda"
     parallel = getattr(options, "parallel", None)
     precision: Precision = options.precision if options.precision != "auto" else "bf16" if cuda else "fp32"
-    return Numerics(precision, world.device, options.microbatch_tokens or (16384 if cuda else 2048),
+    tokens = (16384 if cuda else 2048) if options.microbatch_tokens == "auto" else options.microbatch_tokens
+    return Numerics(precision, world.device, tokens,
                     options.trust_remote_code, world, _spreading(parallel, precision, world),
                     parallel is not None and parallel.reduce_once)
 
