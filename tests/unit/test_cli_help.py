@@ -41,7 +41,7 @@ SURFACE: dict[str, dict[str, str]] = {
     "kd": {**GROUPS, "Teacher": TEACHER.replace("teacher ", ""), "Required": "model teacher data output"},
 }
 EVERYDAY = ("batch_size epochs eval_data eval_every eval_fraction learning_rate lora.quantize lora.rank max_length "
-            "max_steps max_time microbatch_tokens precision resume save_every track")
+            "max_steps max_time microbatch_tokens parallel.shard precision resume save_every track")
 OF_PREFERENCES = "beta kd_weight loss reference teacher"
 SHORT = {"kto": f"{EVERYDAY} {OF_PREFERENCES} desirable_weight undesirable_weight",
          "dpo": f"{EVERYDAY} {OF_PREFERENCES} label_smoothing", "sft": EVERYDAY, "kd": f"{EVERYDAY} kd_weight"}

@@ -95,7 +95,7 @@ class ParallelOptions(Options):
 
     heading: ClassVar[str] = "Parallelism"
 
-    shard: int | None = Field(None, ge=1)
+    shard: Everyday[int | None] = Field(None, ge=1)
     """Processes that share one copy of the training state (FSDP). The state is weights, gradients and optimizer
     state; 1 keeps a full copy in each process. Default: all."""
     replicate: int | None = Field(None, ge=1)

@@ -74,7 +74,7 @@ class LengthOptions(Options):
     heading: ClassVar[str] = "Data"
 
     max_length: Everyday[int | None] = Field(None, ge=2)
-    """Maximum length of prompt plus completion, in tokens. Longer rows are truncated. Default: the model's, at most
+    """Maximum tokens of prompt plus completion. Longer rows are truncated. Default: the model's, at most
     2048."""
     max_prompt_length: int | None = Field(None, ge=1)
     """Maximum prompt length in tokens, less than `--max-length`. Longer prompts are truncated from the left."""
