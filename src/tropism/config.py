@@ -241,6 +241,12 @@ class ScoringOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions
     parallel: ParallelOptions = ParallelOptions()
     """Several processes."""
 
+    @field_validator("microbatch_tokens", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        """Accept null in YAML, as earlier versions wrote it."""
+        return "auto" if value is None else value
+
 
 class InspectOptions(FormatOptions, TemplateOptions, LengthOptions, StoreOptions):
     """Options of `tropism inspect`."""

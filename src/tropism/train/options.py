@@ -202,6 +202,12 @@ class ComputeOptions(Options):
     prefetch: int = Field(0, ge=0)
     """Number of threads that prepare the next optimizer steps during training. The result does not depend on it."""
 
+    @field_validator("microbatch_tokens", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        """Accept null in YAML, as earlier versions wrote it."""
+        return "auto" if value is None else value
+
 
 class EvaluationOptions(Options):
     """When and how the run is evaluated."""
