@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tropism.data.batching.transfer import sent
 from tropism.data.rows import EncodedRow, View
 from tropism.losses.scored import Scored
 from tropism.methods.loss_table import LossRow, Reward
@@ -40,8 +41,8 @@ class Units:
 
     def to(self, device: torch.device) -> "Units":
         """The same units on a device."""
-        desirable, weights = (None if part is None else part.to(device) for part in (self.desirable, self.weights))
-        return Units(self.members.to(device), desirable, weights)
+        desirable, weights = (None if part is None else sent(part, device) for part in (self.desirable, self.weights))
+        return Units(sent(self.members, device), desirable, weights)
 
 
 @dataclass(frozen=True, slots=True)

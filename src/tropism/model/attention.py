@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from tropism.data.batching.collate import Segments
 from tropism.errors import ModelError
@@ -167,7 +166,6 @@ def _eager(tree: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling: f
 
 
 AttentionInterface.register(NAME, tree_attention)
-AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def plain_implementation(model: Any) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tropism.data.batching.transfer import sent
 from tropism.model.attention import TreePass
 from tropism.train.engine import Engine
 from tropism.train.step_packs import MismatchedPack
@@ -66,5 +67,5 @@ def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack],
         leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
         assert engine.reference is not None
         logratios = engine.model.logps(batch, leaf_pass) - engine.reference.score(pack.trees, batch)
-        moments += reference_moments(logratios, pack.counts.to(batch.lengths.device))
+        moments += reference_moments(logratios, sent(pack.counts, batch.lengths.device))
     return pool(engine.world.sum(moments))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tropism.data.batching.collate import collate, occurrences
+from tropism.data.batching.transfer import sent
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import ModelError
@@ -84,7 +85,7 @@ class StepRouterLoss:
         return self.balance.weight * part
 
     def _weights(self, pack: Pack) -> Tensor:
-        return token_weights(pack, self.model).to(self.model.device, non_blocking=True)
+        return sent(token_weights(pack, self.model), self.model.device)
 
 
 def token_weights(pack: Pack, model: LanguageModel) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tropism.data.batching.transfer import sent
 from tropism.distributed.world import World
 from tropism.losses.aot import partners
 from tropism.losses.scored import Scored
@@ -77,7 +78,7 @@ def ranks_of_step(method: Method, found: ScoredPacks, rows: Sequence[tuple[int, 
     inputs = []
     for indices in rows:
         at = torch.tensor([place[index] for index in indices], dtype=torch.int64)
-        partner, of_chosen, of_rejected = (column[at].to(device) for column in columns)
+        partner, of_chosen, of_rejected = (sent(column[at], device) for column in columns)
         inputs.append(StepInputs(partner=partner, chosen_partner=of_chosen, rejected_partner=of_rejected))
     return inputs
 

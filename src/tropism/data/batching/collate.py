@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tropism.data.batching.transfer import sent
 from tropism.data.tree import PromptTree
 
 Layout = Literal["tree", "padded"]
@@ -35,7 +36,7 @@ class Segments:
 
     def to(self, device: torch.device) -> "Segments":
         """Copy to a device."""
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True)
+        return replace(self, **{name: sent(getattr(self, name), device)
                                 for name in ("key_index", "cu_queries", "cu_keys")})
 
 
@@ -69,10 +70,10 @@ class Batch:
         """Copy to a device."""
         if device.type == "cpu":
             return self
-        moved: dict[str, Any] = {name: getattr(self, name).to(device, non_blocking=True) for name in (
+        moved: dict[str, Any] = {name: sent(getattr(self, name), device) for name in (
             "input_ids", "position_ids", "predict_index", "target_ids", "completion_index", "lengths")}
         return replace(self, **moved, segments=self.segments and self.segments.to(device),
-                       attention_mask=None if self.attention_mask is None else self.attention_mask.to(device))
+                       attention_mask=None if self.attention_mask is None else sent(self.attention_mask, device))
 
 
 def collate(trees: Sequence[PromptTree], layout: Layout) -> Batch:

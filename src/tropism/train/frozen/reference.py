@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tropism.data.batching.collate import Batch
 from tropism.data.batching.pack import scoring_packs
+from tropism.data.batching.transfer import sent
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import ModelError, OutputError, ReferenceMismatchError, StoppedEarly
@@ -79,7 +80,7 @@ class StoredReference:
         values = [self.scores.get(key) for tree in trees for key in tree.score_keys]
         if None in values:
             raise ReferenceMismatchError("a completion has no reference score. This is a bug. Please report it.")
-        return torch.tensor(values, dtype=torch.float64, device=batch.lengths.device)
+        return sent(torch.tensor(values, dtype=torch.float64), batch.lengths.device)
 
 
 class LiveReference:

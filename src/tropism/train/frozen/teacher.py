@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tropism.data.batching.collate import Batch, collate
 from tropism.data.batching.pack import scoring_packs
+from tropism.data.batching.transfer import sent
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import ReferenceMismatchError, StoppedEarly
@@ -157,7 +158,7 @@ class StoredTeacher:
             arrays = [entry[part] for entry in found]
             whole = np.concatenate(arrays) if arrays else np.zeros((0, 1) if part < 2 else (0,), np.float32)
             whole = whole.astype(np.int64) if part == 0 else whole
-            return torch.from_numpy(whole).to(device, dtype)
+            return sent(torch.from_numpy(whole).to(dtype), device)
 
         ids, logps, tail = joined(0, torch.int64), joined(1, None), joined(2, None)
         return TopK(ids, logps, tail)
