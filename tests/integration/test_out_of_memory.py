@@ -155,7 +155,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "aot": ("dpo", {"loss": "aot"}, {"tokens": 300, "where": "backward"}),
     "dpo, twice in a row": ("dpo", {"microbatch_tokens": 4096}, {"tokens": 250}),
     "dpo, prefetched": ("dpo", {"prefetch": 3}, {"tokens": 300, "error": torch.OutOfMemoryError("CUDA out of memory")}),
-    "dpo, padded": ("dpo", {"layout": "padded"}, {"tokens": 470, "error": MemoryError()}),
+    "sft, padded": ("sft", {"layout": "padded", "microbatch_tokens": 4096}, {"tokens": 300, "error": MemoryError()}),
     "kd, live teacher": ("kd", {"teacher": "MODEL"}, {"tokens": 220, "where": "backward"}),
 }
 
