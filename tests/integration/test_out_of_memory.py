@@ -147,7 +147,7 @@ def smaller_from(step: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> Non
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "kto, one pack with leaves": ("kto", {"microbatch_tokens": 4096}, {"tokens": 400}),
     "kto, in the leaves": ("kto", {"microbatch_tokens": 4096}, {"no_grad": 220}),
-    "kto, in the mismatched packs": ("kto", {}, {"no_grad": 300}),
+    "kto, in the mismatched packs": ("kto", {}, {"no_grad": 250}),
     "kto, backward of a later pack": ("kto", {}, {"tokens": 250, "where": "backward", "after": 3}),
     "kto, live reference": ("kto", {"reference": "live"}, {"tokens": 300}),
     "bco, in the look-ahead": ("kto", {"loss": "bco"}, {"no_grad": 300}),
@@ -283,13 +283,13 @@ def ranks(rank: int, size: int, port: int, full: dict[str, Any], jobs: Any) -> N
 def test_processes_repeat_a_step_together(start: Callable[..., Any], tiny_model_dir: Path, feedback: Path, pairs: Path,
                                           tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one of two processes runs out of memory. Both drop the step, lower the budget alike, and end alike."""
-    cases = {"kto": ("kto", feedback, {}), "leaves": ("kto", feedback, {"microbatch_tokens": 4096}),
-             "aot": ("dpo", pairs, {"loss": "aot"}), "bco": ("kto", feedback, {"loss": "bco"})}
+    cases = {"leaves": ("kto", feedback, {"microbatch_tokens": 4096}), "aot": ("dpo", pairs, {"loss": "aot"}),
+             "bco": ("kto", feedback, {"loss": "bco"})}
 
     def settings(name: str, tokens: int = 0) -> tuple[str, dict[str, Any]]:
         method, data, options = cases[name]
         return method, {"model": str(tiny_model_dir), "data": str(data), "output": str(tmp_path / f"{name}{tokens}"),
-                        "store": str(tmp_path / "store"), "batch_size": 8, "max_steps": 4, "learning_rate": 1e-3,
+                        "store": str(tmp_path / "store"), "batch_size": 8, "max_steps": 2, "learning_rate": 1e-3,
                         "samples": 0, "log_every": 1, "microbatch_tokens": BUDGET,
                         "parallel": {"shard": 1, "replicate": 2}, **options,
                         **({"microbatch_tokens": tokens} if tokens else {})}
