@@ -24,6 +24,9 @@ _YAML_BYTES, _YAML_VALUES = 2**18, 10_000
 """Largest YAML file, and number of values in it with its aliases written out."""
 _DEEPEST = 64
 _LONGEST = 400
+_EXHAUSTED = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "out of memory", "bad_alloc",
+              "STATUS_ALLOC_FAILED")
+"""Signs of exhausted memory in a RuntimeError: torch's allocators, std::bad_alloc, cuBLAS and cuDNN."""
 _SPEAKING = (OSError, ValueError, ImportError, RuntimeError, EOFError)
 """Errors whose text is a sentence. Others are shown with their type."""
 
@@ -64,9 +67,9 @@ def reason(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is exhausted: Python's, or that of torch or pyarrow."""
+    """Whether an error says that memory is exhausted: Python's, or that of torch, its libraries or pyarrow."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _EXHAUSTED))
 
 
 def read_bytes(path: Path, most: int = CONFIG_BYTES, kind: type[TropismError] = ModelError) -> bytes:

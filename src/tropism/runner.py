@@ -189,7 +189,8 @@ class Run:
                 resume.load(engine, origin, self.preemption)
             manifest = world.on_main(lambda: self._begin(directory, origin))
         if manifest is not None:
-            manifest.add(**self.facts)
+            assert self._built is not None
+            manifest.add(**self.facts, settings=self._built.settings.state())
         return manifest, initial
 
     def _train(self, directory: RunDirectory, manifest: Manifest | None, origin: Origin | None,
@@ -226,7 +227,8 @@ class Run:
         if evaluator is not None:
             evaluator.baselines, evaluator.last = state.baselines, None
         loop = TrainingLoop(engine, self.planner, Plan.of(options, inputs.schedule.total_steps), self.preemption,
-                            observers.see, self._evaluate if evaluator is not None else None, saver, state)
+                            observers.see, self._evaluate if evaluator is not None else None, saver, state,
+                            lambda settings, sentence: self._lowered(manifest, settings, sentence))
         try:
             with observers.showing(inputs.schedule.total_steps, options, self._resolved()):
                 loop.run()
@@ -245,6 +247,12 @@ class Run:
         facts = self._end_facts(manifest, files or {})
         return finish(directory, manifest, state, samples, inputs.schedule.total_steps, len(inputs.held_out),
                       self._stop_ids, world, self.voice, **facts)
+
+    def _lowered(self, manifest: Manifest | None, settings: Settings, sentence: str) -> None:
+        """Log that a step ran out of memory, and record the settings that the run keeps."""
+        self.voice.warn(sentence)
+        if manifest is not None:
+            manifest.add(settings=settings.state())
 
     def _end_facts(self, manifest: Manifest | None, files: Files) -> dict[str, Any]:
         """Facts of a finished run that its evaluation depends on."""

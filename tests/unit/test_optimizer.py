@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tropism.errors import UsageError
-from tropism.train.optimizer import build_optimizer, learning_rates, step_if_finite, trainable
+from tropism.errors import TropismError, UsageError
+from tropism.train.optimizer import Scheduled, build_optimizer, learning_rates, reserve, step_if_finite, trainable
 from tropism.train.options import Schedule
 
 NAMES = get_args(Schedule)
@@ -149,3 +149,36 @@ def test_frozen_weights_stay_out() -> None:
     model.bias.requires_grad_(False)
     with pytest.raises(UsageError, match="no trainable weights"):
         build_optimizer("adamw", trainable(model), weight_decay=0.0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_reserved_memory_changes_no_update(name: str) -> None:
+    """To the bit, decay and moments included."""
+    found = []
+    for reserved in (False, True):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(4, 3)
+        owned = trainable(module)
+        updater = Scheduled(build_optimizer(name, owned, 0.1), owned, lambda step: 0.01 * step)
+        before = [weight.detach().clone() for weight in module.parameters()]
+        if reserved:
+            reserve(updater)
+            assert all(weight.grad is None for weight in module.parameters())
+            assert all(map(torch.equal, before, module.parameters()))
+            assert len(updater.optimizer.state) == (2 if name == "adamw" else 0)
+        for step in (1, 2, 3):
+            module(torch.ones(2, 4) * step).square().sum().backward()
+            updater.apply(step, YES)
+        found.append([weight.detach() for weight in module.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_an_optimizer_that_does_not_fit_ends_the_run_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    owned = trainable(torch.nn.Linear(4, 3))
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros_like", full)
+    with pytest.raises(TropismError, match=r"optimizer state do not fit into memory \(CUDA out of memory\).*--lora"):
+        reserve(Scheduled(build_optimizer("adamw", owned, 0.0), owned, lambda step: 1.0))

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from helpers import row, tree
 from tropism.data.batching.pack import (
     assign_to_ranks,
+    balance,
     best_fit,
     build_trees,
     cost,
     mismatched_trees,
+    packs_needed,
     partners,
     scoring_packs,
+    stretched_budget,
     tokens_in_layout,
 )
 from tropism.data.rows import EncodedRow
@@ -180,6 +183,31 @@ def test_packs_are_not_wasteful(sizes: list[int], budget: int) -> None:
     """First fit: no two packs could be one, so at most twice as many as needed."""
     fills = sorted(sum(sizes[index] for index in pack) for pack in best_fit(sizes, budget))
     assert len(fills) < 2 or fills[0] + fills[1] > budget
+
+
+@given(SIZES, st.integers(1, 60), st.integers(0, 3))
+@example([40, 1, 39], 40, 0)
+def test_balanced_packs_hold_everything_within_the_stretched_budget(sizes: list[int], budget: int, more: int) -> None:
+    """Beyond the budget only where that saves a pack, and never more packs than without it."""
+    strict, needed = best_fit(sizes, budget), packs_needed(sizes, budget)
+    packs = balance(needed, sizes, budget, len(needed) + more)
+    assert len(packs) == len(needed) + more
+    assert sorted(index for pack in packs for index in pack) == list(range(len(sizes)))
+    most = stretched_budget(budget) if len(needed) < len(strict) else budget
+    for pack in packs:
+        assert pack == sorted(pack)
+        assert sum(sizes[index] for index in pack) <= most or len(pack) == 1
+
+
+def test_a_small_rest_gets_no_pack_of_its_own() -> None:
+    """16,384 tokens a pack: 33,260 tokens are two passes of equal size, not two full ones and one of 505 tokens."""
+    sizes = [1000] * 32 + [380, 375, 505]
+    assert sorted(sum(sizes[i] for i in pack) for pack in best_fit(sizes, 16384)) == [505, 16375, 16380]
+    packs = balance(packs_needed(sizes, 16384), sizes, 16384, 2)
+    assert sorted(sum(sizes[i] for i in pack) for pack in packs) == [16505, 16755]
+    assert balance([[0, 1], [2]], [5, 5, 5], 10, 2) == [[0, 2], [1]]  # ties by position, on every process alike
+    assert balance([], [], 10, 0) == []
+    assert balance([], [], 10, 2) == [[], []]
 
 
 @given(SIZES, st.integers(1, 8))

@@ -37,6 +37,7 @@ class World:
         group: process group for exchanges; None for the default one.
         control: process group for waiting while one process reads, hashes or writes, which can take hours; None for the
             default one.
+        before_exchange: called when this process has allocated what an exchange of a step needs.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class World:
     mesh: Mesh | None = None
     group: Any = None
     control: Any = None
+    before_exchange: Callable[[], None] = lambda: None
 
     @property
     def is_main(self) -> bool:
@@ -94,6 +96,7 @@ class World:
         if self.parts == 1:
             return values
         total = values.clone()
+        self.before_exchange()
         dist.all_reduce(total, group=None if self.mesh is None else self.mesh.data)
         return total
 
@@ -106,6 +109,7 @@ class World:
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
+        self.before_exchange()
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
@@ -188,12 +192,19 @@ class World:
             if self.size == 1:
                 continue
             if bucket and (held + gradient.nbytes > _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
-                _sum_bucket(bucket)
+                self._sum_bucket(bucket)
                 bucket, held = [], 0
             bucket.append(gradient)
             held += gradient.nbytes
         if bucket:
-            _sum_bucket(bucket)
+            self._sum_bucket(bucket)
+
+    def _sum_bucket(self, bucket: Sequence[Tensor]) -> None:
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        self.before_exchange()
+        dist.all_reduce(flat)
+        for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
 
 
 def _max(values: Sequence[int], group: Any) -> list[int]:
@@ -209,13 +220,6 @@ def _portable(error: Exception, rank: int) -> TropismError:
     if is_out_of_memory(error):
         return TropismError(f"process {rank} is out of memory. Its own error says what to do.")
     return TropismError(f"process {rank}: {type(error).__name__}: {error}")
-
-
-def _sum_bucket(bucket: list[Tensor]) -> None:
-    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-    dist.all_reduce(flat)
-    for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
 
 
 @contextmanager

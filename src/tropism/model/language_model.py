@@ -14,6 +14,7 @@ from tropism.distributed.shard import part_of, prepare_backward, travels_in, wit
 from tropism.errors import ModelError
 from tropism.model.adapters.switch import without_input_cast
 from tropism.model.attention import NAME, TreePass, plain_implementation
+from tropism.model.checkpointing import Checkpointing
 from tropism.model.head.divergence import Comparison, Targets
 from tropism.model.head.logprob import head_of
 from tropism.model.moe_router import RouterLogits, compute_experts
@@ -77,6 +78,7 @@ class LanguageModel:
         stays: for a sharded frozen model: keep weights outside of its layers gathered between passes.
         rounding: largest difference between our log-prob of a completion and the model's own, measured at start, in
             nats per square root of its tokens.
+        checkpointing: what a forward pass keeps for the backward pass.
     """
 
     module: Any
@@ -86,6 +88,7 @@ class LanguageModel:
     sum_once: bool = False
     stays: bool = False
     rounding: float = 0.0
+    checkpointing: Checkpointing = "none"
 
     def __post_init__(self) -> None:
         self._attend()

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tropism.borders import is_out_of_memory
 from tropism.data.batching.collate import Layout, collate
 from tropism.data.tree import PromptTree
 from tropism.distributed.shard import is_sharded, rest
@@ -125,7 +126,7 @@ def choose_layout(module: object, precision: Precision, device: torch.device, tr
         except Exception as refusal:
             # A layer without support for trees may fail anywhere. A sharded model cannot recover from that.
             unforeseen = not isinstance(refusal, ModelError)
-            if unforeseen and (isinstance(refusal, torch.OutOfMemoryError) or is_sharded(module)):
+            if unforeseen and (is_out_of_memory(refusal) or is_sharded(module)):
                 raise
             reason = f"{type(refusal).__name__}: {first_line(refusal)}" if unforeseen else str(refusal)
         else:

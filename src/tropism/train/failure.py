@@ -63,6 +63,11 @@ def _in_words(error: BaseException, world: World, microbatch_tokens: int) -> Tro
     first, _, _ = str(error).partition("\n")
     if world.size > 1 and lost_another(error):
         return TropismError(f"another process of the run failed ({first}). The first error in the log is the cause.")
+    if is_out_of_memory(error) and world.mesh is not None:
+        return TropismError(f"process {world.rank} is out of memory{f' ({first})' if first else ''}. The processes "
+                            "compute each pass over a sharded model together, so none of them can repeat it. Resume "
+                            f"with --microbatch-tokens {max(1, microbatch_tokens // 2)}: it needs less memory and does "
+                            "not change results. If that does not help, use more processes or a lower --max-length.")
     if is_out_of_memory(error):
         gpu = world.device.type == "cuda" and isinstance(error, torch.OutOfMemoryError)
         detail = f" ({first})" if first else ""

@@ -12,6 +12,7 @@ from tropism.model.attention import TreePass
 from tropism.model.moe_router import RouterLogits
 from tropism.observe.metrics import Tally
 from tropism.train.engine import Engine
+from tropism.train.out_of_memory import naming
 from tropism.train.reference_point import ReferencePoint, pooled_reference_point
 from tropism.train.step_packs import Pack, StepPacks
 from tropism.train.step_statistics import ranks_of_step, rewards_of_step
@@ -70,11 +71,12 @@ class LookAhead:
             return [StepInputs()] * len(packs)
         scored = []
         for pack in packs:  # an empty one too: processes may share the model
-            routed = self.routed()
-            found = engine.score(pack.trees, pack.batch.to(engine.model.device), routed=routed, distill=False)
-            scored.append((found, pack.units.to(engine.model.device)))
-            if router and routed and pack.rows:
-                router.see(routed, pack)
+            with naming(pack.trees):
+                routed = self.routed()
+                found = engine.score(pack.trees, pack.batch.to(engine.model.device), routed=routed, distill=False)
+                scored.append((found, pack.units.to(engine.model.device)))
+                if router and routed and pack.rows:
+                    router.see(routed, pack)
         shift = None
         if method.needs("shift"):
             shift = engine.shift.propose(engine.world.sum(rewards_of_step(method, scored, engine.model.device)))

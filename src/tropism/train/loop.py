@@ -1,24 +1,31 @@
 """The training loop. It reads like the algorithm; observers return an answer, and the loop acts on it."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 from tropism.errors import StoppedEarly
 from tropism.train.checkpoints.saver import Saver
 from tropism.train.engine import Engine
 from tropism.train.interval import Due, Interval
 from tropism.train.monitor.first_update import FirstUpdate
+from tropism.train.optimizer import reserve
 from tropism.train.options import RunOptions
 from tropism.train.preemption import Preemption
 from tropism.train.records import Record, Window
+from tropism.train.retry import Shortage, attempt, less_memory
 from tropism.train.run_state import RunState
+from tropism.train.settings import Settings
 from tropism.train.step import train_step
+from tropism.train.step_log import StepOutcome
 from tropism.train.step_packs import StepPacks, StepPlanner
 
 Evaluate = Callable[[Engine], dict[str, float]]
 """Returns the metrics of the current policy."""
+Lowered = Callable[[Settings, str], None]
+"""Learns of the settings that a run keeps after it ran out of memory, and the sentence for the log."""
 Observe = Callable[[Record], str | None]
 """Looks at a record. Returns why the run ends with this step, or None to continue."""
 
@@ -61,6 +68,7 @@ class TrainingLoop:
         evaluate: None if no rows are held out.
         saver: writes checkpoints; None if the run cannot be saved.
         state: where to start; by default before step 1.
+        lowered: learns how a step is repeated that ran out of memory.
     """
 
     engine: Engine
@@ -71,6 +79,7 @@ class TrainingLoop:
     evaluate: Evaluate | None = None
     saver: Saver | None = None
     state: RunState = field(default_factory=RunState)
+    lowered: Lowered = lambda settings, sentence: None
 
     def run(self) -> None:
         """Train until the schedule, an observer or a request ends the run.
@@ -81,13 +90,15 @@ class TrainingLoop:
                 changed nothing, and the error names its rows.
             StoppedEarly: if `preemption` asked for it. The run is saved first, and evaluated if there is time.
             OutputError: if a checkpoint could not be written.
+            TropismError: if a row does not fit into memory. It names the row.
         """
         state, timers = self.state, _Timers(self.plan, self.planner)
         self._catch_up(timers.total)
+        reserve(self.engine.updater)
         first = FirstUpdate(self.engine.model.module, state.step > 0, self.engine.world.sum, self.engine.world.max)
         for packs in self._prepared():
             began = time.monotonic()
-            outcome = train_step(self.engine, packs)
+            outcome, packs = self._step(packs)
             state.add(outcome, packs)
             first.look(outcome)
             self.preemption.record_time("step", time.monotonic() - began)
@@ -114,18 +125,32 @@ class TrainingLoop:
         self._close(last and self.plan.save_every.every > 0)
         self.preemption.check()
 
+    def _step(self, packs: StepPacks) -> tuple[StepOutcome, StepPacks]:
+        """Do a step. If memory runs out, it is packed again and repeated from its start with settings that need less,
+        which the rest of the run keeps. Returns its outcome, and its packs in the end."""
+        while isinstance(outcome := attempt(self.engine, packs, train_step), Shortage):
+            settings, sentence = less_memory(outcome, self.engine, self.planner, packs, self.state.settings)
+            self.state.settings = settings
+            self.engine = replace(self.engine, model=replace(self.engine.model, checkpointing=settings.checkpointing))
+            self.planner = replace(self.planner, microbatch_tokens=settings.microbatch_tokens)
+            self.lowered(settings, sentence)
+            packs = self.planner.packs_of(packs.step)
+        return outcome, packs
+
     def _prepared(self) -> Iterator[StepPacks]:
         """The packs of each step in order; with `prefetch`, some steps ahead. None if the run has ended already."""
         steps = range(self.state.step + 1, 1 if self.state.ending else self.planner.schedule.total_steps + 1)
         if not self.plan.prefetch:
-            yield from map(self.planner.packs_of, steps)
+            for step in steps:
+                yield self.planner.packs_of(step)
             return
         with ThreadPoolExecutor(self.plan.prefetch) as pool:
-            ahead = [pool.submit(self.planner.packs_of, step) for step in steps[: self.plan.prefetch + 1]]
-            for place in range(len(steps)):
-                if place + self.plan.prefetch + 1 < len(steps):
-                    ahead.append(pool.submit(self.planner.packs_of, steps[place + self.plan.prefetch + 1]))
-                yield ahead.pop(0).result()
+            ahead = deque[tuple[StepPlanner, Future[StepPacks]]]()
+            for place, step in enumerate(steps):
+                for coming in steps[place + len(ahead) : place + self.plan.prefetch + 1]:
+                    ahead.append((self.planner, pool.submit(self.planner.packs_of, coming)))
+                planner, packs = ahead.popleft()
+                yield packs.result() if planner is self.planner else self.planner.packs_of(step)
 
     def _emit(self, record: Record) -> None:
         """Hand a record to the observers and act on their answer."""

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from transformers import get_scheduler
 
+from tropism.borders import is_out_of_memory
 from tropism.distributed.shard import Owned
 from tropism.distributed.training_state import check_plain
 from tropism.distributed.world import World
-from tropism.errors import UsageError
+from tropism.errors import TropismError, UsageError, first_line
 from tropism.train.options import RunOptions
+from tropism.train.out_of_memory import ADVICE
 
 
 def build_optimizer(name: str, owned: Owned, weight_decay: float) -> torch.optim.Optimizer:
@@ -202,6 +204,26 @@ def step_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finit
     optimizer.found_inf = (~finite).float().reshape(())
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def reserve(updater: Updater) -> None:
+    """Allocate the state of our optimizer and the gradients, so that no update runs out of memory half-way.
+
+    Raises:
+        TropismError: if they do not fit.
+    """
+    optimizer = updater.optimizer
+    if isinstance(updater, Given) or optimizer.state:
+        return
+    try:
+        for part in updater.owned.parts:
+            part.grad = torch.zeros_like(part)
+        step_if_finite(optimizer, 0.0, torch.zeros((), dtype=torch.bool, device=updater.owned.parts[0].device))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TropismError(f"gradients and optimizer state do not fit into memory ({first_line(error)}). {ADVICE}"
+                           ) from error
 
 
 def clip(owned: Owned, max_norm: float, world: World) -> Tensor:

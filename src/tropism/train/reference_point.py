@@ -11,6 +11,7 @@ from torch import Tensor
 from tropism.data.batching.transfer import sent
 from tropism.model.attention import TreePass
 from tropism.train.engine import Engine
+from tropism.train.out_of_memory import naming
 from tropism.train.step_packs import MismatchedPack
 
 
@@ -62,10 +63,11 @@ def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack],
         prompts: the pass that has computed their prompts already, if one has.
     """
     moments = torch.zeros(5, dtype=torch.float64, device=engine.model.device)
+    assert engine.reference is not None
     for pack in packs:
-        batch = pack.batch.to(engine.model.device)
-        leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
-        assert engine.reference is not None
-        logratios = engine.model.logps(batch, leaf_pass) - engine.reference.score(pack.trees, batch)
-        moments += reference_moments(logratios, sent(pack.counts, batch.lengths.device))
+        with naming(pack.trees):
+            batch = pack.batch.to(engine.model.device)
+            leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
+            logratios = engine.model.logps(batch, leaf_pass) - engine.reference.score(pack.trees, batch)
+            moments += reference_moments(logratios, sent(pack.counts, batch.lengths.device))
     return pool(engine.world.sum(moments))

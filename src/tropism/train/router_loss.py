@@ -14,6 +14,7 @@ from tropism.errors import ModelError
 from tropism.model.language_model import LanguageModel
 from tropism.model.moe_router import OPTION, Experts, RouterLogits, balance_loss, expert_counts, probabilities
 from tropism.observe.metrics import Tally
+from tropism.train.out_of_memory import naming
 from tropism.train.step_packs import Pack
 
 KEY = "router_aux"
@@ -65,9 +66,10 @@ class StepRouterLoss:
         """Find the expert load by a pass over the packs, if there are several."""
         if len(self.packs) > 1:
             for pack in self.packs:
-                routed, batch = RouterLogits(), pack.batch.to(self.model.device)
-                self.model.hidden(batch, self.model.tree_pass(batch), routed)
-                self.see(routed, pack)
+                with naming(pack.trees):
+                    routed, batch = RouterLogits(), pack.batch.to(self.model.device)
+                    self.model.hidden(batch, self.model.tree_pass(batch), routed)
+                    self.see(routed, pack)
 
     def see(self, routed: RouterLogits, pack: Pack) -> None:
         """Add the expert load of a pack."""

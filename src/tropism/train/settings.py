@@ -1,7 +1,7 @@
 """How a run computes: pack size, checkpointing and compilation. No result depends on it beyond rounding."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tropism.model.checkpointing import Checkpointing
@@ -16,12 +16,23 @@ class Settings:
         checkpointing: what a forward pass keeps for the backward pass.
         offload: keep checkpoints in host memory.
         compiled: run compiled layers.
+        asked_tokens, asked_checkpointing: what a step ran out of memory with, before it was repeated with the above; 0
+            and empty if none has.
     """
 
     microbatch_tokens: int = 2048
     checkpointing: Checkpointing = "none"
     offload: bool = False
     compiled: bool = False
+    asked_tokens: int = 0
+    asked_checkpointing: str = ""
+
+    def lowered(self, tokens: int, checkpointing: Checkpointing, before: int) -> "Settings":
+        """The settings after a step has run out of memory with packs of `before` tokens."""
+        asked = self.asked_checkpointing or ("" if checkpointing == self.checkpointing else self.checkpointing)
+        return replace(self, microbatch_tokens=tokens, checkpointing=checkpointing,
+                       asked_tokens=self.asked_tokens or (0 if tokens == before else before),
+                       asked_checkpointing=asked)
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""

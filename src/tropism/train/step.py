@@ -5,6 +5,7 @@ import torch
 from tropism.train.engine import Engine
 from tropism.train.look_ahead import LookAhead
 from tropism.train.optimizer import clip
+from tropism.train.out_of_memory import naming, undivided
 from tropism.train.step_log import StepLog, StepOutcome
 from tropism.train.step_packs import StepPacks
 
@@ -14,16 +15,19 @@ def train_step(engine: Engine, step: StepPacks) -> StepOutcome:
     model, method, owned = engine.model, engine.method, engine.updater.owned
     ahead, log = LookAhead(engine, step), StepLog(engine, step)
     for number, pack in enumerate(step.packs):
-        batch, units = pack.batch.to(model.device), pack.units.to(model.device)
-        prompts, routed = ahead.tree_pass(batch), ahead.routed()
-        scored = engine.score(pack.trees, batch, prompts, routed)
-        losses = method.losses(scored, units, ahead.inputs(number, prompts))
-        share = method.total(losses, step.counts) + ahead.router_share(routed, pack, log.tally)
-        model.backward(share, last=number == len(step.packs) - 1)
-        log.add(pack, units, scored, losses, share)
+        with naming(pack.trees):
+            batch, units = pack.batch.to(model.device), pack.units.to(model.device)
+            prompts, routed = ahead.tree_pass(batch), ahead.routed()
+            scored = engine.score(pack.trees, batch, prompts, routed)
+            losses = method.losses(scored, units, ahead.inputs(number, prompts))
+            share = method.total(losses, step.counts) + ahead.router_share(routed, pack, log.tally)
+            model.backward(share, last=number == len(step.packs) - 1)
+            log.add(pack, units, scored, losses, share)
     owned.collect(engine.world)
     norm = clip(owned, engine.max_grad_norm, engine.world)
     finite = torch.isfinite(norm) & log.finite()
-    engine.shift.settle(finite)
-    rate = engine.updater.apply(step.step, finite)
+    engine.world.before_exchange()
+    with undivided(step.step):
+        engine.shift.settle(finite)
+        rate = engine.updater.apply(step.step, finite)
     return log.outcome(norm, finite, ahead.point, rate)

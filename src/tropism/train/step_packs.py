@@ -12,10 +12,11 @@ from tropism.data.batching.pack import (
     Mismatched,
     PlacedTree,
     assign_to_ranks,
-    best_fit,
+    balance,
     build_trees,
     cost,
     mismatched_trees,
+    packs_needed,
     tokens_in_layout,
 )
 from tropism.data.row_facts import facts_of
@@ -165,13 +166,12 @@ class StepPlanner:
             sum(tokens_in_layout(tree, self.layout) for tree in trees) - saved)
 
     def _packs(self, trees: Sequence[PromptTree], shares: Sequence[Sequence[int]]) -> list[list[int]]:
-        """This process's packs as indices of trees, with empty packs up to the largest number of any process."""
-        filled = [[[rank[i] for i in pack] for pack in self._fill([trees[i] for i in rank])] for rank in shares]
-        own = filled[self.world.part]
-        return own + [[]] * (max(map(len, filled)) - len(own))
-
-    def _fill(self, trees: Sequence[PromptTree]) -> list[list[int]]:
-        return best_fit([tokens_in_layout(tree, self.layout) for tree in trees], self.microbatch_tokens)
+        """This process's packs as indices of trees: as many as on the process that needs most, of similar size."""
+        sizes = [tokens_in_layout(tree, self.layout) for tree in trees]
+        needed = [packs_needed([sizes[i] for i in rank], self.microbatch_tokens) for rank in shares]
+        own, number = shares[self.world.part], max(map(len, needed))
+        packs = balance(needed[self.world.part], [sizes[i] for i in own], self.microbatch_tokens, number)
+        return [[own[i] for i in pack] for pack in packs]
 
 
 def own_trees(rows: Sequence[EncodedRow], schedule: Steps) -> list[PromptTree]:

@@ -44,6 +44,10 @@ class RunningMean:
             before = torch.zeros_like(self._next) if self.sums is None else self.sums
             self.sums, self._next = torch.where(finite, self._next, before), None
 
+    def forget(self) -> None:
+        """Drop the proposed sums."""
+        self._next = None
+
     def state(self) -> list[float] | None:
         """Plain values that `restore` takes."""
         return None if self.sums is None else self.sums.tolist()

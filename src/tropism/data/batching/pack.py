@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion, PromptTree
@@ -111,6 +112,45 @@ def best_fit(sizes: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
         packs[pack].append(index)
         insort(rooms, (room - sizes[index], pack))
     return [sorted(pack) for pack in packs]
+
+
+def packs_needed(sizes: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
+    """The fewest packs that `best_fit` finds. A pack may exceed the budget by 5% if that saves one."""
+    strict, stretched = best_fit(sizes, microbatch_tokens), best_fit(sizes, stretched_budget(microbatch_tokens))
+    return stretched if len(stretched) < len(strict) else strict
+
+
+def stretched_budget(microbatch_tokens: int) -> int:
+    """A budget and the 5% by which packs may exceed it."""
+    return microbatch_tokens + microbatch_tokens // 20
+
+
+def balance(packs: Sequence[Sequence[int]], sizes: Sequence[int], microbatch_tokens: int,
+            number: int) -> list[list[int]]:
+    """The items of some packs in `number` packs of similar size, largest first to the smallest pack: indices per pack,
+    ascending.
+
+    An item that is too large stays alone. No pack becomes larger than the largest other one was; if this order does not
+    find such packs, they stay as they are. The rest of `number` are empty packs.
+
+    Args:
+        packs: of `packs_needed`, at most `number`.
+    """
+    def most(some: Iterable[Sequence[int]]) -> int:
+        return max((sum(sizes[index] for index in pack) for pack in some), default=0)
+
+    alone = [[*pack] for pack in packs if len(pack) == 1 and sizes[pack[0]] > microbatch_tokens]
+    others = [[*pack] for pack in packs if len(pack) != 1 or sizes[pack[0]] <= microbatch_tokens]
+    loads = [(0, pack) for pack in range(number - len(alone))]
+    spread: list[list[int]] = [[] for _ in loads]
+    for index in sorted((index for pack in others for index in pack), key=lambda i: (-sizes[i], i)):
+        load, pack = heappop(loads)
+        spread[pack].append(index)
+        heappush(loads, (load + sizes[index], pack))
+    if most(spread) > most(others):
+        spread = others
+    found = [sorted(pack) for pack in alone + spread]
+    return found + [[] for _ in range(number - len(found))]
 
 
 def tokens_in_layout(tree: PromptTree, layout: str) -> int:

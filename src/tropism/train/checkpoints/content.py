@@ -64,7 +64,8 @@ def _observers(value: Any) -> bool:
 
 def _settings(value: Any) -> bool:
     return _fields(microbatch_tokens=_count, checkpointing=lambda entry: entry in get_args(Checkpointing),
-                   offload=_switch, compiled=_switch)(value)
+                   offload=_switch, compiled=_switch, asked_tokens=_count,
+                   asked_checkpointing=lambda entry: entry in ("", *get_args(Checkpointing)))(value)
 
 
 def _numpy(value: Any) -> bool:

@@ -16,6 +16,7 @@ from tropism.methods import Method, StepInputs, Units
 from tropism.observe.metrics import BASELINES
 from tropism.train.engine import Engine
 from tropism.train.evaluation.bootstrap import Array, accuracy, auc, resamples, with_interval
+from tropism.train.out_of_memory import place_of
 from tropism.train.reference_point import ReferencePoint, point_record, pool, reference_moments
 from tropism.train.score_packs import ReportProgress, score_trees, silent
 from tropism.train.step_packs import all_trees, has_partners
@@ -64,7 +65,8 @@ class Evaluator:
     def score(self, engine: Engine, report: ReportProgress) -> dict[bytes, CompletionScore]:
         """The score of every (prompt, completion), mismatched ones included; every rank gets all of them."""
         trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length)
-        return score_trees(engine.model, trees, self.microbatch_tokens, partial(_values, engine), engine.world, report)
+        return score_trees(engine.model, trees, self.microbatch_tokens, partial(_values, engine), engine.world, report,
+                           partial(place_of, self.rows))
 
     def record(self, engine: Engine, found: Mapping[bytes, CompletionScore]) -> dict[str, float]:
         """The evaluation record of scores."""

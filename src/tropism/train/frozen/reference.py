@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +22,9 @@ from tropism.model.fingerprint import fingerprint
 from tropism.model.language_model import LanguageModel
 from tropism.store import is_read_only, use
 from tropism.train.frozen.score_store import ScoreStore
+from tropism.train.out_of_memory import by_ids
 from tropism.train.reward_rounding import most_logp
-from tropism.train.score_packs import ReportProgress, score_packs, silent, unscored
+from tropism.train.score_packs import PlaceOf, ReportProgress, score_packs, silent, unscored
 
 _WRITE_EVERY_S = 10.0  # at most this much of the pass is lost by a kill
 
@@ -43,14 +44,6 @@ def freeze(model: LanguageModel) -> LanguageModel:
     shared: dict[int, Any] = {id(weight): weight for weight in model.module.parameters() if not weight.requires_grad}
     module = copy.deepcopy(model.module, shared).requires_grad_(False)
     return LanguageModel(module, model.layout, model.precision, model.device)
-
-
-PlaceOf = Callable[[PromptTree], str]
-"""Names the row that a completion belongs to, for errors."""
-
-
-def _by_ids(tree: PromptTree) -> str:
-    return f"prompt with ids {tree.prompt_ids[:8].tolist()}{'...' if len(tree.prompt_ids) > 8 else ''}"
 
 
 class StoredReference:
@@ -112,7 +105,7 @@ class OffReference:
 
 
 def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: int, root: Path, world: World,
-          report: ReportProgress = silent, place: PlaceOf = _by_ids) -> StoredReference:
+          report: ReportProgress = silent, place: PlaceOf = by_ids) -> StoredReference:
     """Score what the store does not have yet, with all ranks together, and return all scores of `trees`.
 
     Packs are a function of the whole set of trees; a pack of which one score is missing is computed whole, but
@@ -157,7 +150,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], microbatch_tokens: 
         fresh.clear()
 
     try:
-        for own in score_packs(model, missing, partial(_score_pack, model), world, report):
+        for own in score_packs(model, missing, partial(_score_pack, model), world, report, place):
             for scores in world.gather(own):
                 _check(scores, packs, model, place, "Check the weights of the reference.")
                 fresh.update((key, value) for key, value in scores.items() if key not in known)

@@ -29,7 +29,8 @@ from tropism.store import use
 from tropism.train.frozen.topk_store import TopkEntry, TopKStore, bytes_per_token
 from tropism.train.frozen.write_store import advice
 from tropism.train.options import TeacherOptions
-from tropism.train.score_packs import ReportProgress, score_packs, silent, unscored
+from tropism.train.out_of_memory import by_ids
+from tropism.train.score_packs import PlaceOf, ReportProgress, score_packs, silent, unscored
 
 _WRITE_EVERY_S = 10.0
 _WRITE_EVERY_BYTES = 2**26
@@ -185,7 +186,7 @@ def stored_name(of_model: str, options: TeacherOptions, vocabulary: int) -> str:
 
 def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOptions, comparison: Comparison,
           microbatch_tokens: int, root: Path, world: World, say: Callable[[str], None],
-          report: ReportProgress = silent) -> StoredTeacher:
+          report: ReportProgress = silent, place: PlaceOf = by_ids) -> StoredTeacher:
     """Keep the teacher's likeliest tokens of every completion that the store does not have yet, with all ranks.
 
     Args:
@@ -194,6 +195,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
         microbatch_tokens: tokens of a pack.
         root: the store's directory.
         say: takes the estimate of what it will take on the disk.
+        place: names the row of a completion in errors.
 
     Raises:
         OutputError: if it does not fit, or cannot be written.
@@ -217,7 +219,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
         world.on_main(partial(check_writable, store.path, what="the teacher's store cannot be written",
                               advice="Choose another place with --store"))
         world.together(lambda: store.check_space(tokens * per_token))
-    _fill(model, missing, store, comparison, k, world, report)
+    _fill(model, missing, store, comparison, k, world, report, place)
     world.together(store.open)
     world.on_main(partial(store.mark, needed))
     world.on_main(store.discard_damaged)
@@ -225,7 +227,7 @@ def build(model: LanguageModel, trees: Iterable[PromptTree], options: TeacherOpt
 
 
 def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKStore, comparison: Comparison, k: int,
-          world: World, report: ReportProgress) -> None:
+          world: World, report: ReportProgress, place: PlaceOf) -> None:
     """Each rank computes its packs and writes its own files; nobody comes back before everybody has written."""
     fresh: dict[bytes, TopkEntry] = {}
     written, size = time.monotonic(), 0
@@ -247,7 +249,7 @@ def _fill(model: LanguageModel, packs: Sequence[list[PromptTree]], store: TopKSt
 
     try:
         for found in score_packs(model, packs, lambda pack, batch: _top_k_of(model, pack, batch, comparison, k),
-                                 world, report):
+                                 world, report, place):
             world.together(partial(keep, found))
     except StoppedEarly:  # from the report: the next time begins where this one stopped
         world.together(write)

@@ -25,13 +25,14 @@ from tropism.train.evaluation.evaluator import evenly
 from tropism.train.memory import keep_freed_memory
 from tropism.train.optimizer import build_updater
 from tropism.train.options import RunOptions
+from tropism.train.out_of_memory import place_of
 from tropism.train.preemption import Preemption
 from tropism.train.router_loss import build_router_loss
 from tropism.train.settings import Settings
 from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights
 from tropism.train.setup.announce import sharding_lines, tidy_store
-from tropism.train.setup.checks import place_of, probe_trees
+from tropism.train.setup.checks import probe_trees
 from tropism.train.setup.data import PreparedData
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
@@ -147,10 +148,13 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
 def choose_settings(options: RunOptions, numerics: models.Numerics, kept: Settings | None) -> Settings:
     """The settings of a run: those that the options name, and for `auto` those that are kept or chosen."""
     auto = kept or Settings(numerics.microbatch_tokens)
-    return Settings(
-        auto.microbatch_tokens if options.microbatch_tokens == "auto" else options.microbatch_tokens,
-        auto.checkpointing if options.checkpointing == "auto" else options.checkpointing,
-        options.offload_checkpoints, auto.compiled if options.compile == "auto" else options.compile == "on")
+    tokens, checkpointing = options.microbatch_tokens, options.checkpointing
+    if tokens == "auto" or tokens == auto.asked_tokens:  # a step ran out of memory with what is still asked for
+        tokens = auto.microbatch_tokens
+    if checkpointing == "auto" or checkpointing == auto.asked_checkpointing:
+        checkpointing = auto.checkpointing
+    return replace(auto, microbatch_tokens=tokens, checkpointing=checkpointing, offload=options.offload_checkpoints,
+                   compiled=auto.compiled if options.compile == "auto" else options.compile == "on")
 
 
 def _check_store(root: Path) -> None:

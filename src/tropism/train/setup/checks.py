@@ -1,10 +1,11 @@
 """Checks of policy and reference before step 1."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
-import torch
 
+from tropism.data.batching.collate import Batch
 from tropism.data.batching.pack import build_trees
 from tropism.data.row_facts import facts_of
 from tropism.data.rows import EncodedRow
@@ -12,6 +13,8 @@ from tropism.data.tree import PromptTree
 from tropism.errors import ReferenceMismatchError, count_of
 from tropism.observe.console import Voice
 from tropism.train.engine import Engine
+from tropism.train.out_of_memory import place_of
+from tropism.train.score_packs import Fitting
 from tropism.train.step_packs import StepPlanner
 
 
@@ -56,24 +59,21 @@ def check_first_step(engine: Engine, planner: StepPlanner) -> tuple[bool, str]:
 def _compare(engine: Engine, planner: StepPlanner) -> tuple[bool, float, int]:
     """Whether a log-ratio of step 1 exceeds rounding, the sum of their absolute values, and their number."""
     beta, found = engine.method.beta, (False, 0.0, 0)
-    with torch.no_grad():
-        for pack in planner.packs_of(1).packs:
-            scored = engine.score(pack.trees, pack.batch.to(engine.model.device), distill=False)
-            gaps = scored.logratios.abs()
-            differs = not bool((beta * gaps <= engine.noise(scored)).all())  # NaN differs too
-            found = (found[0] or differs, found[1] + float(gaps.sum()), found[2] + len(gaps))
+    rows = [planner.rows[index] for index in planner.schedule.step(1)]
+    compare = Fitting(engine.model, partial(_gaps, engine), engine.world, partial(place_of, rows))
+    packs = planner.packs_of(1).packs
+    for gap, most in engine.world.computed(lambda: [entry for pack in packs for entry in compare(pack.trees)]):
+        differs = not beta * gap <= most  # NaN differs too
+        found = (found[0] or differs, found[1] + gap, found[2] + 1)
     everywhere = engine.world.of_parts(found)
     return (any(differs for differs, _, _ in everywhere), sum(total for _, total, _ in everywhere),
             sum(count for _, _, count in everywhere))
 
 
-def place_of(rows: Iterable[EncodedRow], tree: PromptTree) -> str:
-    """The place of the row that a completion belongs to; of a row with its prompt if it is a mismatched one."""
-    same = [row for row in rows if np.array_equal(row.prompt_ids, tree.prompt_ids)]
-    keys = {completion.key for completion in tree.completions}
-    own = [row for row in same if any(side.key in keys for side in row.completions)]
-    return next((row.place for row in own + same),
-                f"a completion of the prompt that begins with ids {tree.prompt_ids[:8].tolist()}")
+def _gaps(engine: Engine, trees: Sequence[PromptTree], batch: Batch) -> list[tuple[float, float]]:
+    """|log-ratio| of each completion, and the largest reward that rounding can cause."""
+    scored = engine.score(trees, batch, distill=False)
+    return list(zip(scored.logratios.abs().tolist(), engine.noise(scored).tolist(), strict=True))
 
 
 def probe_trees(rows: Sequence[EncodedRow], microbatch_tokens: int) -> list[PromptTree]:

@@ -33,6 +33,7 @@ from tropism.train.frozen.topk_store import TopKStore
 from tropism.train.frozen.write_store import advice
 from tropism.train.options import ParallelOptions, TeacherOptions
 from tropism.train.preemption import Preemption
+from tropism.train.score_packs import PlaceOf
 
 ModelOrModule = ModelSource | Any
 """A model by its name, or a module."""
@@ -209,7 +210,7 @@ def check_teacher(named: ModelOrModule | None, config: Any, tokenizer: Any, top_
 
 def build_reference(policy: LanguageModel, named: ModelOrModule | None, trees: list[PromptTree],
                     probes: Sequence[PromptTree], numerics: Numerics, store: Path, world: World,
-                    voice: Voice, preemption: Preemption, place: references.PlaceOf,
+                    voice: Voice, preemption: Preemption, place: PlaceOf,
                     as_reference: Callable[[Any], AbstractContextManager[None]],
                     forgive: bool | None = False) -> references.Reference:
     """Stored scores of the policy before step 1, or of another model.
@@ -267,7 +268,7 @@ def build_teacher(policy: LanguageModel, named: ModelOrModule, options: TeacherO
         return teachers.LiveTeacher(model, comparison)
     with voice.bar("teacher") as report:
         built = teachers.build(model, trees, options, comparison, numerics.microbatch_tokens, store, world, voice.say,
-                               preemption.interruptible(report))
+                               preemption.interruptible(report), place)
     sample = sample_teacher(model, built, trees, numerics.microbatch_tokens, options.top_k, world)
     _judge(sample, "teacher", len(built.stored), count_of(built.completions, "completion"), built.store, place, voice)
     built.stored = ()
