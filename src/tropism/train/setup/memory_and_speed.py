@@ -101,7 +101,7 @@ def _differences(plain: LanguageModel, other: LanguageModel, batch: Batch) -> tu
     norm = _gradient_norm(plain.module)
     found = other.logps(batch)
     other.backward(-found.sum(), last=True)
-    gap = ((found - expected).abs() / batch.lengths).max()
+    gap = ((found - expected).detach().abs() / batch.lengths).max()
     return float(gap), _gradient_norm(plain.module) / max(norm, 1e-30)
 
 
