@@ -96,8 +96,8 @@ _EXPLAINED: dict[str, str] = {name: text for names, text in {
     "flash_attn use_flash_attn use_flash_attention_2 attn_implementation packing sample_packing packing_samples "
     "padding_free group_by_length":
         "--layout chooses attention and packing. By default nothing is padded, and rows do not see each other.",
-    "checkpointing gradient_checkpointing activation_checkpointing grad_checkpoint use_gradient_checkpointing":
-        "Activations are not recomputed. If memory runs out, lower --microbatch-tokens or --max-length.",
+    "gradient_checkpointing activation_checkpointing grad_checkpoint use_gradient_checkpointing":
+        "--checkpointing full or selective computes activations again in the backward pass.",
     "input_key output_key prompt_key chosen_key rejected_key label_key prompt_column completion_column text_column "
     "dataset_text_field":
         "--columns names the columns of the data: --columns prompt=question,completion=answer.",

@@ -150,7 +150,7 @@ BATCH = "--batch-size is the number of rows of an optimizer step over all device
     ("per_device_eval_batch_size", "An evaluation does not depend on a batch size"), ("warmup_steps", "--warmup-ratio"),
     ("num_warmup_steps", "N / M"), ("bf16", "--precision"), ("load_in_4bit", "--lora.quantize nf4"),
     ("use_peft", "--lora.rank 16"), ("lora_dropout", "Dropout is always 0"), ("save_strategy", "--save-every"),
-    ("deepspeed", "torchrun"), ("flash_attn", "--layout"), ("gradient_checkpointing", "--microbatch-tokens"),
+    ("deepspeed", "torchrun"), ("flash_attn", "--layout"), ("gradient_checkpointing", "--checkpointing"),
     ("prompt_key", "--columns"), ("use_wandb", "--track wandb"), ("overwrite_output_dir", "--resume auto"),
 ])
 def test_options_with_another_meaning_are_explained(capsys: pytest.CaptureFixture[str], option: str, said: str) -> None:

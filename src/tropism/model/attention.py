@@ -10,7 +10,7 @@ attention sinks are computed in plain operations.
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,10 @@ class TreePass:
     """Sliding windows that they were given."""
     _kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def again(self) -> "TreePass":
+        """The same pass without a record, for layers that are computed again in the backward pass."""
+        return replace(self, record=False, states=None, _kept={})
 
     def with_earlier(self, module: torch.nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, preceded by those of the earlier pass if there is one; kept if recording."""

@@ -1,8 +1,8 @@
 """From a batch to log-probs: backbone, head, and the sum over each completion."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,10 +14,12 @@ from tropism.distributed.shard import part_of, prepare_backward, travels_in, wit
 from tropism.errors import ModelError
 from tropism.model.adapters.switch import without_input_cast
 from tropism.model.attention import NAME, TreePass, plain_implementation
-from tropism.model.checkpointing import Checkpointing
+from tropism.model.checkpointing import Checkpointing, checkpointed, layers_forward
+from tropism.model.compiled import CompiledLayers
 from tropism.model.head.divergence import Comparison, Targets
 from tropism.model.head.logprob import head_of
 from tropism.model.moe_router import RouterLogits, compute_experts
+from tropism.model.token_state import layers_of
 from tropism.shapes import PerCompletion, PerToken
 
 T = TypeVar("T")
@@ -25,13 +27,16 @@ Precision = Literal["fp32", "bf16", "fp64"]
 
 
 @contextmanager
-def computing(module: Any, precision: Precision, device: torch.device) -> Iterator[None]:
+def computing(module: Any, precision: Precision, device: torch.device, cache: bool = True) -> Iterator[None]:
     """Let a module compute in a precision: by autocast for bfloat16, else in the dtype of its weights.
 
     If a sharded module communicates its matrices in bfloat16 but computes in float32, they are cast for each product.
+
+    Args:
+        cache: cast a weight that several layers share only once. Layers that are computed again cast it again.
     """
     if precision == "bf16":
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=cache):
             yield
     elif travels_in(module) is not None:
         with _Float32Products(), without_input_cast(module):
@@ -78,7 +83,9 @@ class LanguageModel:
         stays: for a sharded frozen model: keep weights outside of its layers gathered between passes.
         rounding: largest difference between our log-prob of a completion and the model's own, measured at start, in
             nats per square root of its tokens.
-        checkpointing: what a forward pass keeps for the backward pass.
+        checkpointing: what passes with gradients keep of each layer for the backward pass.
+        offload: keep that in host memory.
+        compiled: the compiled layers, for passes over trees with gradients; None if layers are not compiled.
     """
 
     module: Any
@@ -89,10 +96,15 @@ class LanguageModel:
     stays: bool = False
     rounding: float = 0.0
     checkpointing: Checkpointing = "none"
+    offload: bool = False
+    compiled: CompiledLayers | None = None
+    layers: Sequence[torch.nn.Module] = field(init=False, repr=False, compare=False)
+    """The decoder layers."""
 
     def __post_init__(self) -> None:
         self._attend()
         compute_experts(self.module, self.precision == "fp64")
+        object.__setattr__(self, "layers", layers_of(self.module))
 
     def _attend(self) -> None:
         """Set the attention of the layout, which other users of the module may have changed."""
@@ -125,7 +137,7 @@ class LanguageModel:
         kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
         if routed is not None:
             kwargs["output_router_logits"] = True
-        with computing(self.module, self.precision, self.device):
+        with self._layers(batch), self._computing():
             output = _backbone(self.module)(input_ids=batch.input_ids, position_ids=batch.position_ids,
                                             use_cache=False, **kwargs)
         if routed is not None:
@@ -137,6 +149,28 @@ class LanguageModel:
             if tree.earlier is not None and tree.earlier.states is not None:
                 states = torch.cat((tree.earlier.states, states))
         return states.index_select(0, batch.predict_index)
+
+    def _computing(self) -> AbstractContextManager[None]:
+        return computing(self.module, self.precision, self.device, cache=self.checkpointing == "none")
+
+    @contextmanager
+    def _layers(self, batch: Batch) -> Iterator[None]:
+        """Let layers run compiled and checkpointed in a pass with gradients."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+
+        def change(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+            compiled = self.compiled is not None and self.compiled.serves(batch)
+            if compiled:
+                forward = self.compiled.forward_of(layer, forward)
+            # Compiled layers keep their matrix products and compute the rest again by themselves.
+            if self.checkpointing == "none" or (compiled and self.checkpointing == "selective"):
+                return forward
+            return checkpointed(forward, self.checkpointing, self._computing, self.offload)
+
+        with layers_forward(self.layers, change):
+            yield
 
     def per_token_logps(self, batch: Batch, tree: TreePass | None = None,
                         routed: RouterLogits | None = None) -> PerToken:

@@ -77,6 +77,8 @@ METRICS: dict[str, Metric] = {metric.key: metric for metric in (
     Metric("tokens_per_second", "tokens/s", "", "tokens of this record divided by its time"),
     Metric("step_time", "s", "step", "wall time of an optimizer step"),
     Metric("memory/peak_gib", "GiB", "", "peak GPU memory; on a CPU, peak resident memory of the process"),
+    Metric("compile/recompiles", "", "", "graphs of compiled layers that were compiled again after the start; only if "
+           "layers are compiled"),
 )}
 """The registry of metrics. `docs/run-directory.md` is generated from it."""
 
@@ -88,7 +90,7 @@ def direction(key: str) -> Literal["", "lower", "higher"]:
 
 
 BOOKKEEPING = frozenset(("learning_rate", "epoch", "examples", "tokens", "tokens/computed", "tokens_per_second",
-                         "step_time", "memory/peak_gib"))
+                         "step_time", "memory/peak_gib", "compile/recompiles"))
 """Keys about the progress and speed of a run, not about what it learned."""
 
 

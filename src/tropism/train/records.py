@@ -106,6 +106,8 @@ class Window:
         metrics["step_time"] = seconds / len(self.rows)
         metrics["tokens_per_second"] = self.tokens / seconds
         metrics["memory/peak_gib"] = peak_gib(engine.model.device)
+        if engine.model.compiled is not None:
+            metrics["compile/recompiles"] = engine.model.compiled.recompiles
         return metrics
 
     def state(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tropism.distributed.world import World
 from tropism.errors import OutputError, count_of
 from tropism.files import check_writable
 from tropism.methods import Method
+from tropism.model.compiled import worth_compiling
 from tropism.model.language_model import LanguageModel
 from tropism.model.layout_check import choose_layout
 from tropism.observe.console import Voice
@@ -34,6 +35,7 @@ from tropism.train.setup.agreement import check_weights
 from tropism.train.setup.announce import sharding_lines, tidy_store
 from tropism.train.setup.checks import probe_trees
 from tropism.train.setup.data import PreparedData
+from tropism.train.setup.memory_and_speed import with_settings
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import StepPlanner, all_trees, own_trees
@@ -127,7 +129,8 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
                      f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
     inputs.policy.round_weights(module, model.precision, sharded=False)
     check_weights(world, "model", module)
-    settings = choose_settings(options, numerics, kept)
+    settings = choose_settings(options, numerics, kept, inputs.schedule.total_steps)
+    model, settings = with_settings(model, settings, probes, world, inputs.voice, options.compile == "on")
     planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, settings.microbatch_tokens,
                           inputs.data.max_length, world, reuse_prompts=not inputs.live,
                           balanced=options.router_aux_weight > 0)
@@ -137,6 +140,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
     engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
                     rounding=probe.per_root_token,
                     router_loss=build_router_loss(options.router_aux_weight, model, probes))
+    facts |= {"settings": settings.state()}
     facts |= {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token,
               "layout_error_nats_per_root_token": probe.per_root_token}
     if world.mesh is not None:
@@ -145,9 +149,10 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
     return BuiltEngine(engine, planner, facts, settings, idle)
 
 
-def choose_settings(options: RunOptions, numerics: models.Numerics, kept: Settings | None) -> Settings:
+def choose_settings(options: RunOptions, numerics: models.Numerics, kept: Settings | None, steps: int) -> Settings:
     """The settings of a run: those that the options name, and for `auto` those that are kept or chosen."""
-    auto = kept or Settings(numerics.microbatch_tokens)
+    auto = kept or Settings(numerics.microbatch_tokens, "full" if options.offload_checkpoints else "none",
+                            compiled=worth_compiling(steps, numerics.device))
     tokens, checkpointing = options.microbatch_tokens, options.checkpointing
     if tokens == "auto" or tokens == auto.asked_tokens:  # a step ran out of memory with what is still asked for
         tokens = auto.microbatch_tokens

@@ -26,6 +26,7 @@ from tropism.train.setup.data import (
     prepare_data,
     prepare_rows,
 )
+from tropism.train.setup.memory_and_speed import check_compute
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import check_partners
@@ -62,6 +63,7 @@ def check_start(options: Any, world: World, objects: PythonObjects) -> Named:
             found[name] = ModelSource.of(value) if by_name else models.given(module, name)
         return found
 
+    check_compute(options, world.device)
     named = world.together(find)
     check_same(world, lambda: facts_at_start(options.method, options, named, objects))
     for name, model in named.items():
