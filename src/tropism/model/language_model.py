@@ -18,6 +18,7 @@ from tropism.model.head.divergence import Comparison, Targets
 from tropism.model.head.logprob import head_of
 from tropism.model.moe_router import RouterLogits, compute_experts
 from tropism.shapes import PerCompletion, PerToken
+from tropism.spans import timed_as
 
 T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -118,6 +119,7 @@ class LanguageModel:
         """`[S, D]` hidden state that predicts each supervised token. `routed` receives the router logits."""
         return self._within(lambda: (self._hidden(batch, tree, routed),), tree)[0]
 
+    @timed_as("forward")
     def _hidden(self, batch: Batch, tree: TreePass | None, routed: RouterLogits | None) -> Tensor:
         kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
         if routed is not None:
@@ -178,6 +180,7 @@ class LanguageModel:
         sure = None if peaks is None else summed(per_token.detach() - peaks, batch) / batch.lengths
         return CompletionScores(summed(per_token, batch), None if away is None else summed(away, batch), sure)
 
+    @timed_as("backward")
     def backward(self, share: Tensor, last: bool) -> None:
         """Add the gradient of a pack's share of the loss.
 

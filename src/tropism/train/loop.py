@@ -12,6 +12,7 @@ from tropism.train.interval import Due, Interval
 from tropism.train.monitor.first_update import FirstUpdate
 from tropism.train.options import RunOptions
 from tropism.train.preemption import Preemption
+from tropism.train.profiling import StepProfiler
 from tropism.train.records import Record, Window
 from tropism.train.run_state import RunState
 from tropism.train.step import train_step
@@ -61,6 +62,7 @@ class TrainingLoop:
         evaluate: None if no rows are held out.
         saver: writes checkpoints; None if the run cannot be saved.
         state: where to start; by default before step 1.
+        profiler: of `--profile`.
     """
 
     engine: Engine
@@ -71,6 +73,7 @@ class TrainingLoop:
     evaluate: Evaluate | None = None
     saver: Saver | None = None
     state: RunState = field(default_factory=RunState)
+    profiler: StepProfiler | None = None
 
     def run(self) -> None:
         """Train until the schedule, an observer or a request ends the run.
@@ -85,7 +88,7 @@ class TrainingLoop:
         state, timers = self.state, _Timers(self.plan, self.planner)
         self._catch_up(timers.total)
         first = FirstUpdate(self.engine.model.module, state.step > 0, self.engine.world.sum, self.engine.world.max)
-        for packs in self._prepared():
+        for packs in self.profiler.fetched(self._prepared()) if self.profiler else self._prepared():
             began = time.monotonic()
             outcome = train_step(self.engine, packs)
             state.add(outcome, packs)
@@ -94,6 +97,8 @@ class TrainingLoop:
             due = timers.after(state.step, self.preemption, self.saver, self.evaluate is not None)
             if due.log:
                 self._log()
+            if self.profiler:
+                self.profiler.stepped()
             state.evaluation_due = self.evaluate is not None and (due.evaluate or state.ending is not None)
             if due.failed:
                 self._wait()

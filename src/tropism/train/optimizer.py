@@ -11,6 +11,7 @@ from tropism.distributed.shard import Owned
 from tropism.distributed.training_state import check_plain
 from tropism.distributed.world import World
 from tropism.errors import UsageError
+from tropism.spans import timed_as
 from tropism.train.options import RunOptions
 
 
@@ -89,6 +90,7 @@ class Scheduled:
         self.owned = owned
         self.rate = rate
 
+    @timed_as("optimizer")
     def apply(self, step: int, finite: torch.Tensor) -> float:
         """As `Updater` says; the device decides, and the host does not wait for it."""
         rate = self.rate(step)
@@ -116,6 +118,7 @@ class Given:
         self.scheduler = scheduler
         self.owned = Owned(parameters_of(optimizer))
 
+    @timed_as("optimizer")
     def apply(self, step: int, finite: torch.Tensor) -> float:
         """As `Updater` says. Not every optimizer can skip a step on the device, so the host waits for `finite`."""
         rate = float(self.optimizer.param_groups[0]["lr"])
@@ -204,6 +207,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finit
     optimizer.zero_grad(set_to_none=True)
 
 
+@timed_as("optimizer")
 def clip(owned: Owned, max_norm: float, world: World) -> Tensor:
     """The norm of the gradient over all processes. Gradients are scaled down to `max_norm` if they exceed it; 0 never
     clips."""
