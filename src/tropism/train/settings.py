@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tropism.model.checkpointing import Checkpointing
+from tropism.model.cpu_products import Products
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,14 @@ class Settings:
         checkpointing: what a forward pass keeps for the backward pass.
         offload: keep checkpoints in host memory.
         compiled: run compiled layers.
+        products: library of the matrix products of linear layers on a CPU.
     """
 
     microbatch_tokens: int = 2048
     checkpointing: Checkpointing = "none"
     offload: bool = False
     compiled: bool = False
+    products: Products = "mkl"
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""

@@ -14,9 +14,10 @@ from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
-from tropism.errors import OutputError, count_of
+from tropism.errors import OutputError, UsageError, count_of
 from tropism.files import check_writable
 from tropism.methods import Method
+from tropism.model.cpu_products import available, choose_products, use_products
 from tropism.model.language_model import LanguageModel
 from tropism.model.layout_check import choose_layout
 from tropism.observe.console import Voice
@@ -127,6 +128,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
     inputs.policy.round_weights(module, model.precision, sharded=False)
     check_weights(world, "model", module)
     settings = choose_settings(options, numerics, kept)
+    inputs, settings = settle_products(inputs, settings, module, kept)
     planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, settings.microbatch_tokens,
                           inputs.data.max_length, world, reuse_prompts=not inputs.live,
                           balanced=options.router_aux_weight > 0)
@@ -137,7 +139,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
                     rounding=probe.per_root_token,
                     router_loss=build_router_loss(options.router_aux_weight, model, probes))
     facts |= {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token,
-              "layout_error_nats_per_root_token": probe.per_root_token}
+              "layout_error_nats_per_root_token": probe.per_root_token, "products": settings.products}
     if world.mesh is not None:
         for line in sharding_lines(engine.modules, world):
             inputs.voice.say(line)
@@ -151,6 +153,30 @@ def choose_settings(options: RunOptions, numerics: models.Numerics, kept: Settin
         auto.microbatch_tokens if options.microbatch_tokens == "auto" else options.microbatch_tokens,
         auto.checkpointing if options.checkpointing == "auto" else options.checkpointing,
         options.offload_checkpoints, auto.compiled if options.compile == "auto" else options.compile == "on")
+
+
+def settle_products(inputs: RunInputs, settings: Settings, module: Any,
+                    kept: Settings | None) -> tuple[RunInputs, Settings]:
+    """Choose the library of the policy's matrix products on a CPU, which frozen models then use too.
+
+    Raises:
+        UsageError: if the run that is resumed used one that is not here.
+    """
+    world, numerics = inputs.world, inputs.numerics
+    if settings.compiled:
+        return inputs, replace(settings, products="mkl")
+    if kept is None:
+        products = world.broadcast(choose_products(module, numerics.precision, world.device) if world.is_main else None)
+    else:
+        products = kept.products if world.device.type == "cpu" else "mkl"
+    if not all(world.gather(products == "mkl" or available())):
+        raise UsageError("the run computes its matrix products with oneDNN, which this machine's CPU or torch "
+                         f"{torch.__version__} does not support. Resume it where it began, or start a new run with "
+                         "--output NEW.")
+    if products == "onednn":
+        inputs.voice.say("matrix products: oneDNN, which is faster than MKL on this CPU; results differ by rounding")
+    use_products(module, products)
+    return replace(inputs, numerics=replace(numerics, products=products)), replace(settings, products=products)
 
 
 def _check_store(root: Path) -> None:
