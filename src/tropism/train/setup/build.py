@@ -1,5 +1,6 @@
 """Builds the engine from checked inputs: model, layout, reference, teacher and optimizer."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,6 +34,7 @@ from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights
 from tropism.train.setup.announce import sharding_lines, tidy_store
 from tropism.train.setup.checks import place_of, probe_trees
+from tropism.train.setup.cpu_load import cpu_notes
 from tropism.train.setup.data import PreparedData
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
@@ -115,6 +117,8 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
     options, world, method, numerics = inputs.options, inputs.world, inputs.method, inputs.numerics
     if world.device.type == "cpu":
         keep_freed_memory(world.mesh is None)
+        for note in cpu_notes(torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
+            inputs.voice.warn(note)
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
         world.on_main(partial(_check_store, inputs.store))
     with preemption.at_once():
