@@ -7,7 +7,6 @@ from pathlib import Path
 # that spin while they wait make each step many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.getloadavg = lambda: (0.0, 0.0, 0.0)  # what else runs on the machine changes no output
 
 import jaxtyping
 import pytest
@@ -25,6 +24,7 @@ jaxtyping.install_import_hook("tropism.losses", "beartype.beartype")
 from helpers import build_tokenizer, fixture_parts  # noqa: E402  (imports of tropism must come after the hook)
 
 torch.set_num_threads(1)
+os.getloadavg = lambda: (0.0, 0.0, 0.0)  # what else runs on the machine changes no output
 
 # The suite tries the same examples every time; `--hypothesis-profile explore` looks for new ones.
 settings.register_profile("same", derandomize=True, deadline=None, database=None)

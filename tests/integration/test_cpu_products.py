@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.conftest import distance, weights
 
+from integration.conftest import distance, weights
 from tropism.errors import UsageError
 from tropism.model.cpu_products import available
 from tropism.train.setup import build

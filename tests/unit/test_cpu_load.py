@@ -27,8 +27,8 @@ def test_a_quiet_machine_is_not_mentioned(machine: pytest.MonkeyPatch) -> None:
 
 def test_a_load_above_the_cores_is_noted(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(os, "getloadavg", lambda: (4.1, 0.0, 0.0))
-    assert list(cpu_notes(1, 1)) == ["other programs use this machine: its load is 4.1, with 4 cores. Steps take longer "
-                                     "until they end."]
+    assert list(cpu_notes(1, 1)) == ["other programs use this machine: its load is 4.1, with 4 cores. Steps take "
+                                     "longer until they end."]
     machine.delattr(os, "getloadavg")  # as on Windows
     assert list(cpu_notes(1, 1)) == []
 

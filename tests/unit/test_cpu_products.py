@@ -44,7 +44,8 @@ def test_results_and_gradients_are_those_of_torch(shape: tuple[int, ...], out: i
     assert torch.equal(layer(states), theirs[0])
 
 
-@pytest.mark.parametrize("states", [torch.ones(3, 8), torch.ones(1, 1, 8), torch.ones(0, 8), torch.ones(40, 8).double()])
+@pytest.mark.parametrize("states", [torch.ones(3, 8), torch.ones(1, 1, 8), torch.ones(0, 8),
+                                    torch.ones(40, 8, dtype=torch.float64)])
 def test_other_inputs_are_computed_as_before(states: torch.Tensor) -> None:
     """Few rows, as in generation, no rows, and another dtype."""
     layer = nn.Linear(8, 5).to(states.dtype)

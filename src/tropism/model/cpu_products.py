@@ -93,7 +93,7 @@ class _Linear(torch.autograd.Function):
         return _product(states, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         states, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad

@@ -31,12 +31,12 @@ class StepTimes:
     parts: dict[str, float]
     operations: tuple[tuple[str, float, int], ...]
 
-    def rows(self) -> list[tuple[str, str, str]]:
+    def rows(self) -> list[tuple[str, ...]]:
         """Part, seconds per step and share of each part, with their sum."""
         found = [*((part, self.parts[part]) for part in PARTS), ("step", self.seconds)]
         return [(name, f"{seconds / self.steps:.3f}", f"{seconds / self.seconds:.1%}") for name, seconds in found]
 
-    def top(self, count: int) -> list[tuple[str, str, str, str]]:
+    def top(self, count: int) -> list[tuple[str, ...]]:
         """Name, calls and seconds per step, and share of the longest operations."""
         return [(name, f"{calls / self.steps:,.0f}", f"{seconds / self.steps:.3f}", f"{seconds / self.seconds:.1%}")
                 for name, seconds, calls in self.operations[:count]]
@@ -174,7 +174,9 @@ def _joined(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _summed(moments: Sequence[tuple[float, float, str, str]], steps: Sequence[tuple[float, float]]) -> StepTimes:
     """Sum stretches of time within steps. What no stretch covers counts as `host`."""
-    parts, operations, calls = Counter[str](), Counter[str](), Counter[str]()
+    parts: defaultdict[str, float] = defaultdict(float)
+    operations: defaultdict[str, float] = defaultdict(float)
+    calls = Counter[str]()
     total = sum(end - start for start, end in steps)
     seen: set[tuple[float, str]] = set()
     for start, end, part, name in moments:
@@ -188,5 +190,6 @@ def _summed(moments: Sequence[tuple[float, float, str, str]], steps: Sequence[tu
             seen.add((start, name))
     parts["host"] += total - sum(parts.values())
     return StepTimes(len(steps), total / 1e6, {part: parts[part] / 1e6 for part in PARTS},
-                     tuple((name, microseconds / 1e6, calls[name]) for name, microseconds in operations.most_common()))
+                     tuple((name, microseconds / 1e6, calls[name])
+                           for name, microseconds in sorted(operations.items(), key=lambda entry: -entry[1])))
 

@@ -18,7 +18,7 @@ from tropism.distributed.world import World
 from tropism.errors import OutputError, UsageError, count_of
 from tropism.files import check_writable
 from tropism.methods import Method
-from tropism.model.cpu_products import available, choose_products, use_products
+from tropism.model.cpu_products import Products, available, choose_products, use_products
 from tropism.model.language_model import LanguageModel
 from tropism.model.layout_check import choose_layout
 from tropism.observe.console import Voice
@@ -169,10 +169,12 @@ def settle_products(inputs: RunInputs, settings: Settings, module: Any,
     world, numerics = inputs.world, inputs.numerics
     if settings.compiled:
         return inputs, replace(settings, products="mkl")
+    products: Products = "mkl"
     if kept is None:
-        products = world.broadcast(choose_products(module, numerics.precision, world.device) if world.is_main else None)
-    else:
-        products = kept.products if world.device.type == "cpu" else "mkl"
+        own = choose_products(module, numerics.precision, world.device) if world.is_main else products
+        products = world.broadcast(own)
+    elif world.device.type == "cpu":
+        products = kept.products
     if not all(world.gather(products == "mkl" or available())):
         raise UsageError("the run computes its matrix products with oneDNN, which this machine's CPU or torch "
                          f"{torch.__version__} does not support. Resume it where it began, or start a new run with "
