@@ -1,8 +1,8 @@
 """Matrix products of linear layers by oneDNN on CPUs where MKL is slow.
 
 MKL chooses its kernels by the maker of the CPU. On others than Intel's, oneDNN does the same float32 products about
-twice as fast. Results differ by rounding. The operation is a private one of torch (`mkldnn::_linear_pointwise`, on plain
-weights), so it is tried before it is used.
+twice as fast. Results differ by rounding. The operation is a private one of torch (`mkldnn::_linear_pointwise`, on
+plain weights), so it is tried before it is used.
 """
 
 import platform
