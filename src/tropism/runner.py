@@ -35,6 +35,7 @@ from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Observers
 from tropism.train.preemption import Preemption, stopping_at_once
+from tropism.train.profiling import StepProfiler
 from tropism.train.result import RunResult, begin_row_files, export_result, export_scores, finish, result_of
 from tropism.train.run_state import RunState
 from tropism.train.settings import Settings
@@ -226,11 +227,12 @@ class Run:
         evaluator = self.evaluator if inputs.data.evaluation else None
         if evaluator is not None:
             evaluator.baselines, evaluator.last = state.baselines, None
+        profiler = StepProfiler(options.profile, inputs.schedule.total_steps - state.step, world, directory, self.voice)
         loop = TrainingLoop(engine, self.planner, Plan.of(options, inputs.schedule.total_steps), self.preemption,
                             observers.see, self._evaluate if evaluator is not None else None, saver, state,
-                            lambda settings, sentence: self._lowered(manifest, settings, sentence))
+                            lambda settings, sentence: self._lowered(manifest, settings, sentence), profiler)
         try:
-            with observers.showing(inputs.schedule.total_steps, options, self._resolved()):
+            with observers.showing(inputs.schedule.total_steps, options, self._resolved()), profiler:
                 loop.run()
         except Exception:  # not KeyboardInterrupt: a second Ctrl-C does not wait
             if saver is not None:

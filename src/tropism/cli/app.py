@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from tropism.borders import is_out_of_memory
+from tropism.cli.environment import set_environment
 from tropism.cli.help import requested
 from tropism.cli.library_output import clean_library_output
 from tropism.errors import StoppedEarly, TropismError
@@ -19,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error that several processes share is printed once.
     """
     began = time.monotonic()
+    set_environment()
     clean_library_output()
     tokens = list(sys.argv[1:] if argv is None else argv)
     try:

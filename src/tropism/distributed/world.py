@@ -20,6 +20,7 @@ from tropism.borders import is_out_of_memory
 from tropism.distributed.mesh import Mesh
 from tropism.distributed.rendezvous import meeting_place
 from tropism.errors import TropismError, UsageError
+from tropism.spans import timed_as
 
 T = TypeVar("T")
 
@@ -91,6 +92,7 @@ class World:
         own = _patient_group()
         return replace(self, group=own, control=own)
 
+    @timed_as("communication")
     def sum(self, values: Tensor) -> Tensor:
         """Elementwise sum over the parts of a step, on every process. Does not modify `values`."""
         if self.parts == 1:
@@ -104,6 +106,7 @@ class World:
         """One picklable object of each part of a step, on every process."""
         return self.gather(value)[:: self._tensor]
 
+    @timed_as("communication")
     def gather(self, value: T) -> list[T]:
         """One picklable object of each process, on every process, in rank order."""
         if self.size == 1:
@@ -113,6 +116,7 @@ class World:
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
+    @timed_as("communication")
     def broadcast(self, value: T) -> T:
         """The main process's object, on every process."""
         if self.size == 1:
@@ -178,6 +182,7 @@ class World:
             if self.is_main:
                 dist.barrier(group=self.control)
 
+    @timed_as("communication")
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace each gradient by its sum over processes. A missing gradient becomes zero, also with one process:
         optimizers treat the two differently."""
@@ -207,6 +212,7 @@ class World:
             gradient.copy_(summed.view_as(gradient))
 
 
+@timed_as("communication")
 def _max(values: Sequence[int], group: Any) -> list[int]:
     highest = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from tropism.data.batching.collate import Segments
 from tropism.errors import ModelError
+from tropism.spans import timed_as
 
 NAME = "tropism_tree"
 
@@ -77,6 +78,7 @@ class TreePass:
         return self._masks[key]
 
 
+@timed_as("attention")
 def tree_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, *, tree: TreePass | None = None,

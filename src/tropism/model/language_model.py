@@ -21,6 +21,7 @@ from tropism.model.head.logprob import head_of
 from tropism.model.moe_router import RouterLogits, compute_experts
 from tropism.model.token_state import layers_of
 from tropism.shapes import PerCompletion, PerToken
+from tropism.spans import timed_as
 
 T = TypeVar("T")
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -133,6 +134,7 @@ class LanguageModel:
         """`[S, D]` hidden state that predicts each supervised token. `routed` receives the router logits."""
         return self._within(lambda: (self._hidden(batch, tree, routed),), tree)[0]
 
+    @timed_as("forward")
     def _hidden(self, batch: Batch, tree: TreePass | None, routed: RouterLogits | None) -> Tensor:
         kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
         if routed is not None:
@@ -161,9 +163,9 @@ class LanguageModel:
             return
 
         def change(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-            compiled = self.compiled is not None and self.compiled.serves(batch)
-            if compiled:
-                forward = self.compiled.forward_of(layer, forward)
+            compiled = self.compiled if self.compiled is not None and self.compiled.serves(batch) else None
+            if compiled is not None:
+                forward = compiled.forward_of(layer, forward)
             # Compiled layers keep their matrix products and compute the rest again by themselves.
             if self.checkpointing == "none" or (compiled and self.checkpointing == "selective"):
                 return forward
@@ -215,6 +217,7 @@ class LanguageModel:
         sure = None if peaks is None else summed(per_token.detach() - peaks, batch) / batch.lengths
         return CompletionScores(summed(per_token, batch), None if away is None else summed(away, batch), sure)
 
+    @timed_as("backward")
     def backward(self, share: Tensor, last: bool) -> None:
         """Add the gradient of a pack's share of the loss.
 

@@ -183,13 +183,13 @@ class Voice:
 
     def figures(self, title: str, record: Mapping[str, float]) -> None:
         """Print a table of one record, with intervals after their values."""
-        self._table(title, ("metric", "value"), [(key, _cell(record, key)) for key in record
+        self.table(title, ("metric", "value"), [(key, _cell(record, key)) for key in record
                                                  if not key.endswith(("_low", "_high"))])
 
     def before_after(self, title: str, before: Mapping[str, float], after: Mapping[str, float],
                      leave_out: Collection[str] = ()) -> None:
         """Print a table of metrics before and after training."""
-        self._table(title, ("metric", "before", "after"), [
+        self.table(title, ("metric", "before", "after"), [
             (key, _cell(before, key), _cell(after, key)) for key in after
             if not (key.endswith(("_low", "_high")) or key in leave_out)])
 
@@ -211,7 +211,8 @@ class Voice:
             self._print_table(part)
             start += count
 
-    def _table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    def table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        """Print a table with a title."""
         self.styled((title, "italic"))
         self._print_table((columns, rows))
 

@@ -24,7 +24,10 @@ EVAL_ROWS = "eval_rows.jsonl"
 SCORES = "scores.parquet"
 """The scores of rows before and after training, written at the end."""
 
-_FILES = (*GROWING, EVAL_ROWS, SCORES, "config.yaml", "manifest.json", "audit.json", "checkpoints/best.json")
+PROFILE = "profile.json"
+"""The trace of `--profile`, for Perfetto."""
+
+_FILES = (*GROWING, EVAL_ROWS, SCORES, PROFILE, "config.yaml", "manifest.json", "audit.json", "checkpoints/best.json")
 _DIRECTORIES = ("checkpoints", "model", ".model.partial", "logs")
 
 _REPLACED = re.compile(r"config\.yaml|writable|[a-z]+\.json|eval_rows\.jsonl|scores\.parquet")
@@ -180,6 +183,10 @@ class RunDirectory:
     def write_eval_rows(self, lines: Iterable[dict[str, Any]]) -> None:
         """Write or replace `eval_rows.jsonl`."""
         self._replace(EVAL_ROWS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+    def write_profile(self, trace: str) -> None:
+        """Write or replace `profile.json`."""
+        self._replace(PROFILE, trace)
 
     def remove(self, name: str) -> None:
         """Remove a file of an earlier attempt, if it exists.

@@ -14,6 +14,7 @@ from tropism.train.monitor.first_update import FirstUpdate
 from tropism.train.optimizer import reserve
 from tropism.train.options import RunOptions
 from tropism.train.preemption import Preemption
+from tropism.train.profiling import StepProfiler
 from tropism.train.records import Record, Window
 from tropism.train.retry import Shortage, attempt, less_memory
 from tropism.train.run_state import RunState
@@ -69,6 +70,7 @@ class TrainingLoop:
         saver: writes checkpoints; None if the run cannot be saved.
         state: where to start; by default before step 1.
         lowered: learns how a step is repeated that ran out of memory.
+        profiler: of `--profile`.
     """
 
     engine: Engine
@@ -80,6 +82,7 @@ class TrainingLoop:
     saver: Saver | None = None
     state: RunState = field(default_factory=RunState)
     lowered: Lowered = lambda settings, sentence: None
+    profiler: StepProfiler | None = None
 
     def run(self) -> None:
         """Train until the schedule, an observer or a request ends the run.
@@ -96,7 +99,7 @@ class TrainingLoop:
         self._catch_up(timers.total)
         reserve(self.engine.updater)
         first = FirstUpdate(self.engine.model.module, state.step > 0, self.engine.world.sum, self.engine.world.max)
-        for packs in self._prepared():
+        for packs in self.profiler.fetched(self._prepared()) if self.profiler else self._prepared():
             began = time.monotonic()
             outcome, packs = self._step(packs)
             state.add(outcome, packs)
@@ -105,6 +108,8 @@ class TrainingLoop:
             due = timers.after(state.step, self.preemption, self.saver, self.evaluate is not None)
             if due.log:
                 self._log()
+            if self.profiler:
+                self.profiler.stepped()
             state.evaluation_due = self.evaluate is not None and (due.evaluate or state.ending is not None)
             if due.failed:
                 self._wait()

@@ -12,6 +12,7 @@ from tropism.distributed.shard import Owned
 from tropism.distributed.training_state import check_plain
 from tropism.distributed.world import World
 from tropism.errors import TropismError, UsageError, first_line
+from tropism.spans import timed_as
 from tropism.train.options import RunOptions
 from tropism.train.out_of_memory import ADVICE
 
@@ -91,6 +92,7 @@ class Scheduled:
         self.owned = owned
         self.rate = rate
 
+    @timed_as("optimizer")
     def apply(self, step: int, finite: torch.Tensor) -> float:
         """As `Updater` says; the device decides, and the host does not wait for it."""
         rate = self.rate(step)
@@ -118,6 +120,7 @@ class Given:
         self.scheduler = scheduler
         self.owned = Owned(parameters_of(optimizer))
 
+    @timed_as("optimizer")
     def apply(self, step: int, finite: torch.Tensor) -> float:
         """As `Updater` says. Not every optimizer can skip a step on the device, so the host waits for `finite`."""
         rate = float(self.optimizer.param_groups[0]["lr"])
@@ -226,6 +229,7 @@ def reserve(updater: Updater) -> None:
                            ) from error
 
 
+@timed_as("optimizer")
 def clip(owned: Owned, max_norm: float, world: World) -> Tensor:
     """The norm of the gradient over all processes. Gradients are scaled down to `max_norm` if they exceed it; 0 never
     clips."""

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tropism.model.checkpointing import Checkpointing
+from tropism.model.cpu_products import Products
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Settings:
         compiled: run compiled layers.
         asked_tokens, asked_checkpointing: what a step ran out of memory with, before it was repeated with the above; 0
             and empty if none has.
+        products: library of the matrix products of linear layers on a CPU.
     """
 
     microbatch_tokens: int = 2048
@@ -33,6 +35,7 @@ class Settings:
         return replace(self, microbatch_tokens=tokens, checkpointing=checkpointing,
                        asked_tokens=self.asked_tokens or (0 if tokens == before else before),
                        asked_checkpointing=asked)
+    products: Products = "mkl"
 
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""

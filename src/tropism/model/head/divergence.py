@@ -16,6 +16,7 @@ from tropism.losses.divergence import LOWEST
 from tropism.model.head.logprob import Head, backpropagate, score
 from tropism.model.head.vocab_parallel import Columns
 from tropism.shapes import Hidden, PerToken, TokenIndex
+from tropism.spans import timed_as
 
 # Logits of one model at once, in elements: 16 MiB in float32 on a CPU; more on a GPU, since each chunk adds to the
 # gradient of the full head. Up to 14 arrays of this size exist at once.
@@ -113,6 +114,7 @@ class Comparison:
     scale: float
     vocabulary: int
 
+    @timed_as("head")
     def per_token(self, hidden: Hidden, head: Head, target_ids: TokenIndex, targets: Targets,
                   chunk: int | None = None) -> tuple[PerToken, PerToken]:
         """`[S]` log-prob of each target under the student, and its divergence from the teacher, in nats.

@@ -18,6 +18,7 @@ from torch import Tensor
 from tropism.errors import ModelError
 from tropism.model.head.vocab_parallel import UNDIVIDED, Columns, Divided, Undivided
 from tropism.shapes import HeadWeight, Hidden, PerToken, TokenIndex
+from tropism.spans import timed_as
 
 _CHUNK_ELEMENTS = 2**25  # logits at once: 128 MiB in float32
 
@@ -43,6 +44,7 @@ class Head:
     compute: torch.dtype | None = None
     columns: Columns = UNDIVIDED
 
+    @timed_as("head")
     def per_token_logps(self, hidden: Hidden, targets: TokenIndex, chunk: int | None = None) -> PerToken:
         """`[S]` log-prob of each target, in float32 or more.
 
@@ -75,6 +77,7 @@ class Head:
             change *= self.scale
         return change
 
+    @timed_as("head")
     @torch.no_grad()
     def log_collisions(self, hidden: Hidden, chunk: int | None = None) -> PerToken:
         """`[S]` log of the sum of p^2 over the vocabulary, in float32 or more: how peaked each prediction is."""

@@ -1,5 +1,6 @@
 """Builds the engine from checked inputs: model, layout, reference, teacher and optimizer."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -14,10 +15,11 @@ from tropism.data.rows import EncodedRow
 from tropism.data.schedule import Steps
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
-from tropism.errors import OutputError, count_of
+from tropism.errors import OutputError, UsageError, count_of
 from tropism.files import check_writable
 from tropism.methods import Method
 from tropism.model.compiled import worth_compiling
+from tropism.model.cpu_products import Products, available, choose_products, use_products
 from tropism.model.language_model import LanguageModel
 from tropism.model.layout_check import choose_layout
 from tropism.observe.console import Voice
@@ -34,6 +36,7 @@ from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights
 from tropism.train.setup.announce import sharding_lines, tidy_store
 from tropism.train.setup.checks import probe_trees
+from tropism.train.setup.cpu_load import cpu_notes
 from tropism.train.setup.data import PreparedData
 from tropism.train.setup.memory_and_speed import with_settings
 from tropism.train.setup.policy import PolicyBuilder
@@ -117,6 +120,8 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
     options, world, method, numerics = inputs.options, inputs.world, inputs.method, inputs.numerics
     if world.device.type == "cpu":
         keep_freed_memory(world.mesh is None)
+        for note in cpu_notes(torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
+            inputs.voice.warn(note)
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
         world.on_main(partial(_check_store, inputs.store))
     with preemption.at_once():
@@ -130,6 +135,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
     inputs.policy.round_weights(module, model.precision, sharded=False)
     check_weights(world, "model", module)
     settings = choose_settings(options, numerics, kept, inputs.schedule.total_steps)
+    inputs, settings = settle_products(inputs, settings, module, kept)
     model, settings = with_settings(model, settings, probes, world, inputs.voice, options.compile == "on")
     planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, settings.microbatch_tokens,
                           inputs.data.max_length, world, reuse_prompts=not inputs.live,
@@ -142,7 +148,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
                     router_loss=build_router_loss(options.router_aux_weight, model, probes))
     facts |= {"settings": settings.state()}
     facts |= {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token,
-              "layout_error_nats_per_root_token": probe.per_root_token}
+              "layout_error_nats_per_root_token": probe.per_root_token, "products": settings.products}
     if world.mesh is not None:
         for line in sharding_lines(engine.modules, world):
             inputs.voice.say(line)
@@ -160,6 +166,32 @@ def choose_settings(options: RunOptions, numerics: models.Numerics, kept: Settin
         checkpointing = auto.checkpointing
     return replace(auto, microbatch_tokens=tokens, checkpointing=checkpointing, offload=options.offload_checkpoints,
                    compiled=auto.compiled if options.compile == "auto" else options.compile == "on")
+
+
+def settle_products(inputs: RunInputs, settings: Settings, module: Any,
+                    kept: Settings | None) -> tuple[RunInputs, Settings]:
+    """Choose the library of the policy's matrix products on a CPU, which frozen models then use too.
+
+    Raises:
+        UsageError: if the run that is resumed used one that is not here.
+    """
+    world, numerics = inputs.world, inputs.numerics
+    if settings.compiled:
+        return inputs, replace(settings, products="mkl")
+    products: Products = "mkl"
+    if kept is None:
+        own = choose_products(module, numerics.precision, world.device) if world.is_main else products
+        products = world.broadcast(own)
+    elif world.device.type == "cpu":
+        products = kept.products
+    if not all(world.gather(products == "mkl" or available())):
+        raise UsageError("the run computes its matrix products with oneDNN, which this machine's CPU or torch "
+                         f"{torch.__version__} does not support. Resume it where it began, or start a new run with "
+                         "--output NEW.")
+    if products == "onednn":
+        inputs.voice.say("matrix products: oneDNN, which is faster than MKL on this CPU; results differ by rounding")
+    use_products(module, products)
+    return replace(inputs, numerics=replace(numerics, products=products)), replace(settings, products=products)
 
 
 def _check_store(root: Path) -> None:

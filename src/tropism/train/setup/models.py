@@ -18,6 +18,7 @@ from tropism.model import moe_router as router
 from tropism.model.adapters.peft_module import inner
 from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.config import check_architecture, dropout_of
+from tropism.model.cpu_products import Products, use_products
 from tropism.model.finite_weights import check_finite
 from tropism.model.generation import corrected, read_generation
 from tropism.model.language_model import LanguageModel, Precision
@@ -51,6 +52,7 @@ class Numerics:
         world: the processes of the run.
         spreading: how models are sharded over them; None if each process holds a full copy.
         sum_once: sum gradients over processes only after the last pack of a step.
+        products: library of the matrix products of linear layers on a CPU.
     """
 
     precision: Precision
@@ -60,6 +62,7 @@ class Numerics:
     world: World | None = None
     spreading: Sharding | None = None
     sum_once: bool = False
+    products: Products = "mkl"
 
     def module(self, named: ModelOrModule, change: Callable[[Any], None] = lambda module: None) -> Any:
         """The module in evaluation mode, on the device, with weights in the dtype of the precision.
@@ -107,6 +110,7 @@ class Numerics:
             raise ModelError(f"{name}: {error}") from None
         if narrows and not is_sharded(module):
             round_to_bf16(module)
+        use_products(module, self.products)
         return model
 
 

@@ -1,0 +1,50 @@
+"""A run whose matrix products oneDNN computes: the same result within rounding, and bit for bit when it is resumed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.conftest import distance, weights
+from tropism.errors import UsageError
+from tropism.model.cpu_products import available
+from tropism.train.setup import build
+
+pytestmark = pytest.mark.skipif(not available(), reason="this build of torch has no oneDNN products")
+
+Train = Callable[..., Any]
+
+
+@pytest.fixture
+def onednn(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(build, "choose_products", lambda *args: "onednn")
+    return monkeypatch
+
+
+def test_results_differ_by_rounding(train: Train, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path,
+                                    capsys: pytest.CaptureFixture[str]) -> None:
+    plain = train("kto")
+    assert "matrix products" not in capsys.readouterr().out
+    monkeypatch.setattr(build, "choose_products", lambda *args: "onednn")
+    ours = train("kto")
+    assert "matrix products: oneDNN, which is faster than MKL on this CPU" in capsys.readouterr().out
+    assert json.loads((ours.directory / "manifest.json").read_text())["products"] == "onednn"
+    one, other, start = weights(ours.model), weights(plain.model), weights(tiny_model_dir)
+    assert 0 < distance(one, other) < 1e-4 * distance(other, start)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}}], ids=["full", "lora"])
+def test_a_resumed_run_keeps_its_library(train: Train, onednn: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    straight = train("dpo", max_steps=4, save_every=2, keep=0, **changes)
+    file = next(straight.model.glob("*.safetensors"))
+    before = file.read_bytes()
+    onednn.setattr(build, "choose_products", lambda *args: pytest.fail("the choice is kept"))
+    again = {"max_steps": 4, "save_every": 2, "keep": 0, "output": str(straight.directory), **changes,
+             "resume": str(straight.directory / "checkpoints" / "step-00000002")}
+    train("dpo", **again)
+    assert file.read_bytes() == before
+    onednn.setattr(build, "available", lambda: False)
+    with pytest.raises(UsageError, match="matrix products with oneDNN, which this machine's CPU or torch"):
+        train("dpo", **again)
