@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace, one: tuple[str, str, str, str, str], gpu: 
     teacher = str(inputs.teacher_directory(model)) if method == "kd" else None
     cell = Cell(method, str(model), str(data), teacher, size, args.steps, kind == "grouped", precision,
                 threads=args.threads, micro_batch=2 if args.smoke else None)
-    return compare(cell, [rival], args.patience) | {"rows": kind}
+    return compare(cell, [rival], args.patience, apart=not args.smoke) | {"rows": kind}
 
 
 def main() -> int:

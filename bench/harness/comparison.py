@@ -8,9 +8,11 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,15 @@ class Side:
     ready: Ready = field(default_factory=lambda: Ready("", {}, 0))
     ended: Ended = field(default_factory=lambda: Ended(0, 0.0))
 
-    def start(self, job: Job) -> None:
-        """Start the process and wait until it is ready for step 1."""
+    def start(self, job: Job, apart: bool) -> None:
+        """Start it in a process of its own (or, not `apart`, in a thread) and wait until it is ready for step 1."""
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=self.target, args=(theirs, job, *self.arguments), daemon=True)
-        self.process.start()
-        theirs.close()
+        kind: Any = context.Process if apart else threading.Thread
+        self.worker = kind(target=_work, args=(self.target, theirs, job, *self.arguments), daemon=True)
+        self.worker.start()
+        if apart:
+            theirs.close()  # else the end of the process would go unnoticed
         self.ready = self.pipe.recv()
 
     def take(self, number: int) -> None:
@@ -62,7 +66,14 @@ class Side:
         """End the process and collect its peak memory and how far its weights moved."""
         self.pipe.send(None)
         self.ended = self.pipe.recv()
-        self.process.join()
+        self.worker.join()
+
+
+def _work(target: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
+    try:
+        target(pipe, *arguments)
+    finally:
+        pipe.close()
 
 
 def busy_s() -> float:
@@ -84,9 +95,14 @@ def wait_for_quiet(patience_s: float) -> None:
             return
 
 
-def compare(cell: Cell, rivals: Sequence[str], patience_s: float = 0.0,
+def compare(cell: Cell, rivals: Sequence[str], patience_s: float = 0.0, apart: bool = True,
             say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)) -> dict[str, Any]:
     """Measure a cell; the record has a key `sides` and a key `same_work`.
+
+    Args:
+        patience_s: how long to wait for an idle machine before each round of steps.
+        apart: each side has its own process; False tries the code fast, and measures nothing.
+        say: takes lines for people.
 
     Raises:
         TropismError: if the run could not start.
@@ -94,7 +110,7 @@ def compare(cell: Cell, rivals: Sequence[str], patience_s: float = 0.0,
     job = make_job(cell)
     sides = [Side("Tropism", product), *(Side(NAMES[name], rival, (name,)) for name in rivals)]
     for side in sides:
-        side.start(job)
+        side.start(job, apart)
         say(f"{side.name}: {side.ready.note}")
     load = os.getloadavg()[0]
     for number in job.numbers:

@@ -119,7 +119,7 @@ def collate(pairs: Sequence[tuple[EncodedRow, Completion]], device: torch.device
     for whole, (row, completion) in zip(ids, pairs, strict=True):
         own = whole.clone()
         own[: len(row.prompt_ids)] = -100
-        own[len(row.prompt_ids):][~torch.from_numpy(completion.loss_mask)] = -100
+        own[len(row.prompt_ids):][torch.tensor(~completion.loss_mask)] = -100
         labels.append(own)
     pad = torch.nn.utils.rnn.pad_sequence
     return {"input_ids": pad(ids, batch_first=True).to(device),
