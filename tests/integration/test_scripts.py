@@ -151,8 +151,10 @@ def test_a_finished_comparison_is_not_measured_again(start: Callable[..., Any], 
 
 def test_growth_above_the_work_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     names = runpy.run_path(str(ROOT / "bench" / "growth.py"))
-    assert names["report"]("rows", [("1k", 1e3, 1.0), ("10k", 1e4, 11.0)], 1.3)
-    assert not names["report"]("rows", [("1k", 1e3, 1.0), ("10k", 1e4, 30.0)], 1.3)
+    assert names["report"]("prompt", [("256", 1e3, 1.0), ("512", 1e4, 11.0)], 1.3)
+    assert not names["report"]("prompt", [("256", 1e3, 1.0), ("512", 1e4, 14.0)], 1.3)
+    assert names["report"]("rows: packing", [("1k", 1e3, 1.0), ("10k", 1e4, 25.0)], 1.3)
+    assert not names["report"]("rows: packing", [("1k", 1e3, 1.0), ("10k", 1e4, 90.0)], 1.3)
     assert "FASTER THAN ITS WORK" in capsys.readouterr().out
 
 
