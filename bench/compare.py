@@ -77,7 +77,8 @@ def main() -> int:
             teacher = args.teacher or (str(inputs.teacher_directory(model)) if args.method == "kd" else None)
             record = compare(Cell(args.method, str(model), str(data), teacher, args.batch_size, args.steps,
                                   args.group_prompts, args.precision, args.max_length, args.threads,
-                                  args.microbatch_tokens, args.micro_batch), args.rivals, args.patience, apart=not args.smoke)
+                                  args.microbatch_tokens, args.micro_batch),
+                             args.rivals, args.patience, apart=not args.smoke)
         except (TropismError, EOFError) as error:  # a side that ended has said why
             print(error or "a side stopped", file=sys.stderr)
             return 2

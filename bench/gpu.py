@@ -4,8 +4,8 @@
 
 A exactness of the tree layout in fp32 and bf16 on five architectures; B time and peak memory of KTO, DPO and KD at the
 shapes of Qwen3-0.6B and Llama-3.2-1B with random weights beside tuned TRL, after a check of the work; C a step under
-`set_sync_debug_mode("error")`, and its profile. Every result is a line of JSON. No part starts after --limit-s. The exit
-code is 1 if a part failed. Without a GPU only --smoke runs.
+`set_sync_debug_mode("error")`, and its profile. Every result is a line of JSON. No part starts after --limit-s. The
+exit code is 1 if a part failed. Without a GPU only --smoke runs.
 """
 
 import argparse
@@ -47,7 +47,8 @@ def exactness(device: Any, smoke: bool) -> list[dict[str, Any]]:
 
     trees = [PromptTree(ids(), tuple(Completion.supervised(ids()) for _ in range(generator.randint(1, 4))))
              for _ in range(8)]
-    return [{"kind": "exact", "architecture": name, **_exact(config, trees, device)} for name, config in configs.items()]
+    return [{"kind": "exact", "architecture": name, **_exact(config, trees, device)}
+            for name, config in configs.items()]
 
 
 def _exact(config: Any, trees: Any, device: Any) -> dict[str, Any]:
@@ -132,7 +133,8 @@ def where_it_goes(cell: Any, folder: Path) -> list[dict[str, Any]]:
         table = profile.key_averages().table(sort_by=f"self_{'cuda' if cuda else 'cpu'}_time_total", row_limit=40)
         (folder / "profile.txt").write_text(table, encoding="utf-8")
     print("\n".join(line[:150] for line in table.splitlines()[:24]))
-    return [{"kind": "syncs", "ok": not waits, "waits": waits}, {"kind": "profile", "file": str(folder / "profile.txt")}]
+    return [{"kind": "syncs", "ok": not waits, "waits": waits},
+            {"kind": "profile", "file": str(folder / "profile.txt")}]
 
 
 def card() -> list[dict[str, Any]]:
@@ -159,7 +161,8 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="ABC", help="parts to run (default: ABC)")
-    parser.add_argument("--cells", nargs="+", default=CELLS, help=f"model:method of part B (default: {' '.join(CELLS)})")
+    parser.add_argument("--cells", nargs="+", default=CELLS,
+                        help=f"model:method of part B (default: {' '.join(CELLS)})")
     parser.add_argument("--data-dir", type=Path, help="directory of real rows (default: $TROPISM_TEST_DATA)")
     parser.add_argument("--batch-size", type=int, default=32, help="rows of a step (default: 32)")
     parser.add_argument("--steps", type=int, default=8, help="steps of a comparison (default: 8)")

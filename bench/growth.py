@@ -6,7 +6,8 @@ Every series varies one thing: completions per prompt, tokens of the prompt, siz
 processes, number of rows. `growth` is how many times the cost grew from the first point, divided by how many times the
 work did: at most 1 if the cost grows no faster than the work. The exit code is 1 if it is above --slack anywhere. Rows
 may cost three times as much each when there are ten times as many, since their arrays leave the caches and are sorted;
-what is quadratic would cost ten times as much. CPU seconds are the least of several repetitions with one thread, so that other processes disturb little.
+what is quadratic would cost ten times as much. CPU seconds
+are the least of several repetitions with one thread, so that other processes disturb little.
 """
 
 import argparse
@@ -194,7 +195,8 @@ def main() -> int:
         return 0
     from harness.chart import chart
 
-    print("| series | point | work (FLOPs or rows) | CPU s | CPU s per unit | growth | |\n|---|---|---|---|---|---|---|")
+    print("| series | point | work (FLOPs or rows) | CPU s | CPU s per unit | growth | |\n"
+          "|---|---|---|---|---|---|---|")
     series: dict[str, list[Point]] = {}
     good = True
     for name in ("completions",) if given.smoke else [name for name in names if name in given.only]:

@@ -135,7 +135,8 @@ def gates(job: Job, lead: Side, side: Side) -> dict[str, Any]:
     far = max((abs(value - side.ready.logps[key]) / max(abs(value), 1.0) for key, value in lead.ready.logps.items()))
     norm = first.grad_norm / lead.steps[0].grad_norm - 1
     moved = side.ended.changed
-    fine = math.isclose(first.loss, expected, abs_tol=tolerance) and far <= tolerance and abs(norm) <= 0.02 and moved > 0
+    fine = (math.isclose(first.loss, expected, abs_tol=tolerance) and far <= tolerance and abs(norm) <= 0.02
+            and moved > 0)
     return {"loss": first.loss, "expected_loss": expected, "logps_apart": far, "grad_norm": first.grad_norm,
             "grad_norm_apart": norm, "changed": moved, "last_loss": side.steps[-1].loss, "ok": fine}
 

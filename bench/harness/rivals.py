@@ -28,7 +28,7 @@ def rival(pipe: Connection, job: Job, name: str) -> None:
     torch.set_num_threads(job.cell.threads)
     side: Rival = RIVALS[name](job)
     largest = max(len(job.step(number)) for number in job.numbers)
-    tried, micro = "", side.one_batch and largest or job.cell.micro_batch
+    tried, micro = "", (side.one_batch and largest) or job.cell.micro_batch
     if not micro:
         sizes = [largest] + [2**n for n in range(4, -1, -1) if side.smallest <= 2**n < largest]
         times = side.try_sizes(sizes[::-1])
