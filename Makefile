@@ -2,6 +2,8 @@
 # make test   set up and run all checks and tests (slow tests: make test-slow; kills, full disks and
 #             hostile files: make test-chaos)
 # make lint   checks alone
+# make bench  compare with TRL on this machine: KTO and DPO, short rows (within 8 minutes; everything, hours and
+#             resumable: make bench-full)
 # make docs   build the documentation site into build/docs; warnings are errors
 #
 # Everything is installed into .venv, without root. The tested versions are in constraints/tested.txt;
@@ -12,7 +14,7 @@ CONSTRAINTS ?= constraints/tested.txt
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 WORKERS ?= 2
 
-.PHONY: demo test test-slow test-chaos lint docs clean
+.PHONY: demo test test-slow test-chaos bench bench-full lint docs clean
 .DEFAULT_GOAL := demo
 
 .venv/.made:
@@ -57,6 +59,17 @@ test-slow: .venv/.test
 
 test-chaos: .venv/.test
 	.venv/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' tests/integration/chaos
+
+.venv/.bench: .venv/.demo
+	@echo "installing TRL"
+	@$(PIP) -e '.[gguf,bench]'
+	@touch $@
+
+bench: .venv/.bench
+	.venv/bin/python bench/table.py
+
+bench-full: .venv/.bench
+	.venv/bin/python bench/table.py --full --write docs/performance.md
 
 docs: .venv/.docs
 	.venv/bin/python tools/docs_site.py

@@ -34,8 +34,13 @@ def main() -> int:
                         help="vocabulary sizes (default: 50000 150000)")
     parser.add_argument("--plain-gib", type=float, default=6.0,
                         help="skip plain runs that need more memory, in GiB (default: 6)")
+    parser.add_argument("--smoke", action="store_true", help="try it: every way once, on a few tokens")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.smoke:
+        for way in WAYS:
+            print(way, json.dumps(measure(way, tokens=8, vocabulary=50)))
+        return 0
     if options.only:
         print(json.dumps(measure(**json.loads(options.only))))
         return 0

@@ -54,15 +54,30 @@ def theirs(data: Path, tokenizer: Any, workers: int, scratch: Path) -> tuple[flo
     return seconds, tokens, [row["prompt_ids"] + row["completion_ids"] for row in found.select(range(100))]
 
 
+def smoke() -> None:
+    """Our side on a few random rows, with a tokenizer of words."""
+    from harness import inputs
+
+    with tempfile.TemporaryDirectory() as place:
+        seconds, tokens, first = ours(inputs.tiny_rows("kto", Path(place)), inputs.tiny_tokenizer(), 1, Path(place))
+    print(f"{len(first)} rows, {tokens} tokens, {seconds:.2f} s")
+
+
 def main() -> None:
     """Let the sides take turns, and print the ratio of their times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", required=True, help="directory or hub id of a tokenizer with a chat template")
-    parser.add_argument("--data", type=Path, required=True, help="JSONL file of conversational rows")
+    parser.add_argument("--tokenizer", help="directory or hub id of a tokenizer with a chat template")
+    parser.add_argument("--data", type=Path, help="JSONL file of conversational rows")
     parser.add_argument("--rows", type=int, default=20_000, help="rows to read (default: 20000)")
     parser.add_argument("--workers", type=int, default=2, help="processes of each side (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="times that each side runs (default: 3)")
+    parser.add_argument("--smoke", action="store_true", help="try it: our side on a few rows, without TRL")
     given = parser.parse_args()
+    if given.smoke:
+        smoke()
+        return
+    if given.tokenizer is None or given.data is None:
+        parser.error("--tokenizer and --data are needed")
     if importlib.util.find_spec("trl") is None:
         parser.exit(2, "TRL is not installed: run `pip install trl -c constraints/tested.txt`\n")
     import datasets

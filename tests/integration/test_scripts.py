@@ -1,6 +1,7 @@
 """Every script of bench/, tools/ and examples/ starts, explains itself, and does its work on the tiny model."""
 
 import argparse
+import importlib
 import json
 import re
 import runpy
@@ -17,8 +18,9 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for folder in ("bench", "tools", "examples") for path in (ROOT / folder).glob("*.py"))
 SHELL_SCRIPTS = sorted(path for folder in ("bench", "tools", "examples") for path in (ROOT / folder).glob("*.sh"))
-NEEDS_TRL = ["bench/against_trl.py --model m --data d --method dpo", "bench/rendering.py --tokenizer t --data d",
-             "tools/make_oracle.py folder"]
+RUNNABLE = [path for path in SCRIPTS if path.parent.name == "bench"]
+NEEDS_TRL = ["bench/compare.py --model m --data d --method dpo", "bench/table.py",
+             "bench/rendering.py --tokenizer t --data d", "tools/make_oracle.py folder"]
 
 
 @pytest.fixture
@@ -35,12 +37,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_help(script: Path, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A description, and a help text for every argument. A module that is no script is imported by one."""
-    if "__main__" not in script.read_text(encoding="utf-8"):
-        others = [path for path in SCRIPTS if path.parent == script.parent and path != script]
-        assert any(f"from {script.stem} import" in path.read_text(encoding="utf-8") for path in others)
-        start(script)
-        return
+    """A description, and a help text for every argument."""
     parsers: list[argparse.ArgumentParser] = []
     monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda self, file=None: parsers.append(self))
     with pytest.raises(SystemExit) as end:
@@ -69,67 +66,105 @@ def test_a_missing_trl_is_one_sentence(command: str, start: Callable[..., Any], 
     assert re.fullmatch(r"TRL .*pip install trl[^\n]*\n", said), said
 
 
-class Pipe:
-    """Stands in for the pipe to a side's process: gives the numbers of steps, keeps what comes back."""
-
-    def __init__(self, *numbers: int | None) -> None:
-        self.numbers, self.sent = list(numbers), []
-
-    def recv(self) -> int | None:
-        return self.numbers.pop(0)
-
-    def send(self, value: Any) -> None:
-        self.sent.append(value)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_our_side_of_the_comparison(method: str, start: Callable[..., Any], tiny_model_dir: Path, feedback: Path,
-                                    pairs: Path) -> None:
-    """bench/against_trl.py: the job is planned, and our side takes its steps."""
-    sides = start("bench/sides.py")
-    job = sides["make_job"](argparse.Namespace(
-        model=str(tiny_model_dir), data=str(pairs if method == "dpo" else feedback), method=method, batch_size=4,
-        steps=2, max_length=64, group_prompts=False, microbatch_tokens=None, precision="fp32", micro_batch=None,
-        threads=1))
-    pipe = Pipe(1, 2, None)
-    sides["ours"](pipe, job)
-    (note, logps), first, second, (_, changed) = pipe.sent
-    assert "tree layout, packs of 2048 tokens" in note
-    assert len(logps) == 4 * (2 if method == "dpo" else 1)
-    assert first.loss == pytest.approx(job.known_loss, abs=1e-4)
-    assert second.loss != first.loss
-    assert changed > 0
+@pytest.mark.parametrize("script", RUNNABLE, ids=lambda path: path.name)
+def test_smoke(script: Path, start: Callable[..., Any], capsys: pytest.CaptureFixture[str],
+               monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every script of bench/ does its work on a tiny random model, without TRL and without files of its own."""
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.chdir(tmp_path)
+    codes = []
+    try:
+        start(f"bench/{script.name}", "--smoke")
+    except SystemExit as end:
+        codes.append(end.code)
+    assert not any(codes)
+    assert capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("way", ["chunked live", "chunked top-k", "plain"])
-def test_kd_memory(way: str, start: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_script_is_started() -> None:
+    """A new tool has a test that starts it by its name (`test_smoke` and test_examples.py list theirs)."""
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [path for path in SCRIPTS if path.parent.name == "tools" and path.name not in tests
+                and f"import {path.stem}" not in tests]
+
+
+@pytest.mark.parametrize("method", ["kto", "dpo", "kd"])
+def test_a_comparison_finds_equal_work(method: str, start: Callable[..., Any], capsys: pytest.CaptureFixture[str],
+                                       tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as end:
-        start("bench/kd_memory.py", "--only", json.dumps({"way": way, "tokens": 8, "vocabulary": 50}))
-    assert not end.value.code
-    assert json.loads(capsys.readouterr().out)["seconds"] > 0
+        start("bench/compare.py", "--smoke", "--method", method, "--json", tmp_path / "found.jsonl")
+    assert end.value.code == 0
+    record = json.loads((tmp_path / "found.jsonl").read_text())
+    assert record["same_work"]
+    assert set(record["sides"]) == {"Tropism", "plain loop"}
+    for side in record["sides"].values():
+        assert side["gates"]["ok"]
+        assert side["gates"]["last_loss"] != side["gates"]["loss"]
+        assert min(side["ratio"], side["tokens_per_s"], side["mfu"]) > 0
+    assert ": ok" in capsys.readouterr().out
 
 
-def test_checkpoints(start: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """20 steps of 1 s; a save after step 10 pauses for 0.5 s and slows the next two steps down by 1 s each: 12%."""
-    records = [{"split": "train", "step": step, "step_time": 2.0 if step in (11, 12) else 1.0,
-                "tokens/computed": 100 * step + step % 2} for step in range(1, 21)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (tmp_path / "checkpoints" / "step-10").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-10" / "trainer.json").write_text(json.dumps({"step": 10, "stall_s": 0.5}))
-    start("bench/checkpoints.py", tmp_path, "--writing", "4")
+def test_a_comparison_finds_different_work(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """A side with another loss (beta doubled) is not timed as if it were the same."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.setattr(importlib.import_module("harness.rivals"), "BETA", 0.2)
+    with pytest.raises(SystemExit) as end:
+        start("bench/compare.py", "--smoke", "--method", "dpo")
+    assert end.value.code == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_a_finished_comparison_is_not_measured_again(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Nor is one that failed lost: the rest is measured, and the exit code says so."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    comparison = importlib.import_module("harness.comparison")
+    called: list[str] = []
+
+    def compare(cell: Any, rivals: list[str], *rest: Any, **more: Any) -> dict[str, Any]:
+        called.append(cell.method)
+        if cell.method == "kto" and len(called) == 1:
+            raise EOFError
+        side = {"median_s": 1.0, "ratio": 2.0, "ratio_range": [1.5, 2.5], "cpu_ratio": 2.0, "tokens_per_s": 3.0,
+                "mfu": 0.5, "peak_gib": 1.0, "beyond_states_gib": 0.5,
+                "gates": {"loss": 0.5, "expected_loss": 0.5, "logps_apart": 0.0, "grad_norm": 1.0,
+                          "grad_norm_apart": 0.0, "changed": 1e-6, "ok": True}}
+        return {"cell": {"method": cell.method, "data": "d", "precision": "fp32"}, "same_work": True,
+                "sides": {"Tropism": side}, "versions": {"torch": "2"}, "date": "2030-01-01", "gpu": None, "cpu": "c",
+                "load": [0.0, 0.0]}
+
+    monkeypatch.setattr(comparison, "compare", compare)
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- measured: here -->\nold\n<!-- measured: end -->\nb\n")
+    codes = []
+    for _ in range(3):
+        with pytest.raises(SystemExit) as end:
+            start("bench/table.py", "--model", tmp_path, "--rivals", "plain", "--results", tmp_path / "results",
+                  "--write", page)
+        codes.append(end.value.code)
+    assert codes == [2, 0, 0]
+    assert called == ["kto", "dpo", "kto"]
+    assert "old" not in page.read_text()
+    assert page.read_text().count("| Tropism |") == 2
+    assert page.read_text().startswith("a\n<!-- measured: here -->")
+
+
+def test_growth_above_the_work_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    names = runpy.run_path(str(ROOT / "bench" / "growth.py"))
+    assert names["report"]("prompt", [("256", 1e3, 1.0), ("512", 1e4, 11.0)], 1.3)
+    assert not names["report"]("prompt", [("256", 1e3, 1.0), ("512", 1e4, 14.0)], 1.3)
+    assert names["report"]("rows: packing", [("1k", 1e3, 1.0), ("10k", 1e4, 25.0)], 1.3)
+    assert not names["report"]("rows: packing", [("1k", 1e3, 1.0), ("10k", 1e4, 90.0)], 1.3)
+    assert "FASTER THAN ITS WORK" in capsys.readouterr().out
+
+
+def test_checkpoints(start: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    start("bench/checkpoints.py", "--smoke")
     said = capsys.readouterr().out
     assert "20 steps in 22 s with 1 saves" in said
     assert "saving took 11.36% of the wall time" in said
-
-
-def test_rendering(start: Callable[..., Any], fixture_tokenizer: Any, feedback: Path, tmp_path: Path) -> None:
-    ours = runpy.run_path(str(ROOT / "bench" / "rendering.py"))["ours"]
-    seconds, tokens, first = ours(feedback, fixture_tokenizer, 1, tmp_path)
-    assert seconds > 0
-    assert tokens == sum(map(len, first))
-    assert len(first) == 43
 
 
 def test_cut_layers(start: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -310,6 +310,10 @@ class Counted(int):
         Counted.comparisons += 1
         return int(self) == other
 
+    def __gt__(self, other: int) -> bool:
+        Counted.comparisons += 1
+        return int(self) > other
+
     __hash__ = int.__hash__
 
 

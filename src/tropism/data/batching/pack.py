@@ -100,17 +100,24 @@ def assign_to_ranks(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 def best_fit(sizes: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
     """Packs by best-fit-decreasing: indices per pack, ascending. An item that is too large gets its own pack."""
-    rooms: list[tuple[int, int]] = []  # (room left, pack), ascending
+    rooms: list[int] = []  # that are left in a pack, distinct and ascending: few, whatever the number of packs
+    waiting: dict[int, list[int]] = {}  # packs with such a room, as a heap
     packs: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        place = bisect_left(rooms, (sizes[index], -1))
+        place = bisect_left(rooms, sizes[index])
         if place < len(rooms):
-            room, pack = rooms.pop(place)
+            room = rooms[place]
+            pack = heappop(waiting[room])
+            if not waiting[room]:
+                del rooms[place]
         else:
             room, pack = microbatch_tokens, len(packs)
             packs.append([])
         packs[pack].append(index)
-        insort(rooms, (room - sizes[index], pack))
+        left = room - sizes[index]
+        if not waiting.setdefault(left, []):
+            insort(rooms, left)
+        heappush(waiting[left], pack)
     return [sorted(pack) for pack in packs]
 
 
