@@ -16,7 +16,8 @@ from tropism.model.adapters.switch import without_input_cast
 from tropism.model.attention import NAME, TreePass, plain_implementation
 from tropism.model.head.divergence import Comparison, Targets
 from tropism.model.head.logprob import head_of
-from tropism.model.moe_router import RouterLogits, compute_experts
+from tropism.model.moe_experts import compute_experts
+from tropism.model.moe_router import RouterLogits
 from tropism.shapes import PerCompletion, PerToken
 
 T = TypeVar("T")
