@@ -26,11 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from tropism.distributed.checkpoint_metadata import MetadataReader, read_metadata
 from tropism.distributed.mesh import Mesh
-from tropism.distributed.shard import Owned, like, part_of
+from tropism.distributed.shard import Owned, block_shape, like, part_of
 from tropism.distributed.world import World
 from tropism.errors import CheckpointError, UsageError, first_line, not_only_tensors
 
 Plain = dict[str, Any]
+
+SCALES = "_scales"
+"""End of the name of optimizer state with a scale for each block of a weight; see `block_shape`."""
 
 # torch warns at every save and load without a process group, which is intended here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -87,9 +90,7 @@ class TrainingState:
         for index, entry in optim["state"].items():
             for key, value in entry.items():
                 if isinstance(value, Tensor):
-                    whole = weights[names[index]]
-                    fits = value.shape == part_of(whole).shape  # not a count of steps
-                    state.tensors[f"optimizer/{names[index]}/{key}"] = like(value, whole) if fits else value
+                    state.tensors[f"optimizer/{names[index]}/{key}"] = _as_sharded(value, key, weights[names[index]])
                 else:
                     state.values.setdefault(names[index], {})[key] = value
         return state
@@ -136,6 +137,14 @@ class TrainingState:
                   for kept, own in zip(self.groups, optimizer.state_dict()["param_groups"], strict=True)]
         optimizer.load_state_dict({"param_groups": groups, "state": {
             index: entries[name] for index, name in enumerate(names) if name in entries}})
+
+
+def _as_sharded(value: Tensor, key: str, weight: Tensor) -> Tensor:
+    """Optimizer state of a part of a weight, as state of the weight."""
+    part, blocks = part_of(weight), block_shape(weight.shape)
+    if key.endswith(SCALES) and blocks is not None:
+        return like(value.view(-1, blocks[1]), weight, shape=blocks)
+    return like(value, weight) if value.shape == part.shape else value  # else a count of steps
 
 
 def _weights(module: torch.nn.Module, only: Collection[str] | None) -> Plain:
