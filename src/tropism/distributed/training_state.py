@@ -8,6 +8,7 @@ import errno
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ class TrainingState:
         return state
 
     def copied(self, into: Mapping[str, Tensor] | None = None, mesh: Mesh | None = None) -> dict[str, Tensor]:
-        """A copy of the tensors on the CPU.
+        """A copy of the tensors on the CPU, in pinned memory if they are on a GPU.
 
         Args:
             into: an earlier copy to overwrite: allocating memory costs more than copying.
@@ -107,10 +108,12 @@ class TrainingState:
             part = part_of(tensor.detach())
             place = part_of(into[name]) if into and name in into else None
             if place is None or place.shape != part.shape or place.dtype != part.dtype:
-                place = torch.empty(part.shape, dtype=part.dtype)
-            place.copy_(part)
+                place = _host_memory(part)
+            place.copy_(part, non_blocking=True)
             on_host = mesh.on_host(tensor.device_mesh) if mesh and isinstance(tensor, DTensor) else None
             found[name] = like(place, tensor, on_host)
+        if any(tensor.is_cuda for tensor in self.tensors.values()):
+            torch.cuda.synchronize()
         return found
 
     def apply(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
@@ -137,6 +140,15 @@ class TrainingState:
                   for kept, own in zip(self.groups, optimizer.state_dict()["param_groups"], strict=True)]
         optimizer.load_state_dict({"param_groups": groups, "state": {
             index: entries[name] for index, name in enumerate(names) if name in entries}})
+
+
+def _host_memory(part: Tensor) -> Tensor:
+    """An empty tensor on the CPU for a copy of another one. From a GPU, copies to pinned memory are several times as
+    fast. If the system refuses to pin more, the memory is ordinary."""
+    if part.is_cuda:
+        with suppress(RuntimeError):
+            return torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return torch.empty(part.shape, dtype=part.dtype)
 
 
 def _as_sharded(value: Tensor, key: str, weight: Tensor) -> Tensor:
