@@ -60,7 +60,8 @@ _TYPED: dict[str, str] = {
 VALUES: dict[str, dict[str, str]] = {
     "loss": {"dpo": "sigmoid", "slic": "hinge", "slic_hf": "hinge", "exo": "exo_pair", "nca": "nca_pair",
              "sppo": "sppo_hard", "nll": "sft", "cross_entropy": "sft"},
-    "optimizer": {"adam_w": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw"},
+    "optimizer": {"adam_w": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
+                  "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit", "paged_adamw_8bit": "paged-adamw8bit"},
     "schedule": {"constant_with_warmup": "constant"},
     "precision": {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"},
     "export_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"},

@@ -183,10 +183,11 @@ class Trainer:
 
     @contextmanager
     def _working(self) -> Iterator[Run]:
-        """The run. Afterwards modules that were passed in get their own attention back, so that they can generate."""
+        """The run. Afterwards modules that were passed in get their own attention and experts back, so that they can
+        generate."""
         objects = self.objects
         given = [module for module in (objects.model, objects.reference, objects.teacher) if module is not None]
-        own = [module.config._attn_implementation for module in given]
+        own = [(module.config._attn_implementation, module.config._experts_implementation) for module in given]
         with connect(stay=True) as world:
             if self._run is None:
                 self._run = Run(self.options, world, self.voice, objects)
@@ -195,8 +196,10 @@ class Trainer:
                 yield self._run
             finally:
                 self._run.release()
-                for module, implementation in zip(given, own, strict=True):
-                    module.set_attn_implementation(implementation)
+                for module, (attention, experts) in zip(given, own, strict=True):
+                    module.set_attn_implementation(attention)
+                    if module.config._experts_implementation != experts:
+                        module.set_experts_implementation(experts)
 
     def fit(self, resume: bool | str | Path | None = None) -> RunResult:
         """Train, and write a run directory with the model.

@@ -91,7 +91,8 @@ def test_values_of_options() -> None:
     assert {name: getattr(options, name) for name in values} == {
         "optimizer": "adamw", "schedule": "constant", "precision": "bf16", "export_dtype": "bfloat16",
         "resume": "auto", "f_divergence": "js"}
-    assert value_of("optimizer", "adamw_8bit") == "adamw_8bit"  # another optimizer: refused
+    assert value_of("optimizer", "adamw_bnb_8bit") == "adamw8bit"
+    assert value_of("optimizer", "adafactor") == "adafactor"  # another optimizer: refused
     assert value_of("beta", "dpo") == "dpo"
 
 

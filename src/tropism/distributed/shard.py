@@ -5,6 +5,7 @@ optimizers, norms and hashes work on it. Gradients are summed over processes, ne
 divided once, by the counts of the entire step.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -133,20 +134,47 @@ def part_of(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def like(part: Tensor, whole: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
+def like(part: Tensor, whole: Tensor, mesh: DeviceMesh | None = None, shape: torch.Size | None = None) -> Tensor:
     """Wrap a part as the sharded tensor that it belongs to.
 
     Args:
         part: as `part_of(whole)`, possibly of another dtype.
         mesh: the same processes for the device of the part, if it differs from that of `whole`.
+        shape: of the complete tensor, if it differs from that of `whole`.
     """
     if not isinstance(whole, DTensor):
         return part
     # Not by `from_local`, which moves a part that is kept in the host's memory to the mesh's device.
     meta = whole._spec.tensor_meta
     assert meta is not None
-    spec = DTensorSpec(mesh or whole.device_mesh, whole.placements, tensor_meta=meta._replace(dtype=part.dtype))
+    meta = meta._replace(dtype=part.dtype)
+    if shape is not None:
+        meta = meta._replace(shape=shape, stride=torch.empty(shape, device="meta").stride())
+    spec = DTensorSpec(mesh or whole.device_mesh, whole.placements, tensor_meta=meta)
     return DTensor(part, spec, requires_grad=False)
+
+
+BLOCK = 256
+"""Values that share a scale, where they are quantized."""
+
+
+def block_shape(shape: torch.Size) -> torch.Size | None:
+    """`[R, B]` of the scales of a contiguous tensor in blocks: R groups of rows, each of B full blocks; None if rows do
+    not form full blocks. It is sharded as the tensor is, if each process holds whole groups."""
+    row = shape[1:].numel()
+    group = BLOCK // math.gcd(row, BLOCK)
+    return torch.Size((shape[0] // group, row * group // BLOCK)) if shape and shape[0] % group == 0 else None
+
+
+def rows_of_first(tensor: Tensor) -> int:
+    """Rows of a tensor that the first process holds. Others hold as many, or the rest."""
+    if not isinstance(tensor, DTensor):
+        return len(tensor)
+    rows = len(tensor)
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            rows = -(-rows // tensor.device_mesh.size(axis))
+    return rows
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import errno
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ from torch.distributed.tensor import DTensor
 
 from tropism.distributed.checkpoint_metadata import MetadataReader, read_metadata
 from tropism.distributed.mesh import Mesh
-from tropism.distributed.shard import Owned, like, part_of
+from tropism.distributed.shard import Owned, block_shape, like, part_of
 from tropism.distributed.world import World
 from tropism.errors import CheckpointError, UsageError, first_line, not_only_tensors
 
 Plain = dict[str, Any]
+
+SCALES = "_scales"
+"""End of the name of optimizer state with a scale for each block of a weight; see `block_shape`."""
 
 # torch warns at every save and load without a process group, which is intended here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -87,15 +91,13 @@ class TrainingState:
         for index, entry in optim["state"].items():
             for key, value in entry.items():
                 if isinstance(value, Tensor):
-                    whole = weights[names[index]]
-                    fits = value.shape == part_of(whole).shape  # not a count of steps
-                    state.tensors[f"optimizer/{names[index]}/{key}"] = like(value, whole) if fits else value
+                    state.tensors[f"optimizer/{names[index]}/{key}"] = _as_sharded(value, key, weights[names[index]])
                 else:
                     state.values.setdefault(names[index], {})[key] = value
         return state
 
     def copied(self, into: Mapping[str, Tensor] | None = None, mesh: Mesh | None = None) -> dict[str, Tensor]:
-        """A copy of the tensors on the CPU.
+        """A copy of the tensors on the CPU, in pinned memory if they are on a GPU.
 
         Args:
             into: an earlier copy to overwrite: allocating memory costs more than copying.
@@ -106,10 +108,12 @@ class TrainingState:
             part = part_of(tensor.detach())
             place = part_of(into[name]) if into and name in into else None
             if place is None or place.shape != part.shape or place.dtype != part.dtype:
-                place = torch.empty(part.shape, dtype=part.dtype)
-            place.copy_(part)
+                place = _host_memory(part)
+            place.copy_(part, non_blocking=True)
             on_host = mesh.on_host(tensor.device_mesh) if mesh and isinstance(tensor, DTensor) else None
             found[name] = like(place, tensor, on_host)
+        if any(tensor.is_cuda for tensor in self.tensors.values()):
+            torch.cuda.synchronize()
         return found
 
     def apply(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
@@ -136,6 +140,23 @@ class TrainingState:
                   for kept, own in zip(self.groups, optimizer.state_dict()["param_groups"], strict=True)]
         optimizer.load_state_dict({"param_groups": groups, "state": {
             index: entries[name] for index, name in enumerate(names) if name in entries}})
+
+
+def _host_memory(part: Tensor) -> Tensor:
+    """An empty tensor on the CPU for a copy of another one. From a GPU, copies to pinned memory are several times as
+    fast. If the system refuses to pin more, the memory is ordinary."""
+    if part.is_cuda:
+        with suppress(RuntimeError):
+            return torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return torch.empty(part.shape, dtype=part.dtype)
+
+
+def _as_sharded(value: Tensor, key: str, weight: Tensor) -> Tensor:
+    """Optimizer state of a part of a weight, as state of the weight."""
+    part, blocks = part_of(weight), block_shape(weight.shape)
+    if key.endswith(SCALES) and blocks is not None:
+        return like(value.view(-1, blocks[1]), weight, shape=blocks)
+    return like(value, weight) if value.shape == part.shape else value  # else a count of steps
 
 
 def _weights(module: torch.nn.Module, only: Collection[str] | None) -> Plain:

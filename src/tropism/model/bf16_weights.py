@@ -1,5 +1,6 @@
 """Hold frozen weights in bfloat16: autocast would round them for every product; rounding once halves their memory."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -8,10 +9,11 @@ from transformers.pytorch_utils import Conv1D
 from tropism.distributed.shard import convert, each_whole, is_sharded
 from tropism.model.adapters.parameters import base_name
 from tropism.model.fingerprint import tensor_hash
+from tropism.model.moe_experts import expert_matrices
 
 
 def round_to_bf16(module: Any) -> None:
-    """Convert the frozen weights of linear layers to bfloat16, in place.
+    """Convert the frozen weights of linear layers and experts to bfloat16, in place.
 
     Autocast rounds them in the same way whenever it uses them, so no result changes. Excluded are weights of adapters,
     of layers with DoRA (which computes norms of the weights themselves), and of a head that is tied to the embedding.
@@ -30,12 +32,13 @@ def round_to_bf16(module: Any) -> None:
 
 
 def roundable(module: Any) -> dict[str, torch.nn.Parameter]:
-    """Frozen float32 weights of linear layers that can be rounded, by name."""
+    """Frozen float32 weights of linear layers and experts that can be rounded, by name."""
     shared = {id(layer.weight) for layer in module.modules() if isinstance(layer, torch.nn.Embedding)}
     apart = {id(weight) for layer in module.modules() if getattr(layer, "lora_magnitude_vector", None)
              for weight in layer.get_base_layer().parameters()}
     apart |= {id(weight) for layer in module.modules() for name in ("lora_A", "lora_B")
               for weight in getattr(layer, name, torch.nn.Module()).parameters()}
-    return {f"{name}.weight": layer.weight for name, layer in module.named_modules()
-            if isinstance(layer, torch.nn.Linear | Conv1D) and layer.weight.dtype == torch.float32
-            and not layer.weight.requires_grad and id(layer.weight) not in shared | apart}
+    linear = ((f"{name}.weight", layer.weight) for name, layer in module.named_modules()
+              if isinstance(layer, torch.nn.Linear | Conv1D))
+    return {name: weight for name, weight in chain(linear, expert_matrices(module)) if weight.dtype == torch.float32
+            and not weight.requires_grad and id(weight) not in shared | apart}

@@ -18,7 +18,8 @@ from tropism.model.checkpointing import Checkpointing, checkpointed, layers_forw
 from tropism.model.compiled import CompiledLayers
 from tropism.model.head.divergence import Comparison, Targets
 from tropism.model.head.logprob import head_of
-from tropism.model.moe_router import RouterLogits, compute_experts
+from tropism.model.moe_experts import compute_experts
+from tropism.model.moe_router import RouterLogits
 from tropism.model.token_state import layers_of
 from tropism.shapes import PerCompletion, PerToken
 from tropism.spans import timed_as

@@ -63,12 +63,6 @@ class Experts:
         return cls(int(number), int(top_k)) if number and top_k else None
 
 
-def compute_experts(module: Any, float64: bool) -> None:
-    """Choose how experts are computed: transformers' grouped product does not support float64, its plain loop does."""
-    if float64 and getattr(module.config, "_experts_implementation", None) == "grouped_mm":
-        module.set_experts_implementation("eager")
-
-
 def check_option(weight: float, config: Any) -> None:
     """Reject the option for a model without routers, before it is loaded.
 

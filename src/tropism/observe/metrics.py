@@ -76,7 +76,7 @@ METRICS: dict[str, Metric] = {metric.key: metric for metric in (
            "before the step of `bco`, `aot`, `aot_unpaired` and `--router-aux-weight`"),
     Metric("tokens_per_second", "tokens/s", "", "tokens of this record divided by its time"),
     Metric("step_time", "s", "step", "wall time of an optimizer step"),
-    Metric("memory/peak_gib", "GiB", "", "peak GPU memory; on a CPU, peak resident memory of the process"),
+    Metric("memory/peak_gib", "GiB", "", "peak GPU memory since step 1; on a CPU, peak resident memory of the process"),
     Metric("compile/recompiles", "", "", "graphs of compiled layers that were compiled again after the start; only if "
            "layers are compiled"),
 )}

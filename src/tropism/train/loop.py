@@ -10,6 +10,7 @@ from tropism.errors import StoppedEarly
 from tropism.train.checkpoints.saver import Saver
 from tropism.train.engine import Engine
 from tropism.train.interval import Due, Interval
+from tropism.train.memory import reset_peak
 from tropism.train.monitor.first_update import FirstUpdate
 from tropism.train.optimizer import reserve
 from tropism.train.options import RunOptions
@@ -98,6 +99,7 @@ class TrainingLoop:
         state, timers = self.state, _Timers(self.plan, self.planner)
         self._catch_up(timers.total)
         reserve(self.engine.updater)
+        reset_peak(self.engine.model.device)
         first = FirstUpdate(self.engine.model.module, state.step > 0, self.engine.world.sum, self.engine.world.max)
         for packs in self.profiler.fetched(self._prepared()) if self.profiler else self._prepared():
             began = time.monotonic()

@@ -3,11 +3,14 @@
 import ctypes
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST, _SMALLEST = 2**30, 2**20
+_CLEAR = Path("/proc/self/clear_refs")
 
 
 def keep_freed_memory(keep: bool = True) -> None:
@@ -31,8 +34,17 @@ def keep_freed_memory(keep: bool = True) -> None:
     mallopt(_M_TRIM_THRESHOLD, _LARGEST if keep else _SMALLEST)
 
 
+def reset_peak(device: torch.device) -> None:
+    """Let `peak_gib` count from now on. On a CPU only Linux can do so; elsewhere it counts from the start."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # no such file, or a container that forbids it
+        _CLEAR.write_text("5")
+
+
 def peak_gib(device: torch.device) -> float:
-    """Peak memory so far in GiB: of the GPU, or resident memory of this process."""
+    """Peak memory since `reset_peak` in GiB: of the GPU, or resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     per_unit = 1 if sys.platform == "darwin" else 1024

@@ -1,6 +1,6 @@
 """Optimizer and learning rate. The rate is a function of the step number and needs no state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -13,15 +13,24 @@ from tropism.distributed.training_state import check_plain
 from tropism.distributed.world import World
 from tropism.errors import TropismError, UsageError, first_line
 from tropism.spans import timed_as
+from tropism.train.adamw8bit import NAMES as EIGHT_BIT
+from tropism.train.adamw8bit import AdamW8bit, eight_bit
 from tropism.train.options import RunOptions
 from tropism.train.out_of_memory import ADVICE
 
 
-def build_optimizer(name: str, owned: Owned, weight_decay: float) -> torch.optim.Optimizer:
+def build_optimizer(name: str, owned: Owned, weight_decay: float,
+                    embeddings: Collection[int] = ()) -> torch.optim.Optimizer:
     """AdamW or SGD over this process's parts of the trainable weights; decay acts on matrices, not on norms and biases.
 
-    Both are the fused kernels, which take `found_inf`: a step with a non-finite gradient is then a no-op on the
-    device, without asking the host.
+    Those of torch are the fused kernels, which take `found_inf`: a step with a non-finite gradient is then a no-op on
+    the device, without asking the host.
+
+    Args:
+        name: of the option `optimizer`.
+        owned: the weights.
+        weight_decay: of matrices.
+        embeddings: ids of weights that keep float32 moments. Few rows of an embedding have a gradient in a step.
 
     Raises:
         UsageError: if nothing is trainable.
@@ -31,6 +40,10 @@ def build_optimizer(name: str, owned: Owned, weight_decay: float) -> torch.optim
     groups = [{"params": [p for p in owned.parts if p.dim() >= 2], "weight_decay": weight_decay},
               {"params": [p for p in owned.parts if p.dim() < 2], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
+    if name in EIGHT_BIT:
+        fits = eight_bit(owned.weights, embeddings)
+        narrow = [id(part) for part, small in zip(owned.parts, fits, strict=True) if small]
+        return AdamW8bit(groups, narrow, paged=name.startswith("paged"))
     if name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, fused=True)
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8, fused=True)
@@ -94,7 +107,7 @@ class Scheduled:
 
     @timed_as("optimizer")
     def apply(self, step: int, finite: torch.Tensor) -> float:
-        """As `Updater` says; the device decides, and the host does not wait for it."""
+        """As `Updater` says. With torch's optimizers the device decides, and the host does not wait for it."""
         rate = self.rate(step)
         step_if_finite(self.optimizer, rate, finite.to(self.owned.parts[0].device))
         return rate
@@ -171,7 +184,8 @@ def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any =
     if optimizer is None:
         rate = learning_rates(options.schedule, options.learning_rate, steps, options.warmup_ratio)
         owned = trainable(module)
-        return Scheduled(build_optimizer(options.optimizer, owned, options.weight_decay), owned, rate), []
+        embeddings = {id(layer.weight) for layer in module.modules() if isinstance(layer, torch.nn.Embedding)}
+        return Scheduled(build_optimizer(options.optimizer, owned, options.weight_decay, embeddings), owned, rate), []
     updater = Given(optimizer, scheduler)
     held = {id(parameter) for parameter in updater.owned.weights}
     idle = [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in held]
@@ -203,9 +217,12 @@ def step_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finit
     """Apply the gradients, or nothing if `finite` (a boolean scalar on the device) is False."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.grad_scale = None
-    optimizer.found_inf = (~finite).float().reshape(())
-    optimizer.step()
+    if not isinstance(optimizer, AdamW8bit):
+        optimizer.grad_scale = None
+        optimizer.found_inf = (~finite).float().reshape(())
+        optimizer.step()
+    elif bool(finite):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 

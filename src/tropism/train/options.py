@@ -157,8 +157,9 @@ class OptimizationOptions(Options):
     warmup_ratio: float = Field(0.1, ge=0.0, le=1.0)
     """Share of the optimizer steps used for linear warmup. Warmup step k of w uses k/w of the peak, so no step has
     rate 0."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW with betas 0.9 and 0.999 and eps 1e-8, or plain SGD."""
+    optimizer: Literal["adamw", "adamw8bit", "paged-adamw8bit", "sgd"] = "adamw"
+    """AdamW with betas 0.9 and 0.999 and eps 1e-8, or plain SGD. `adamw8bit` stores the moments of large matrices in 8
+    bits (about 2 bytes per weight instead of 8), `paged-adamw8bit` also moves them to the host if the GPU is full."""
     weight_decay: float = Field(0.0, ge=0.0)
     """Weight decay of matrices. Norms and biases are not decayed. AdamW decouples it from the gradient."""
     max_grad_norm: float = Field(1.0, ge=0.0)

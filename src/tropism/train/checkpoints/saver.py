@@ -24,6 +24,7 @@ from tropism.observe.console import Voice
 from tropism.observe.lock import lend
 from tropism.observe.metrics import direction
 from tropism.observe.rundir import RunDirectory
+from tropism.train.adamw8bit import bytes_per_value
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.rng_state import random_state
 from tropism.train.engine import Engine
@@ -108,10 +109,10 @@ class Saver:
         names, state = adapter_weight_names(self.engine.model.module), self.engine.model.module.state_dict()
         weights = sum(weight.numel() * weight.itemsize for name, weight in state.items()
                       if names is None or name in names)
-        per_weight = 2 if "adam" in type(self.engine.updater.optimizer).__name__.lower() else 1
-        owned = self.engine.updater.owned.weights
-        moments = per_weight * sum(weight.numel() * weight.itemsize for weight in owned)
-        entries = len(state if names is None else names) + per_weight * len(owned)
+        optimizer, owned = self.engine.updater.optimizer, self.engine.updater.owned
+        moments = math.ceil(sum(weight.numel() * bytes_per_value(optimizer, part)
+                                for weight, part in zip(owned.weights, owned.parts, strict=True)))
+        entries = len(state if names is None else names) + 4 * len(owned.weights)
         return checkpoint.space_of(weights + moments, entries, self.root)
 
     def finished(self) -> list[checkpoint.Checkpoint]:

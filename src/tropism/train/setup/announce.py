@@ -102,7 +102,7 @@ def doubtful(options: RunOptions, rows: int, objects: PythonObjects) -> list[str
                      f"is one optimizer step of {count_of(rows, 'row')}. For more steps, use a lower --batch-size.")
     if objects.optimizer is None and options.learning_rate == 0:
         notes.append("--learning-rate is 0, so training changes nothing")
-    if objects.optimizer is None and options.optimizer == "adamw" and options.learning_rate > _HIGH_RATE:
+    if objects.optimizer is None and options.optimizer != "sgd" and options.learning_rate > _HIGH_RATE:
         notes.append(f"--learning-rate {options.learning_rate:g} is very high for AdamW, which moves each weight by "
                      "about the learning rate in a step. Usual values are 1e-6 to 1e-3.")
     return notes

@@ -14,6 +14,7 @@ from tropism.model import moe_router as router
 from tropism.model.config import check_rope
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
+from tropism.train.adamw8bit import check_usable
 from tropism.train.optimizer import check_given
 from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights, facts_at_start, facts_of_data
@@ -55,6 +56,8 @@ def check_start(options: Any, world: World, objects: PythonObjects) -> Named:
         ModelError: if a model is not found.
     """
     def find() -> Named:
+        if objects.optimizer is None:
+            check_usable(options.optimizer, options.precision, world.device, options.parallel.tensor)
         found: dict[str, Any] = {
             "model": ModelSource.of(options.model) if objects.model is None else objects.model}
         for name in ("reference", "teacher"):
