@@ -25,6 +25,7 @@ from tropism.train.evaluation.evaluator import evenly
 from tropism.train.memory import keep_freed_memory
 from tropism.train.optimizer import build_updater
 from tropism.train.options import RunOptions
+from tropism.train.planning.memory import resident
 from tropism.train.preemption import Preemption
 from tropism.train.router_loss import build_router_loss
 from tropism.train.settings import Settings
@@ -33,6 +34,7 @@ from tropism.train.setup.agreement import check_weights
 from tropism.train.setup.announce import sharding_lines, tidy_store
 from tropism.train.setup.checks import place_of, probe_trees
 from tropism.train.setup.data import PreparedData
+from tropism.train.setup.planned import choose_settings
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import StepPlanner, all_trees, own_trees
@@ -116,6 +118,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
         keep_freed_memory(world.mesh is None)
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
         world.on_main(partial(_check_store, inputs.store))
+    before = resident()
     with preemption.at_once():
         module, facts = inputs.policy.build(numerics, options.seed, inputs.voice,
                                             method.needs_reference and inputs.reference is None)
@@ -126,31 +129,25 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
                      f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
     inputs.policy.round_weights(module, model.precision, sharded=False)
     check_weights(world, "model", module)
-    settings = choose_settings(options, numerics, kept)
-    planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, settings.microbatch_tokens,
+    planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, numerics.microbatch_tokens,
                           inputs.data.max_length, world, reuse_prompts=not inputs.live,
                           balanced=options.router_aux_weight > 0)
+    choice = choose_settings(inputs, module, planner, before, kept)
+    (inputs.voice.say if choice.fits else inputs.voice.warn)(choice.sentence)
+    settings = choice.settings
+    planner = replace(planner, microbatch_tokens=settings.microbatch_tokens)
     teacher, reference = _frozen_models(inputs, model, planner, probes, preemption)
     updater, idle = build_updater(module, options, inputs.schedule.total_steps, inputs.objects.optimizer,
                                   inputs.objects.scheduler)
     engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
                     rounding=probe.per_root_token,
                     router_loss=build_router_loss(options.router_aux_weight, model, probes))
-    facts |= {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token,
+    facts |= {"settings": settings.state(), **choice.facts, "layout": probe.layout, "layout_error_nats_per_token": probe.per_token,
               "layout_error_nats_per_root_token": probe.per_root_token}
     if world.mesh is not None:
         for line in sharding_lines(engine.modules, world):
             inputs.voice.say(line)
     return BuiltEngine(engine, planner, facts, settings, idle)
-
-
-def choose_settings(options: RunOptions, numerics: models.Numerics, kept: Settings | None) -> Settings:
-    """The settings of a run: those that the options name, and for `auto` those that are kept or chosen."""
-    auto = kept or Settings(numerics.microbatch_tokens)
-    return Settings(
-        auto.microbatch_tokens if options.microbatch_tokens == "auto" else options.microbatch_tokens,
-        auto.checkpointing if options.checkpointing == "auto" else options.checkpointing,
-        options.offload_checkpoints, auto.compiled if options.compile == "auto" else options.compile == "on")
 
 
 def _check_store(root: Path) -> None:
