@@ -211,6 +211,10 @@ class Voice:
             self._print_table(part)
             start += count
 
+    def table(self, title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+        """Print rows as a table."""
+        self._table(title, columns, list(rows))
+
     def _table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         self.styled((title, "italic"))
         self._print_table((columns, rows))

@@ -1,6 +1,6 @@
 """What a run computes with, as far as its cost depends on it; and the count of its steps.
 
-Decoder layers are alike, so a count of 2 and of 4 layers gives that of all. Models whose layers differ are counted in full.
+Decoder layers are alike, so a count of 1 and of 2 layers gives that of all. Models whose layers differ are counted in full.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ from tropism.train.planning.fake_engine import (
 )
 from tropism.train.step_packs import StepPacks
 
-_FEW = (2, 4)
+_FEW = (1, 2)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from tropism.train.settings import Settings
 from tropism.train.setup import models
 from tropism.train.step_packs import StepPlanner
 
+_FIRST = 8
+"""Steps that are looked at."""
 _PLENTY = 8
 """Nothing is counted for a model whose generous bound is this many times below what there is."""
 
@@ -53,10 +55,11 @@ def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int,
 
 
 def tree_and_step(planner: StepPlanner) -> tuple[int, int]:
-    """Tokens of the largest row, and of the first step of one process."""
+    """Tokens of the largest row, and of the largest of the first steps, of one process."""
     facts = facts_of(planner.rows)
     largest = int((facts.prompt_tokens + facts.tokens.sum(axis=1)).max())
-    return largest, sum(pack.batch.tokens for pack in planner.packs_of(1).packs)
+    first = range(1, min(_FIRST, planner.schedule.total_steps) + 1)
+    return largest, max(sum(pack.batch.tokens for pack in planner.packs_of(number).packs) for number in first)
 
 
 def _neighbors(world: World) -> int:
