@@ -99,7 +99,7 @@ def plan(options: MethodOptions, device: str | None, voice: Voice) -> Plan:
     inputs = _for(inputs, options, chosen)
     found = _planned(inputs, chosen, base)
     if not found.choice.fits:
-        found.advice.extend(_alternatives(inputs, chosen, base))
+        found.advice.extend(_alternatives(inputs, chosen, base, found.memory_bytes))
     return found
 
 
@@ -172,7 +172,7 @@ def _typical(planner: StepPlanner) -> tuple[StepPacks, float]:
         sum(tokens[:_COUNTED]) / sum(tokens))
 
 
-def _alternatives(inputs: RunInputs, device: Device, base: float) -> list[str]:
+def _alternatives(inputs: RunInputs, device: Device, base: float, limit: int) -> list[str]:
     """What would fit."""
     found = []
     for quantize in (None, "nf4"):
@@ -185,7 +185,7 @@ def _alternatives(inputs: RunInputs, device: Device, base: float) -> list[str]:
         other = _planned(_for(inputs, options, device), device, base).choice
         if other.fits:
             how = f"LoRA {lora.rank}" + (f" + {quantize}" if quantize else "")
-            found.append(f"{how} fits {gib(device.memory_bytes)} with {other.settings.microbatch_tokens:,} tokens: "
+            found.append(f"{how} fits {gib(limit)} with {other.settings.microbatch_tokens:,} tokens: "
                          f"--lora.rank {lora.rank}" + (f" --lora.quantize {quantize}" if quantize else ""))
             break
     return found
@@ -203,7 +203,7 @@ def show(found: Plan, voice: Voice) -> None:
               f"disk: {gib(found.checkpoint_bytes)} per checkpoint",
               f"settings: {describe(found.choice.settings)}")
     (voice.say if found.choice.fits else voice.warn)(found.choice.sentence)
-    voice.say("fits" if found.choice.fits else "does not fit" + "".join(f". {one}" for one in found.advice))
+    voice.say(*(["fits"] if found.choice.fits else ["does not fit", *found.advice]))
 
 
 def _duration(seconds: float) -> str:
