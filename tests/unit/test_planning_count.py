@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import row
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from helpers import row
 from tropism.config import KDOptions, KTOOptions, SFTOptions
 from tropism.data.schedule import Schedule
 from tropism.distributed.world import World
@@ -26,7 +26,8 @@ def llama(layers: int) -> Any:
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False)).eval()
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+            tie_word_embeddings=False)).eval()
 
 
 def planner(view: str, values: Any, tokens: int = 2048) -> StepPlanner:

@@ -1,6 +1,7 @@
 """What a run computes with, as far as its cost depends on it; and the count of its steps.
 
-Decoder layers are alike, so a count of 1 and of 2 layers gives that of all. Models whose layers differ are counted in full.
+Decoder layers are alike, so a count of 1 and of 2 layers gives that of all. Models whose layers differ are counted in
+full.
 """
 
 from collections.abc import Callable, Sequence

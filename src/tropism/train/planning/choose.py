@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tropism.errors import clause
+from tropism.errors import clause, first_line
 from tropism.model.checkpointing import Checkpointing
 from tropism.options import size_bytes
 from tropism.train.planning.memory import Needs
@@ -126,9 +126,9 @@ def unpredicted(tried: list[Settings], why: Exception | None) -> Choice:
     Args:
         why: the prediction failed; None if the model is so small that none is needed.
     """
-    reason = "needs little memory" if why is None else f"memory cannot be predicted ({type(why).__name__}: {clause(why)})"
-    return Choice(tried[0], f"memory: {describe(tried[0])}, because the model {reason}" if why is None else
-                  f"memory: {describe(tried[0])}; {reason}")
+    reason = ("the model needs little memory" if why is None else
+              f"memory cannot be predicted ({type(why).__name__}: {clause(first_line(why))})")
+    return Choice(tried[0], f"memory: {describe(tried[0])}; {reason}")
 
 
 def describe(settings: Settings) -> str:

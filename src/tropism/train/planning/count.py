@@ -1,7 +1,7 @@
 """Counts the operations of a step without computing them: FLOPs, bytes, launches, host waits and live memory.
 
-The step runs on fake tensors, which have shapes but no values, under a mode that sees every operation. What it counts is
-therefore the code that trains, not a formula beside it.
+The step runs on fake tensors, which have shapes but no values, under a mode that sees every operation. What it counts
+is therefore the code that trains, not a formula beside it.
 """
 
 import weakref
@@ -21,7 +21,8 @@ Kind = Literal["element-wise", "products", "attention", "head"]
 KINDS: tuple[Kind, ...] = ("element-wise", "products", "attention", "head")
 
 _aten = torch.ops.aten
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "linear", "_linear_pointwise", "addmv", "mv")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "linear", "_linear_pointwise", "addmv",
+             "mv")
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _GATHERS = ("embedding", "index_select", "gather", "index", "slice", "_unsafe_index")
 

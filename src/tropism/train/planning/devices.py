@@ -1,7 +1,7 @@
 """Devices: their memory and rates, and the time of counted work on them.
 
-The time of an operation is what its FLOPs take at the attainable rate or its bytes at the attainable bandwidth, whichever
-is longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785). A GPU whose host cannot launch
+The time of an operation is what its FLOPs take at the attainable rate or its bytes at the attainable bandwidth,
+whichever is longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785). A GPU whose host cannot launch
 operations as fast waits for the host.
 """
 

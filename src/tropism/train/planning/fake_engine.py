@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,8 +14,6 @@ from transformers import AttentionInterface
 
 from tropism.data.batching.collate import Batch
 from tropism.data.tree import PromptTree
-from tropism.distributed.world import World
-from tropism.methods import Method
 from tropism.model import attention as tree_attention
 from tropism.model.bf16_weights import roundable
 from tropism.model.head.divergence import Comparison, TopK

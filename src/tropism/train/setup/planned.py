@@ -24,8 +24,8 @@ _PLENTY = 8
 
 
 def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int, kept: Settings | None) -> Choice:
-    """The settings of a run: those that the options name, and for `auto` those that are kept or chosen. The same on all
-    processes, which call this together.
+    """The settings of a run: those that the options name, and for `auto` those that are kept or chosen. They are the
+    same on all processes, which call this together.
 
     Args:
         inputs: `RunInputs` of the run.
