@@ -1,8 +1,8 @@
 """Devices: their memory and rates, and the time of counted work on them.
 
 The time of an operation is what its FLOPs take at the attainable rate or its bytes at the attainable bandwidth,
-whichever is longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785). A GPU whose host cannot launch
-operations as fast waits for the host.
+whichever is longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785). A GPU whose host cannot
+launch operations as fast waits for the host.
 """
 
 import time
@@ -93,7 +93,8 @@ def this_gpu(device: torch.device, memory_bytes: int) -> Device:
 def _timed(action: Callable[[], object]) -> float:
     """Seconds of one call: the median of the calls that fit into the time of a trial."""
     action()
-    began, taken = time.perf_counter(), []
+    taken: list[float] = []
+    began = time.perf_counter()
     while not taken or time.perf_counter() - began < _TRIAL_S:
         start = time.perf_counter()
         action()

@@ -281,7 +281,7 @@ class _Phased(LanguageModel):
 
         def take(weight: Tensor) -> None:
             done[0] += 1
-            counter.hold(weight.grad, "gradients")  # type: ignore[arg-type]
+            counter.hold(weight.grad, "gradients")
             if 2 * done[0] > len(weights):
                 counter.phase = f"{done[1]} backward, late"
 

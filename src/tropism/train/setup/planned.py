@@ -7,11 +7,12 @@ from tropism.data.row_facts import facts_of
 from tropism.distributed.shard import is_sharded
 from tropism.distributed.world import World
 from tropism.model import load
+from tropism.model.checkpointing import Checkpointing
 from tropism.model.source import ModelSource
 from tropism.train.frozen import teacher as teachers
 from tropism.train.planning.blueprint import Blueprint
 from tropism.train.planning.choose import Choice, candidates, choose, limit_of, unpredicted
-from tropism.train.planning.memory import available, base_bytes
+from tropism.train.planning.memory import Needs, available, base_bytes
 from tropism.train.planning.needs import measure, quick_bound
 from tropism.train.settings import Settings
 from tropism.train.setup import models
@@ -42,13 +43,14 @@ def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int,
     own = inputs.policy.skeleton(inputs.numerics) if is_sharded(module) else module
     if options.memory_limit is None and _PLENTY * quick_bound(own, tried[0].microbatch_tokens) < limit:
         return unpredicted(tried, None)
-    blueprint = blueprint_of(inputs, own, planner.layout)
     base = base_bytes(world.device, before)
+
+    def needs(level: Checkpointing) -> Needs:
+        blueprint = blueprint_of(inputs, own, planner.layout)
+        return measure(blueprint, planner, tried[0].microbatch_tokens, base, level, shards=shards)
+
     try:
-        largest, step = tree_and_step(planner)
-        found = choose(tried, limit, options.memory_limit is not None,
-                       lambda level: measure(blueprint, planner, tried[0].microbatch_tokens, base, level, shards=shards),
-                       largest, step)
+        found = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner))
     except Exception as error:  # models may do anything with their tensors; a run does not fail by its prediction
         found = unpredicted(tried, error)
     return found.at(tried, world.max([tried.index(found.settings)])[0])
