@@ -22,7 +22,8 @@ _INLINE = 12
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
           "TIB": 2**40}
 _VALUES = {"model": "MODEL", "reference": "MODEL", "teacher": "MODEL", "data": "DATA", "eval_data": "DATA",
-           "output": "PATH", "store": "DIR", "store_limit": "SIZE", "log_dir": "DIR", "loss": "NAMES",
+           "output": "PATH", "store": "DIR", "store_limit": "SIZE",
+           "memory_limit": "SIZE", "log_dir": "DIR", "loss": "NAMES",
            "loss_weights": "NUMBERS", "track": "NAMES", "lora.targets": "NAMES", "lora.modules_to_save": "NAMES",
            "lora.adapter": "DIR", "keep_best": "METRIC", "stop_metric": "METRIC", "max_time": "TIME", "resume": "PATH",
            "chat_template": "FILE", "columns": "NAME=COLUMN", "labels": "WORD=MEANING",

@@ -25,6 +25,33 @@ def spelled_out(tokens: list[str]) -> list[str]:
     return join_booleans(with_config(tokens))
 
 
+def planned(tokens: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The command that `plan` plans, and the values of plan's own options.
+
+    Args:
+        tokens: behind `plan`: a method or a YAML file, and options.
+
+    Raises:
+        UsageError: if there is neither, or an option has no value.
+    """
+    if not tokens or tokens[0].startswith("-"):
+        raise UsageError("CONFIG or a method is required. Example: tropism plan kto --model MODEL --data DATA")
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    remaining = iter(tokens[1:])
+    for token in remaining:
+        name, joined, value = token.partition("=")
+        if name not in ("--device", "--json"):
+            rest.append(token)
+            continue
+        given = value if joined else next(remaining, "")
+        if not given or given.startswith("--"):
+            raise UsageError(f"{name} needs a value")
+        own[name] = given
+    command = [tokens[0]] if tokens[0] in METHODS else ["train", tokens[0]]
+    return [*command, *rest, *(() if "output" in names_of(rest) else ("--output=planned",))], own
+
+
 def with_config(tokens: list[str]) -> list[str]:
     """Replace `train FILE ...` and `METHOD --config FILE ...` by a method, the options of FILE, and the others."""
     if tokens[:2] == ["train", "--config"]:

@@ -35,6 +35,17 @@ def check_training(options: MethodOptions) -> None:
     if checkpoint is not None and not (checkpoint.is_dir() or checkpoint.with_name(f"{checkpoint.name}.new").is_dir()):
         raise UsageError(f"{checkpoint}: cannot resume: directory not found")
     check_creatable(output)
+    check_planning(options)
+    if options.track:
+        check_names(options.track.split(","))
+
+
+def check_planning(options: MethodOptions) -> None:
+    """Check the paths that a run reads.
+
+    Raises:
+        TropismError: a subclass that names the path.
+    """
     find_model(options.model)
     for name in ("reference", "teacher"):
         value = getattr(options, name, None)
@@ -43,8 +54,6 @@ def check_training(options: MethodOptions) -> None:
     if options.lora.adapter is not None:
         find_adapter(options.lora.adapter)
     _check_data(options, options.data, options.eval_data)
-    if options.track:
-        check_names(options.track.split(","))
 
 
 def check_scoring(model: str, options: ScoringOptions) -> None:

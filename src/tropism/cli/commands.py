@@ -5,12 +5,19 @@ What imports torch is imported in a command, after its paths were checked and it
 
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from cyclopts import App, CycloptsError, Parameter
 
-from tropism.cli.arguments import note, spelled_out
-from tropism.cli.before_torch import check_exporting, check_inspection, check_scoring, check_training, start
+from tropism.cli.arguments import note, planned, spelled_out
+from tropism.cli.before_torch import (
+    check_exporting,
+    check_inspection,
+    check_planning,
+    check_scoring,
+    check_training,
+    start,
+)
 from tropism.cli.other_names import translate
 from tropism.cli.table import COMMANDS
 from tropism.cli.usage_errors import explain_error, known_options
@@ -39,6 +46,9 @@ app.command(store)
 _began: ContextVar[float | None] = ContextVar("began", default=None)
 """Monotonic time at which the command line was called: `--max-time` counts from it."""
 
+_planning: ContextVar[dict[str, str] | None] = ContextVar("planning", default=None)
+"""Options of `tropism plan`, if the run is planned instead of started."""
+
 _Flat = Parameter(name="*")
 _SCORING = ScoringOptions()
 _Name = Annotated[str, Parameter(converter=lambda _, tokens: check_file_name(tokens[0].value))]
@@ -46,6 +56,7 @@ _File = Annotated[Path, Parameter(converter=lambda _, tokens: Path(check_file_na
 _Output = Annotated[Path, Parameter(
     converter=lambda _, tokens: Path(check_file_name(tokens[0].value, for_models=True)))]
 _Size = Annotated[str, Parameter(converter=lambda _, tokens: check_size(tokens[0].value))]
+_Device = Literal["h100-80gb", "h200", "a100-80gb", "rtx4090", "cpu"]
 _DType = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
 
 
@@ -67,6 +78,10 @@ def call(tokens: list[str], began: float) -> int:
         typed = " ".join(tokens[:2]) if inside else tokens[0]
         raise UsageError(f"unknown command {typed}. {did_you_mean(typed, COMMANDS)}")
     _began.set(began)
+    _planning.set(None)
+    if tokens[0] == "plan":
+        tokens, own = planned(tokens[1:])
+        _planning.set(own)
     tokens = spelled_out(translate(tokens, known_options(tokens), note))
     try:
         return int(app(tokens, exit_on_error=False, print_error=False) or 0)
@@ -75,12 +90,37 @@ def call(tokens: list[str], began: float) -> int:
 
 
 def _run(options: MethodOptions) -> int:
+    if (own := _planning.get()) is not None:
+        return _plan(options, own)
     check_training(options)
     start(Voice(), options.method, model=options.model, teacher=getattr(options, "teacher", None), data=options.data,
           output=options.output)
     from tropism.runner import run
 
     run(options, began=_began.get())
+    return 0
+
+
+def _plan(options: MethodOptions, own: dict[str, str]) -> int:
+    device, json = own.get("--device"), None
+    if device is not None and device not in get_args(_Device):
+        raise UsageError(f"--device: {device!r} is not one of {', '.join(get_args(_Device))}")
+    if "--json" in own:
+        try:
+            json = Path(check_file_name(own["--json"]))
+        except ValueError as error:
+            raise UsageError(f"--json: {error}") from None
+    check_reports(json, inputs=",".join(filter(None, (options.data, options.eval_data, options.model))))
+    check_planning(options)
+    voice = voice_beside(json)
+    start(voice, "plan", method=options.method, model=options.model, teacher=getattr(options, "teacher", None),
+          data=options.data, device=device)
+    from tropism.commands import plan as planning
+
+    found = planning.plan(options, device, voice)
+    planning.show(found, voice)
+    if json is not None:
+        write_json(json, found.to_json())
     return 0
 
 
@@ -204,6 +244,12 @@ def train(config: Path) -> int:
 def resume(run: Path) -> int:
     """Never called: `spelled_out` replaces it by the method of the run."""
     raise NotImplementedError(run)
+
+
+@app.command
+def plan(config: Path, *, device: _Device | None = None, json: _File | None = None) -> int:
+    """Never called: `planned` replaces it by the method of the run."""
+    raise NotImplementedError(config, device, json)
 
 
 @app.command

@@ -93,6 +93,17 @@ COMMANDS: dict[str, Command] = {
         ("tropism resume runs/first", "tropism resume runs/first --max-steps 2000"),
         (Argument("RUN", "Run directory, or one of its checkpoints.", required=True),
          Argument("--KEY VALUE", "Override an option that may change, such as --max-steps."))),
+    "plan": Command(
+        "Train", "Predict the memory and time of a run, without its weights.",
+        ("tropism plan kto --model Qwen/Qwen3-0.6B --data feedback.jsonl --device rtx4090",
+         "tropism plan runs/first/config.yaml --json plan.json"),
+        (Argument("CONFIG", "YAML file with `method:` and options, or a method: kto, dpo, sft or kd.", required=True),
+         Argument("--KEY VALUE", "Any option of training. `--output` is not needed."),
+         Argument("--device NAME", "Device to plan for: h100-80gb, h200, a100-80gb, rtx4090 or cpu.",
+                  default="this machine"),
+         Argument("--json FILE", _JSON)),
+        note="Shows peak memory by component, the settings that the run would choose and why, and what would fit "
+             "if it does not."),
     "inspect": Command(
         "Data", "Preview data as training will see it.",
         ("tropism inspect feedback.jsonl --model Qwen/Qwen3-0.6B",

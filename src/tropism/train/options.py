@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from tropism.errors import UsageError
 from tropism.model.options import LoraOptions
-from tropism.options import Everyday, Options, size_bytes
+from tropism.options import Everyday, Options, check_size, size_bytes
 from tropism.train.interval import Interval, seconds_of
 
 Schedule = Literal["linear", "cosine", "constant", "polynomial", "cosine_with_min_lr", "inverse_sqrt"]
@@ -208,6 +208,12 @@ class ComputeOptions(Options):
     def _auto(cls, value: Any) -> Any:
         """Accept null in YAML, as earlier versions wrote it."""
         return "auto" if value is None else value
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _limit(cls, value: Any) -> Any:
+        """Accept a number of bytes."""
+        return None if value is None else check_size(str(value).strip())
 
 
 class EvaluationOptions(Options):

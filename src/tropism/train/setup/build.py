@@ -18,7 +18,6 @@ from tropism.distributed.world import World
 from tropism.errors import OutputError, UsageError, count_of
 from tropism.files import check_writable
 from tropism.methods import Method
-from tropism.model.compiled import worth_compiling
 from tropism.model.cpu_products import Products, available, choose_products, use_products
 from tropism.model.language_model import LanguageModel
 from tropism.model.layout_check import choose_layout
@@ -29,6 +28,7 @@ from tropism.train.memory import keep_freed_memory
 from tropism.train.optimizer import build_updater
 from tropism.train.options import RunOptions
 from tropism.train.out_of_memory import place_of
+from tropism.train.planning.memory import resident
 from tropism.train.preemption import Preemption
 from tropism.train.router_loss import build_router_loss
 from tropism.train.settings import Settings
@@ -39,6 +39,7 @@ from tropism.train.setup.checks import probe_trees
 from tropism.train.setup.cpu_load import cpu_notes
 from tropism.train.setup.data import PreparedData
 from tropism.train.setup.memory_and_speed import with_settings
+from tropism.train.setup.planned import choose_settings
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import StepPlanner, all_trees, own_trees
@@ -124,6 +125,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
             inputs.voice.warn(note)
     if (method.needs_reference and not inputs.live) or getattr(options, "top_k", None):
         world.on_main(partial(_check_store, inputs.store))
+    before = resident()
     with preemption.at_once():
         module, facts = inputs.policy.build(numerics, options.seed, inputs.voice,
                                             method.needs_reference and inputs.reference is None)
@@ -134,38 +136,26 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
                      f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
     inputs.policy.round_weights(module, model.precision, sharded=False)
     check_weights(world, "model", module)
-    settings = choose_settings(options, numerics, kept, inputs.schedule.total_steps)
-    inputs, settings = settle_products(inputs, settings, module, kept)
-    model, settings = with_settings(model, settings, probes, world, inputs.voice, options.compile == "on")
-    planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, settings.microbatch_tokens,
+    planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, numerics.microbatch_tokens,
                           inputs.data.max_length, world, reuse_prompts=not inputs.live,
                           balanced=options.router_aux_weight > 0)
+    choice = choose_settings(inputs, module, planner, before, kept)
+    (inputs.voice.say if choice.fits else inputs.voice.warn)(choice.sentence)
+    inputs, settings = settle_products(inputs, choice.settings, module, kept)
+    model, settings = with_settings(model, settings, probes, world, inputs.voice, options.compile == "on")
+    planner = replace(planner, microbatch_tokens=settings.microbatch_tokens)
     teacher, reference = _frozen_models(inputs, model, planner, probes, preemption)
     updater, idle = build_updater(module, options, inputs.schedule.total_steps, inputs.objects.optimizer,
                                   inputs.objects.scheduler)
     engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
                     rounding=probe.per_root_token,
                     router_loss=build_router_loss(options.router_aux_weight, model, probes))
-    facts |= {"settings": settings.state()}
-    facts |= {"layout": probe.layout, "layout_error_nats_per_token": probe.per_token,
+    facts |= {"settings": settings.state(), **choice.facts, "layout": probe.layout, "layout_error_nats_per_token": probe.per_token,
               "layout_error_nats_per_root_token": probe.per_root_token, "products": settings.products}
     if world.mesh is not None:
         for line in sharding_lines(engine.modules, world):
             inputs.voice.say(line)
     return BuiltEngine(engine, planner, facts, settings, idle)
-
-
-def choose_settings(options: RunOptions, numerics: models.Numerics, kept: Settings | None, steps: int) -> Settings:
-    """The settings of a run: those that the options name, and for `auto` those that are kept or chosen."""
-    auto = kept or Settings(numerics.microbatch_tokens, "full" if options.offload_checkpoints else "none",
-                            compiled=worth_compiling(steps, numerics.device))
-    tokens, checkpointing = options.microbatch_tokens, options.checkpointing
-    if tokens == "auto" or tokens == auto.asked_tokens:  # a step ran out of memory with what is still asked for
-        tokens = auto.microbatch_tokens
-    if checkpointing == "auto" or checkpointing == auto.asked_checkpointing:
-        checkpointing = auto.checkpointing
-    return replace(auto, microbatch_tokens=tokens, checkpointing=checkpointing, offload=options.offload_checkpoints,
-                   compiled=auto.compiled if options.compile == "auto" else options.compile == "on")
 
 
 def settle_products(inputs: RunInputs, settings: Settings, module: Any,

@@ -122,6 +122,18 @@ class PolicyBuilder:
         if by_name:
             make_structure(model, its_config)
 
+    def skeleton(self, numerics: Numerics) -> Any:
+        """The policy with its adapter on the meta device, with the dtypes that it has in a run. A module from the user
+        is returned as it is."""
+        if not isinstance(self.named, ModelSource):
+            return self.named
+        remote = numerics.trust_remote_code
+        model = load.skeleton(load.load_config(self.named, trust_remote_code=remote),
+                              dtype=load.weights_dtype(numerics.precision), trust_remote_code=remote)
+        if self.adapts:
+            make_structure(model, self._config(model))
+        return model.eval()
+
     def module(self, numerics: Numerics, seed: int) -> Any:
         """The policy's module with its adapter, before step 1."""
         if not self.adapts:
@@ -129,7 +141,7 @@ class PolicyBuilder:
         if self.lora.quantize is not None:
             module = load.load_model(self.named, numerics.precision, numerics.device, quantize=self.lora.quantize,
                                      trust_remote_code=numerics.trust_remote_code,
-                                     plain=self._plain_names(numerics.trust_remote_code))
+                                     plain=self.plain_names(numerics.trust_remote_code))
         elif self.held:
             module = numerics.module(self.named)
         else:
@@ -244,7 +256,7 @@ class PolicyBuilder:
         return module, {"adapter": asdict(facts), "adapter_config": adapter_files.values_of(config)} | (
             {} if known is None else {"base_weights": known})
 
-    def _plain_names(self, trust_remote_code: bool) -> list[str]:
+    def plain_names(self, trust_remote_code: bool) -> list[str]:
         """Full names of the modules that are not quantized: those in peft's `modules_to_save`, and the output head."""
         config = load.load_config(self.named, trust_remote_code=trust_remote_code)
         model = load.skeleton(config, trust_remote_code=trust_remote_code)

@@ -1,0 +1,1 @@
+"""What a run needs: memory and time, counted before it begins, and the settings that follow."""

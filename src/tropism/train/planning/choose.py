@@ -1,0 +1,147 @@
+"""Chooses how a run computes: what `auto` stands for, from what packs need and what memory there is."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tropism.errors import clause, first_line
+from tropism.model.checkpointing import Checkpointing
+from tropism.options import size_bytes
+from tropism.train.planning.memory import Needs
+from tropism.train.settings import Settings
+
+MeasureNeeds = Callable[[Checkpointing], Needs]
+
+TOKENS = {"cpu": 2048, "cuda": 32768}
+"""Tokens of a pack that `auto` takes at most: more are not faster."""
+_FAST = {"cpu": 512, "cuda": 8192}
+"""Tokens of a pack below which recomputing activations costs less than smaller packs."""
+_FEWEST = 128
+_USED = 0.95
+"""Share of the limit that a prediction may take."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings with their reason.
+
+    Args:
+        settings: of the run.
+        sentence: for the log.
+        facts: for the manifest.
+        fits: the prediction does not exceed the limit; True without one.
+        components: predicted bytes by component; empty if nothing was predicted.
+    """
+
+    settings: Settings
+    sentence: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    fits: bool = True
+    components: dict[str, float] = field(default_factory=dict)
+
+    def at(self, tried: list[Settings], number: int) -> "Choice":
+        """This choice with the settings of a number, which several processes have agreed on."""
+        if tried[number] == self.settings:
+            return self
+        return replace(self, settings=tried[number],
+                       sentence=f"memory: {describe(tried[number])}, as another process needs it")
+
+
+def limit_of(options: Any, there: int) -> int:
+    """Bytes that a process may use: `--memory-limit`, else what is there."""
+    return there if options.memory_limit is None else size_bytes(options.memory_limit)
+
+
+def candidates(options: Any, kind: str, kept: Settings | None, worth: bool = False) -> list[Settings]:
+    """Settings to try, fastest first. What the options name, or a resumed run has kept, is the same in all.
+
+    Args:
+        kind: type of the device.
+        worth: layers are worth compiling.
+    """
+    auto = kept or Settings(TOKENS[kind], compiled=worth)
+    compiled = auto.compiled if options.compile == "auto" else options.compile == "on"
+    offload = options.offload_checkpoints
+    tokens = [options.microbatch_tokens]
+    # A step ran out of memory with what is still asked for: the run keeps what it went on with.
+    if kept and options.microbatch_tokens in ("auto", kept.asked_tokens):
+        tokens = [kept.microbatch_tokens]
+    elif options.microbatch_tokens == "auto":
+        tokens = list(_halved(TOKENS[kind], _FEWEST))
+    levels: list[Checkpointing] = [options.checkpointing]
+    if kept and options.checkpointing in ("auto", kept.asked_checkpointing):
+        levels = [kept.checkpointing]
+    elif options.checkpointing == "auto":
+        levels = ["full"] if offload else ["none", "selective", "full"]
+    fast = [size for size in tokens if size >= _FAST[kind]] or tokens[:1]
+    order = [(size, level) for level in levels for size in fast]
+    order += [(size, levels[-1]) for size in tokens if size not in fast]
+    return [replace(auto, microbatch_tokens=size, checkpointing=level, offload=offload and level == "full",
+                    compiled=compiled) for size, level in order]
+
+
+def _halved(size: int, least: int) -> Iterable[int]:
+    while size >= least:
+        yield size
+        size //= 2
+
+
+def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds, largest: int, step: int) -> Choice:
+    """The first settings that fit into the limit; the last ones if none do.
+
+    Args:
+        tried: of `candidates`.
+        limited: the user set the limit.
+        needs: measures the memory of packs under a level of checkpointing.
+        largest: tokens of the largest tree, which no pack divides.
+        step: tokens of a step of one process.
+    """
+    measured: dict[Checkpointing, Needs] = {}
+    found: dict[str, float] = {}
+    for settings in tried:
+        level = settings.checkpointing
+        if level not in measured:
+            measured[level] = needs(level)
+        tokens = min(max(settings.microbatch_tokens, largest), max(step, largest))
+        found = measured[level].components(tokens, several=settings.microbatch_tokens < step)
+        if sum(found.values()) <= _USED * limit:
+            return _chosen(settings, found, limit, limited, True)
+    return _chosen(tried[-1], found, limit, limited, False, measured[tried[-1].checkpointing].least)
+
+
+def _chosen(settings: Settings, found: dict[str, float], limit: int, limited: bool, fits: bool,
+            least: float = 0.0) -> Choice:
+    peak = sum(found.values())
+    whose = "the limit of " if limited else ""
+    sentence = (f"memory: {gib(peak)} predicted of {whose}{gib(limit)}; {describe(settings)}")
+    if not fits:
+        sentence += ". This is more than there is. " + (
+            "Weights and optimizer state alone need "
+            f"{gib(least)}. Use --lora.rank 16, or a smaller model." if least > limit else
+            "If memory runs out, use a lower --max-length or --lora.rank 16.")
+    facts = {"predicted_peak_bytes": round(peak), "memory_limit_bytes": limit,
+             "predicted_components_bytes": {name: round(size) for name, size in found.items()}}
+    return Choice(settings, sentence, facts, fits, found)
+
+
+def unpredicted(tried: list[Settings], why: Exception | None) -> Choice:
+    """The fastest settings, if nothing was or can be predicted.
+
+    Args:
+        why: the prediction failed; None if the model is so small that none is needed.
+    """
+    reason = ("the model needs little memory" if why is None else
+              f"memory cannot be predicted ({type(why).__name__}: {clause(first_line(why))})")
+    return Choice(tried[0], f"memory: {describe(tried[0])}; {reason}")
+
+
+def describe(settings: Settings) -> str:
+    """The settings in words."""
+    kept = {"none": "no checkpointing", "selective": "selective checkpointing", "full": "full checkpointing"}
+    return (f"packs of {settings.microbatch_tokens:,} tokens, {kept[settings.checkpointing]}"
+            + (", compiled layers" if settings.compiled else ""))
+
+
+def gib(size: float) -> str:
+    """A size in GiB."""
+    return f"{size / 2**30:,.1f} GiB"

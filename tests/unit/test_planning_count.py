@@ -1,0 +1,142 @@
+"""The count of a step on tensors without values: by hand, and few layers against all."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from helpers import row
+from tropism.config import KDOptions, KTOOptions, SFTOptions
+from tropism.data.schedule import Schedule
+from tropism.distributed.world import World
+from tropism.methods.build import build_method
+from tropism.train.frozen.teacher import compare_as
+from tropism.train.planning.blueprint import Blueprint
+from tropism.train.planning.count import Count, Counter
+from tropism.train.planning.needs import held_in, measure, one_pack
+from tropism.train.step_packs import StepPlanner
+
+WIDTH, MLP, VOCABULARY, TOKENS = 32, 64, 120, 40
+ROWS = [row(range(1 + n, 9 + n), range(20, 54), desirable=bool(n % 2), id=str(n)) for n in range(4)]
+
+
+def llama(layers: int) -> Any:
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+            tie_word_embeddings=False)).eval()
+
+
+def planner(view: str, values: Any, tokens: int = 2048) -> StepPlanner:
+    method = build_method(view, values, [row.desirable for row in ROWS], False)
+    schedule = Schedule(tuple(range(4)), 4, 0, 1, None, False, False, method.needs_reference_point)
+    return StepPlanner(ROWS, schedule, method, "tree", tokens, 128, World(0, 1, torch.device("cpu")))
+
+
+def blueprint(layers: int, options: Any, method: Any, **parts: Any) -> Blueprint:
+    return Blueprint(options, llama(layers), "tree", "fp32", method, **parts)
+
+
+def test_the_matrix_products_of_a_step_are_those_of_its_tokens() -> None:
+    """6 FLOPs per weight of the layers and token; the head's are apart, with its logits computed twice at most."""
+    options = SFTOptions(model="m", data="d", output="o")
+    plan = planner("single", options.values)
+    step = plan.packs_of(1)
+    count = blueprint(1, options, plan.method).count([step])
+    per_layer = WIDTH * WIDTH * 2 + WIDTH * WIDTH + 3 * WIDTH * MLP  # q, o; k and v of half the size; gate, up, down
+    tokens = sum(pack.batch.tokens for pack in step.packs)
+    assert count.costs["products"].flops == 6 * per_layer * tokens
+    supervised = sum(len(pack.batch.target_ids) for pack in step.packs)
+    assert count.costs["head"].flops in (6 * supervised * WIDTH * VOCABULARY, 8 * supervised * WIDTH * VOCABULARY)
+    weights = 4 * (per_layer + 2 * WIDTH + WIDTH + 2 * WIDTH * VOCABULARY)
+    held = held_in(count)
+    assert weights <= held["weights"] <= weights + 200  # buffers of the rotary embedding
+    assert held["gradients"] == weights
+    assert 2 * weights <= held["optimizer"] <= 2 * weights + 1000
+    assert count.waits == 0
+
+
+@pytest.mark.parametrize(("method", "checkpointing"), [
+    ("kto", "none"), ("kd", "none"), ("kto", "full"), ("live", "selective")])
+def test_few_layers_give_the_count_of_all(method: str, checkpointing: Any) -> None:
+    """Also with a teacher of another depth, a live reference and leaves that continue prompts."""
+    options: Any = KDOptions(model="m", data="d", output="o", teacher="t") if method == "kd" else KTOOptions(
+        model="m", data="d", output="o")
+    plan = planner(options.view, options.values, 80)
+    parts: dict[str, Any] = {"reference": {"kto": "stored", "live": "live"}.get(method)}
+    if method == "kd":
+        parts |= {"teacher": llama(4), "comparison": compare_as(options, VOCABULARY)}
+    drawn = blueprint(5, options, plan.method, **parts)
+    step = plan.packs_of(1)
+    assert len(step.packs) > 1
+    quick, full = drawn.count([step], checkpointing), drawn._engine(checkpointing, [None, None]).count([step])
+    for kind, cost in full.costs.items():
+        for name in ("flops", "bytes", "launches"):
+            assert getattr(quick.costs[kind], name) == pytest.approx(getattr(cost, name), rel=1e-6), (kind, name)
+    assert quick.peak == pytest.approx(full.peak, rel=0.05)
+    assert (held_in(quick)["teacher"] > 0) is (method == "kd")
+    assert (held_in(quick)["reference"] > 0) is (method == "live")
+
+
+def test_checkpointing_needs_less_memory_and_more_products() -> None:
+    options = SFTOptions(model="m", data="d", output="o")
+    plan = planner("single", options.values)
+    drawn = blueprint(4, options, plan.method)
+    peaks = [drawn.count([plan.packs_of(1)], level).peaks["0 forward"]["activations"]
+             for level in ("none", "selective", "full")]
+    assert peaks[0] > peaks[1] > peaks[2]
+    recomputed = drawn.count([plan.packs_of(1)], "full").costs["products"].flops
+    assert recomputed > 1.2 * drawn.count([plan.packs_of(1)]).costs["products"].flops
+
+
+def test_packs_of_two_sizes_tell_those_between() -> None:
+    """The prediction at another size is the count there."""
+    options = KTOOptions(model="m", data="d", output="o")
+    plan = planner("unpaired", options.values, 200)
+    drawn = blueprint(4, options, plan.method, reference="stored")
+    needs = measure(drawn, plan, 200, 1000.0, "none")
+    assert needs.small.tokens < needs.large.tokens
+    between = one_pack(planner("unpaired", options.values, 90).packs_of(1))
+    count = drawn.count([between])
+    predicted = needs.components(between.packs[0].batch.tokens, several=False)
+    assert sum(predicted.values()) - 1000 == pytest.approx(count.peak, rel=0.06)
+
+
+def test_live_memory_is_followed_until_it_is_freed() -> None:
+    counter = Counter()
+    with FakeTensorMode(), counter:
+        kept = torch.empty(1000)
+        with counter.allocating("other"):
+            gone = torch.empty(500) + 1
+            view = gone[:10]
+        del gone
+        assert counter.count.live == {"activations": 4000, "other": 2000}  # the view keeps it
+        del view
+        assert counter.count.live["other"] == 0
+        counter.hold(kept, "weights")
+        assert counter.count.live["weights"] == 4000
+    assert counter.count.peak == 8000
+    assert counter.count.total().launches == 1
+
+
+def test_reads_by_the_host_are_counted() -> None:
+    counter = Counter()
+    with FakeTensorMode(), counter:
+        values = torch.empty(3)
+        assert float(values.sum()) == 1.0
+        assert bool((values > 0).any())
+    assert counter.count.waits == 2
+    assert isinstance(counter.count, Count)
+
+
+def test_attention_of_a_gpu_is_one_call() -> None:
+    options = SFTOptions(model="m", data="d", output="o")
+    plan = planner("single", options.values)
+    step = plan.packs_of(1)
+    host, gpu = (blueprint(2, options, plan.method, gpu=gpu).count([step]) for gpu in (False, True))
+    assert gpu.costs["attention"].launches == 2 * 3 * len(step.packs)
+    assert gpu.costs["products"].flops == host.costs["products"].flops
+    assert 0.5 < gpu.costs["attention"].flops / host.costs["attention"].flops < 2
