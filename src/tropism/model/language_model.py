@@ -13,7 +13,7 @@ from tropism.data.batching.collate import Batch, Layout
 from tropism.distributed.shard import part_of, prepare_backward, travels_in, within
 from tropism.errors import ModelError
 from tropism.model.adapters.switch import without_input_cast
-from tropism.model.attention import NAME, TreePass, plain_implementation
+from tropism.model.attention import NAME, TreePass, plain_implementation, tree_arguments
 from tropism.model.head.divergence import Comparison, Targets
 from tropism.model.head.logprob import head_of
 from tropism.model.moe_router import RouterLogits, compute_experts
@@ -119,7 +119,8 @@ class LanguageModel:
         return self._within(lambda: (self._hidden(batch, tree, routed),), tree)[0]
 
     def _hidden(self, batch: Batch, tree: TreePass | None, routed: RouterLogits | None) -> Tensor:
-        kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
+        kwargs: dict[str, Any] = {"attention_mask": batch.attention_mask} if tree is None else tree_arguments(
+            self.module, tree, self.device)
         if routed is not None:
             kwargs["output_router_logits"] = True
         with computing(self.module, self.precision, self.device):
