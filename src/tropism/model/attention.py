@@ -4,7 +4,8 @@ Queries of a segment (a prompt or a completion) see the keys of their tree's pro
 with the last query aligned to the last key. With these keys gathered, one plain variable-length call suffices. It is
 exact, needs no mask and no recompilation, and handles sliding windows, since gathered keys are contiguous in position.
 On CUDA it is `varlen_attn`; elsewhere one scaled-dot-product call per segment. Soft-caps of attention scores and
-attention sinks are computed in plain operations.
+attention sinks are computed in plain operations. Where prompts have many completions, the keys of a prompt are not
+gathered for each of them: `merged_attention` attends to prompts and to own keys apart.
 
 Nothing here waits for the device: lengths are kept on the host.
 """
@@ -23,6 +24,7 @@ from transformers import AttentionInterface
 
 from tropism.data.batching.collate import Segments
 from tropism.errors import ModelError
+from tropism.model.merged_attention import merged_attention
 
 NAME = "tropism_tree"
 
@@ -35,7 +37,7 @@ _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output
 
 @dataclass(slots=True)
 class TreePass:
-    """One forward pass over packed trees. Every attention layer gets it as the keyword argument `tree`, or with the mask.
+    """One forward pass over packed trees. Attention layers get it as the keyword argument `tree`, or with the mask.
 
     Args:
         segments: which queries see which keys.
@@ -71,7 +73,7 @@ class TreePass:
         of floating point may be cast on the way.
         """
         mask = torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
-        mask.tropism_tree = self  # type: ignore[attr-defined]
+        mask.tropism_tree = self
         return mask
 
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
@@ -121,15 +123,20 @@ def tree_attention(
     key, value = tree.with_earlier(module, key, value)
     if sliding_window is not None and sliding_window >= max(segments.key_lengths):
         sliding_window = None
+    plain = softcap is None and s_aux is None
+    kernel = query.device.type == "cuda" and query.dtype in _VARLEN_TYPES
+    if segments.shared is not None and plain and sliding_window is None and (kernel or query.device.type == "cpu"):
+        merged = merged_attention(query, key, value, segments, segments.shared, scaling)
+        return merged.transpose(1, 2)[..., :size].contiguous(), None
     key, value = key.index_select(2, segments.key_index), value.index_select(2, segments.key_index)
-    if query.device.type == "cuda" and softcap is None and s_aux is None and query.dtype in _VARLEN_TYPES:
+    if kernel and plain:
         return _varlen(query, key, value, segments, scaling, sliding_window)[None, ..., :size], None
     outputs = []
     queries = query.split(segments.query_lengths, dim=2)
     keys = key.split(segments.key_lengths, dim=2)
     values = value.split(segments.key_lengths, dim=2)
     for q, k, v in zip(queries, keys, values, strict=True):
-        if softcap is None and s_aux is None:
+        if plain:
             outputs.append(_segment(tree, q, k, v, scaling, sliding_window))
         else:
             outputs.append(_eager(tree, q, k, v, scaling, sliding_window, softcap, s_aux))
