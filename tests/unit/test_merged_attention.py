@@ -1,13 +1,11 @@
 """Attention to shared prompts and own keys apart equals attention to gathered keys, and padded eager attention."""
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import tropism.data.batching.collate as batching
@@ -158,22 +156,50 @@ def test_completions_may_continue_the_prompts_of_another_pass(always: None) -> N
 
 
 def test_the_cuda_operators_take_what_they_are_given(always: None) -> None:
-    """Shapes and signatures of the variable-length kernel, which runs on CUDA only, by fake tensors."""
+    """Shapes and signatures of the variable-length kernel, which runs on CUDA only, on tensors without content."""
     batch = collate(forest(4), "tree")
     assert batch.segments is not None
-    assert batch.segments.shared is not None
+    segments = batch.segments.to(torch.device("meta"))
+    assert segments.shared is not None
+    inputs = [torch.empty(1, heads, batch.tokens, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+              for heads in (6, 2, 2)]
+    out = merged_attention.merged_attention(*inputs, segments, segments.shared, 0.4)
+    assert (out.shape, out.dtype) == (inputs[0].shape, torch.bfloat16)
+    grads = torch.autograd.grad(out.float().sum(), inputs)
+    assert [(grad.shape, grad.dtype) for grad in grads] == [(one.shape, one.dtype) for one in inputs]
 
-    def moved(part: Any) -> Any:
-        return replace(part, **{name: torch.empty_like(getattr(part, name), device="cuda")
-                                for name in ("key_index", "cu_queries", "cu_keys")})
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        shared = moved(batch.segments.shared)
-        shared = replace(shared, query_index=torch.empty_like(shared.query_index, device="cuda"))
-        segments = moved(batch.segments)
-        inputs = [torch.empty(1, heads, batch.tokens, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-                  for heads in (6, 2, 2)]
-        out = merged_attention.merged_attention(*inputs, segments, shared, 0.4)
-        assert (out.shape, out.dtype) == (inputs[0].shape, torch.bfloat16)
-        grads = torch.autograd.grad(out.float().sum(), inputs)
-        assert [(grad.shape, grad.dtype) for grad in grads] == [(one.shape, one.dtype) for one in inputs]
+def test_the_cuda_kernel_is_given_the_merged_sums(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's contract, written out in plain operations, stands in: runs, causality, sums over all keys."""
+    batch = collate(forest(4), "tree")
+    inputs = states(batch, torch.float64)
+    expected = results(batch, inputs)
+
+    def runs(query: torch.Tensor, key: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, causal: bool,
+             scale: float) -> torch.Tensor:
+        scores = torch.full((query.shape[1], len(query), len(key)), float("-inf"), dtype=query.dtype)
+        for q, q_end, k, k_end in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+            part = torch.einsum("qhd,khd->hqk", query[q:q_end], key[k:k_end].repeat_interleave(3, 1)) * scale
+            later = torch.ones(part.shape[1:]).triu(1).bool()
+            scores[:, q:q_end, k:k_end] = part.masked_fill(later & causal, -torch.inf)
+        return scores
+
+    def forward(query, key, value, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):  # type: ignore[no-untyped-def]
+        assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+        scores = runs(query, key, cu_q, cu_k, causal, scale)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(3, 1))
+        return out, scores.logsumexp(-1), None, None, None
+
+    def backward(grad, query, key, value, out, log_sum, cu_q, cu_k, max_q, max_k, dropout, causal, *_, scale):  # type: ignore[no-untyped-def]
+        weights = (runs(query, key, cu_q, cu_k, causal, scale) - log_sum[..., None]).exp()
+        inner = torch.einsum("qhd,khd->hqk", grad, value.repeat_interleave(3, 1))
+        inner = weights * (inner - (grad * out).sum(-1).T[..., None]) * scale
+        dq = torch.einsum("hqk,khd->qhd", inner, key.repeat_interleave(3, 1))
+        dk, dv = torch.einsum("hqk,qhd->khd", inner, query), torch.einsum("hqk,qhd->khd", weights, grad)
+        return dq, *(one.unflatten(1, (2, 3)).sum(2) for one in (dk, dv))
+
+    monkeypatch.setattr(merged_attention, "_fused_on_cpu", lambda query: False)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    for ours, wanted in zip(results(batch, inputs), expected, strict=True):
+        assert (ours - wanted).abs().max() < 1e-12

@@ -38,7 +38,7 @@ class _Runs:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """`[1, H, T, head]` output and `[1, H, T]` log-sum-exp of the scores."""
-        if query.device.type == "cuda":
+        if not _fused_on_cpu(query):
             out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
                 _packed(query), _packed(key), _packed(value), self.cu_queries, self.cu_keys, max(self.query_lengths),
                 max(self.key_lengths), 0.0, self.causal, False, scale=self.scale)
@@ -51,7 +51,7 @@ class _Runs:
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
                  log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value, given the output and log-sum-exp over all keys."""
-        if query.device.type == "cuda":
+        if not _fused_on_cpu(query):
             state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, of which there is none
             grads = torch.ops.aten._flash_attention_backward(
                 _packed(grad), _packed(query), _packed(key), _packed(value), _packed(out), log_sum[0].contiguous(),
@@ -64,6 +64,11 @@ class _Runs:
             0.0, self.causal, scale=self.scale) for at, seen in self.slices()]
         dq, dk, dv = (torch.cat(one, dim=2) for one in zip(*parts, strict=True))
         return dq, dk, dv
+
+
+def _fused_on_cpu(query: Tensor) -> bool:
+    """Whether the kernels of CPUs take the runs, one by one."""
+    return query.device.type == "cpu"
 
 
 def _packed(states: Tensor) -> Tensor:
@@ -96,7 +101,7 @@ class _Merged(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum = ctx.saved_tensors
         segments, shared, scale = ctx.given
