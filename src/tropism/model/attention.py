@@ -4,7 +4,10 @@ Queries of a segment (a prompt or a completion) see the keys of their tree's pro
 with the last query aligned to the last key. With these keys gathered, one plain variable-length call suffices. It is
 exact, needs no mask and no recompilation, and handles sliding windows, since gathered keys are contiguous in position.
 On CUDA it is `varlen_attn`; elsewhere one scaled-dot-product call per segment. Soft-caps of attention scores and
-attention sinks are computed in plain operations.
+attention sinks are computed in plain operations. Where prompts have many completions, the keys of a prompt are not
+gathered for each of them: `merged_attention` attends to prompts and to own keys apart.
+
+Nothing here waits for the device: lengths are kept on the host.
 """
 
 import inspect
@@ -21,6 +24,7 @@ from transformers import AttentionInterface
 
 from tropism.data.batching.collate import Segments
 from tropism.errors import ModelError
+from tropism.model.merged_attention import merged_attention
 from tropism.spans import timed_as
 
 NAME = "tropism_tree"
@@ -34,7 +38,7 @@ _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output
 
 @dataclass(slots=True)
 class TreePass:
-    """One forward pass over packed trees. Every attention layer gets it as the keyword argument `tree`.
+    """One forward pass over packed trees. Attention layers get it as the keyword argument `tree`, or with the mask.
 
     Args:
         segments: which queries see which keys.
@@ -66,6 +70,17 @@ class TreePass:
         earlier_key, earlier_value = self.earlier._kept[id(module)]
         return torch.cat((earlier_key, key), dim=2), torch.cat((earlier_value, value), dim=2)
 
+    def carrier(self, device: torch.device) -> Tensor:
+        """An attention mask that carries this pass, for families whose layers keep the keyword from their attention.
+
+        transformers takes a mask of four dimensions through a model as it is. An activation checkpoint keeps it with
+        the other inputs of a layer, so that a recomputation finds the pass of its forward. It is boolean, since masks
+        of floating point may be cast on the way.
+        """
+        mask = torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
+        mask.tropism_tree = self
+        return mask
+
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
         """Additive mask `[queries, keys]`: causal from the bottom right, at most `window` keys back."""
         key = (queries, keys, window, like.dtype)
@@ -87,11 +102,12 @@ def tree_attention(
     """The attention function registered with transformers.
 
     Args:
-        query: `[1, Hq, T, head]`; key, value: `[1, Hkv, T, head]`, Hkv a divisor of Hq.
+        query: `[1, Hq, T, head]`; key: `[1, Hkv, T, head]`; value: `[1, Hkv, T, out]`; Hkv a divisor of Hq.
+        attention_mask: None, or the carrier of the pass.
         tree: the pass. Callers without one, such as generation, must use another implementation.
 
     Returns:
-        `[1, T, Hq, head]` and None.
+        `[1, T, Hq, out]` and None.
 
     Raises:
         ModelError: for an unsupported argument that would change the result.
@@ -99,6 +115,7 @@ def tree_attention(
     unknown = sorted(name for name, given in rest.items() if given is not None and name not in _HARMLESS)
     if unknown or dropout:
         raise ModelError(f"tree attention does not support {', '.join(unknown) or 'dropout'}. Use --layout padded.")
+    tree = getattr(attention_mask, "tropism_tree", None) if tree is None else tree
     if tree is None:
         raise ModelError("tree attention was called without a tree. Wrap the call in `attention(...)`.")
     segments = tree.segments
@@ -106,22 +123,38 @@ def tree_attention(
     tree.windows.add(sliding_window)
     # Under autocast, rotary embeddings and norms make queries and keys float32, while values are bfloat16.
     query, key = query.to(value.dtype), key.to(value.dtype)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    size = value.shape[-1]
+    query, key, value = _equal_heads(query, key, value)
     key, value = tree.with_earlier(module, key, value)
-    key, value = key.index_select(2, segments.key_index), value.index_select(2, segments.key_index)
     if sliding_window is not None and sliding_window >= max(segments.key_lengths):
         sliding_window = None
-    if query.device.type == "cuda" and softcap is None and s_aux is None and query.dtype in _VARLEN_TYPES:
-        return _varlen(query, key, value, segments, scaling, sliding_window)[None], None
+    plain = softcap is None and s_aux is None
+    kernel = query.device.type == "cuda" and query.dtype in _VARLEN_TYPES
+    if segments.shared is not None and plain and sliding_window is None and (kernel or query.device.type == "cpu"):
+        merged = merged_attention(query, key, value, segments, segments.shared, scaling)
+        return merged.transpose(1, 2)[..., :size].contiguous(), None
+    key, value = key.index_select(2, segments.key_index), value.index_select(2, segments.key_index)
+    if kernel and plain:
+        return _varlen(query, key, value, segments, scaling, sliding_window)[None, ..., :size], None
     outputs = []
     queries = query.split(segments.query_lengths, dim=2)
     keys = key.split(segments.key_lengths, dim=2)
     values = value.split(segments.key_lengths, dim=2)
     for q, k, v in zip(queries, keys, values, strict=True):
-        if softcap is None and s_aux is None:
+        if plain:
             outputs.append(_segment(tree, q, k, v, scaling, sliding_window))
         else:
             outputs.append(_eager(tree, q, k, v, scaling, sliding_window, softcap, s_aux))
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None  # some models take a view of it
+    return torch.cat(outputs, dim=2).transpose(1, 2)[..., :size].contiguous(), None  # some models take a view of it
+
+
+def _equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads of one size, as fast kernels need: the smaller ones get zeros, which change no score and no sum."""
+    more = query.shape[-1] - value.shape[-1]
+    if more < 0:
+        return functional.pad(query, (0, -more)), functional.pad(key, (0, -more)), value
+    return query, key, functional.pad(value, (0, more)) if more else value
 
 
 _VARLEN_TYPES = (torch.bfloat16, torch.float16)
@@ -141,16 +174,20 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
 
 def _segment(tree: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
              window: int | None) -> Tensor:
-    """One segment by torch's scaled-dot-product attention."""
+    """One segment by torch's scaled-dot-product attention.
+
+    On CPUs half precision is computed in float32: its backward is up to three times faster there, and more exact.
+    """
+    dtype = query.dtype
+    if query.device.type == "cpu" and dtype in _VARLEN_TYPES:
+        query, key, value = query.float(), key.float(), value.float()
     length, total = query.shape[2], key.shape[2]
     window = None if window is None or window >= total else window
-    grouped = query.shape[1] != key.shape[1]
-    if length == total and window is None:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=length > 1, scale=scaling,
-                                                       enable_gqa=grouped)
-    mask = tree.mask(length, total, window, query)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling,
-                                                   enable_gqa=grouped)
+    mask = None if length == total and window is None else tree.mask(length, total, window, query)
+    with torch.autocast(query.device.type, enabled=False):
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None and length > 1, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1]).to(dtype)
 
 
 def _eager(tree: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
@@ -171,7 +208,17 @@ def _eager(tree: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling: f
     return weights.to(value.dtype) @ value
 
 
+# There is no mask function: with one, transformers would wait for the device in each forward to choose a mask.
 AttentionInterface.register(NAME, tree_attention)
+
+_KEYWORD_DROPPED = {"nemotron", "stablelm"}
+
+
+def tree_arguments(model: Any, tree: TreePass, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments that take a pass to the attention layers of a model."""
+    if model.config.get_text_config().model_type in _KEYWORD_DROPPED:
+        return {"tree": tree, "attention_mask": tree.carrier(device)}
+    return {"tree": tree}
 
 
 def plain_implementation(model: Any) -> str:

@@ -13,7 +13,7 @@ from tropism.data.batching.collate import Batch, Layout
 from tropism.distributed.shard import part_of, prepare_backward, travels_in, within
 from tropism.errors import ModelError
 from tropism.model.adapters.switch import without_input_cast
-from tropism.model.attention import NAME, TreePass, plain_implementation
+from tropism.model.attention import NAME, TreePass, plain_implementation, tree_arguments
 from tropism.model.checkpointing import Checkpointing, checkpointed, layers_forward
 from tropism.model.compiled import CompiledLayers
 from tropism.model.head.divergence import Comparison, Targets
@@ -137,7 +137,8 @@ class LanguageModel:
 
     @timed_as("forward")
     def _hidden(self, batch: Batch, tree: TreePass | None, routed: RouterLogits | None) -> Tensor:
-        kwargs: dict[str, Any] = {"tree": tree} if self.layout == "tree" else {"attention_mask": batch.attention_mask}
+        kwargs: dict[str, Any] = {"attention_mask": batch.attention_mask} if tree is None else tree_arguments(
+            self.module, tree, self.device)
         if routed is not None:
             kwargs["output_router_logits"] = True
         with self._layers(batch), self._computing():

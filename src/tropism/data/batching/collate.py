@@ -15,6 +15,36 @@ from tropism.data.tree import PromptTree
 Layout = Literal["tree", "padded"]
 
 
+_MANY = 3
+"""Gathered keys per packed key from which on prompts are attended to apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """Queries of all completions of a prompt together, for attention that does not gather its keys for each of them.
+
+    Args:
+        query_lengths, key_lengths: per prompt with computed completions: queries of these, keys of the prompt.
+        query_index: positions of these queries in the pack, int64, prompt by prompt.
+        key_index: positions of the prompts' keys in the packed keys, int64.
+        cu_queries, cu_keys: `[prompts + 1]` int32 cumulative lengths.
+        before: number of packed keys before those of the pack's own tokens.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    query_index: Tensor
+    key_index: Tensor
+    cu_queries: Tensor
+    cu_keys: Tensor
+    before: int
+
+    def to(self, device: torch.device) -> "SharedPrompts":
+        """Copy to a device."""
+        return replace(self, **{name: sent(getattr(self, name), device)
+                                for name in ("query_index", "key_index", "cu_queries", "cu_keys")})
+
+
 @dataclass(frozen=True, slots=True)
 class Segments:
     """Queries and keys of each segment, for attention with gathered keys.
@@ -26,6 +56,7 @@ class Segments:
         query_lengths, key_lengths: per segment; their sums are T and K.
         key_index: `[K]` int64 positions in the packed keys, segment by segment.
         cu_queries, cu_keys: `[segments + 1]` int32 cumulative lengths.
+        shared: the same for attention that does not gather keys; None where gathering repeats few of them.
     """
 
     query_lengths: tuple[int, ...]
@@ -33,11 +64,12 @@ class Segments:
     key_index: Tensor
     cu_queries: Tensor
     cu_keys: Tensor
+    shared: SharedPrompts | None = None
 
     def to(self, device: torch.device) -> "Segments":
         """Copy to a device."""
-        return replace(self, **{name: sent(getattr(self, name), device)
-                                for name in ("key_index", "cu_queries", "cu_keys")})
+        return replace(self, shared=self.shared and self.shared.to(device), **{
+            name: sent(getattr(self, name), device) for name in ("key_index", "cu_queries", "cu_keys")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +203,31 @@ class _Layout:
             input_ids=torch.from_numpy(np.concatenate(self.ids).astype(np.int64))[None],
             position_ids=torch.from_numpy(np.concatenate(self.positions))[None],
             segments=Segments(tuple(queries), tuple(keys), torch.from_numpy(np.concatenate(self.keys)),
-                              _cumulative(queries), _cumulative(keys)),
+                              _cumulative(queries), _cumulative(keys), _shared_prompts(queries, self.keys)),
             attention_mask=None, tokens=tokens, **labels.tensors())
+
+
+def _shared_prompts(lengths: Sequence[int], keys: Sequence[npt.NDArray[np.int64]]) -> SharedPrompts | None:
+    """`Segments.shared` of segments with these numbers of queries and these keys."""
+    packed = int(keys[-1][-1]) + 1
+    if sum(map(len, keys)) <= _MANY * packed:
+        return None
+    queries: dict[int, list[npt.NDArray[np.int64]]] = {}
+    prompts: dict[int, npt.NDArray[np.int64]] = {}
+    at = 0
+    for length, seen in zip(lengths, keys, strict=True):
+        if len(seen) > length:
+            start = int(seen[0])
+            prompts[start] = seen[: len(seen) - length]
+            queries.setdefault(start, []).append(at + np.arange(length))
+        at += length
+    query_lengths = [sum(map(len, parts)) for parts in queries.values()]
+    key_lengths = [len(prompt) for prompt in prompts.values()]
+    return SharedPrompts(
+        tuple(query_lengths), tuple(key_lengths),
+        torch.from_numpy(np.concatenate([part for parts in queries.values() for part in parts])),
+        torch.from_numpy(np.concatenate(list(prompts.values()))),
+        _cumulative(query_lengths), _cumulative(key_lengths), packed - at)
 
 
 def _tree(trees: Sequence[PromptTree]) -> Batch:

@@ -6,14 +6,12 @@ full.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tropism.data.batching.collate import Batch, Layout
 from tropism.data.tree import PromptTree
@@ -114,30 +112,12 @@ class Blueprint:
     def _model(self, module: Any, fake: FakeTensorMode, number: int | None, narrows: bool,
                checkpointing: Checkpointing) -> LanguageModel:
         made = fake_copy(module, fake, number, narrowed(module) if narrows else lambda name: None)
-        known = {one.name for one in fields(LanguageModel)}
-        if "checkpointing" in known:
-            return LanguageModel(made, self.layout, self.precision, HOST, checkpointing=checkpointing)
-        if checkpointing != "none":
-            for layer in layers_of(made):
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **_kept(checkpointing))
-        return LanguageModel(made, self.layout, self.precision, HOST)
+        return LanguageModel(made, self.layout, self.precision, HOST, checkpointing=checkpointing)
 
     def _reference(self, model: LanguageModel) -> Any:
         if self.reference in (None, "stored"):
             return None if self.reference is None else ZeroReference()
         return FrozenScores(model, adapter_off) if self.reference == "off" else FrozenScores(freeze(model))
-
-
-def _kept(checkpointing: Checkpointing) -> dict[str, Any]:
-    """Arguments of torch's checkpoint that keep the matrix products, for `selective`."""
-    if checkpointing == "full":
-        return {}
-    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in products else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
 
 @dataclass

@@ -263,7 +263,7 @@ class FakeEngine:
                 begin(engine.updater)
             counter.count.costs = Count().costs
             counter.reset_peak()
-            model = _Phased(**{one.name: getattr(engine.model, one.name) for one in fields(engine.model)})
+            model = _Phased(**{one.name: getattr(engine.model, one.name) for one in fields(engine.model) if one.init})
             model.tell(counter, engine.updater.owned.weights)
             watched = replace(engine, model=model, updater=_Named(engine.updater, counter))
             for step in steps:
