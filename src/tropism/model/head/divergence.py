@@ -58,12 +58,12 @@ class Targets(Protocol):
 
         Args:
             rows, temperature, divergence, columns: as in `compare`.
-            part: which of the columns on this process.
+            part: columns of the tile, among those on this process; the last ones may be above the shared vocabulary.
             kept: what `compare` has returned, of these rows.
 
         Returns:
-            A function of a block of the logits `[m, c]` and of the same rows of each of the tensors that follow,
-            which returns `[m, c]`.
+            A function of a block of the logits `[m, c]`, of the shared vocabulary, and of the same rows of each of the
+            tensors that follow, which returns `[m, c]`.
         """
         ...
 
@@ -92,7 +92,7 @@ class FullTargets:
             value, slope = divergence(log_p, log_q)
             return value, slope.sum(-1)
 
-        teacher = self._logits(rows, slice(0, logits.shape[1]), columns).to(logits.dtype)
+        teacher = self._logits(rows, slice(None), columns)[:, : logits.shape[1]].to(logits.dtype)
         log_z, _ = columns.join(torch.stack(by_blocks(log_sums, logits, teacher)), logits.new_empty(0, len(logits)))
         parts = torch.stack(by_blocks(compared, logits, teacher, log_z.t()))
         _, (value, total) = columns.join(parts[:0], parts)
@@ -102,7 +102,8 @@ class FullTargets:
               columns: Columns) -> tuple[Callable[..., Tensor], Kept]:
         """See `Targets`."""
         def change(student: Tensor, teacher: Tensor, log_z: Tensor, total: Tensor) -> Tensor:
-            log_q, log_p = (_normalized(one.to(student.dtype), temperature, log_z[:, number])
+            teacher = teacher[:, : student.shape[1]].to(student.dtype)
+            log_q, log_p = (_normalized(one, temperature, log_z[:, number])
                             for number, one in enumerate((student, teacher)))
             return divergence(log_p, log_q, value=False)[1].addcmul(log_q.exp_(), total, value=-1)
 
@@ -251,11 +252,10 @@ class _LinearDivergence(torch.autograd.Function):
         shared, width = ctx.shared
 
         def change_of(rows: slice, columns: slice, raw: Tensor, out: Tensor | None) -> Tensor:
-            part = slice(min(columns.start, width), min(columns.stop, width))
-            shape, first, common = head.shape(columns), head.columns.start + columns.start, part.stop - part.start
+            shape, first, common = head.shape(columns), head.columns.start + columns.start, max(0, width - columns.start)
             slope, numbers = None, ()
             if of_divergence is not None:
-                slope, numbers = ctx.targets.slope(rows, part, tuple(one[rows] for one in kept), comparison.temperature,
+                slope, numbers = ctx.targets.slope(rows, columns, tuple(one[rows] for one in kept), comparison.temperature,
                                                    comparison.divergence, shared)
 
             def of(block: Tensor, to: Tensor, ids: Tensor, log_z: Tensor, of_logp: Tensor, away: Tensor,
