@@ -1,7 +1,10 @@
-"""What log-probs need of a tile of logits, in plain torch: one pass forward, and one in place backward.
+"""What log-probs need of a tile of logits: one pass forward, and one in place backward.
 
-`fold` and `unfold` of `triton_kernels` do the same in one kernel each. These here are what those are tested against.
+On NVIDIA GPUs with Triton, `triton_kernels` does each in one kernel. The plain torch here is what that is tested against.
 """
+
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -10,15 +13,31 @@ from tropism.model.head.shape import Shape
 from tropism.model.head.tiles import at, by_blocks, put
 
 
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def fused(raw: Tensor) -> bool:
+    """Whether Triton works on this tile. Tensors without memory (fake ones) take plain torch."""
+    return (raw.is_cuda and type(raw) is Tensor and raw.dtype == torch.float32 and raw.is_contiguous()
+            and raw.shape[1] > 0 and _has_triton())
+
+
 def fold(raw: Tensor, shape: Shape, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """`[n]` log-sum-exp over a tile, and `[n]` logit of each target, 0 if it is not in the tile.
 
     Args:
-        raw: `[n, c]` products of hidden states and weight. Overwritten with the logits.
+        raw: `[n, c]` products of hidden states and weight. May be overwritten with the logits.
         shape: what makes logits of them.
         targets: `[n]` token ids.
         first: id of the first column.
     """
+    if fused(raw):
+        from tropism.model.head import triton_kernels
+
+        return triton_kernels.fold(raw, shape, targets, first)
+
     def of(block: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = shape.logits_(block)
         return torch.logsumexp(logits, dim=-1), at(logits, ids, first).squeeze(1)
@@ -36,8 +55,13 @@ def unfold(raw: Tensor, shape: Shape, targets: Tensor, first: int, log_z: Tensor
         log_z: `[n]` log-sum-exp over all columns.
         upstream: `[n]`.
         out: `[n, c]`, of any dtype.
-        finished: `fold` has made logits of `raw`.
+        finished: `raw` is as `fold` has left it.
     """
+    if fused(raw):
+        from tropism.model.head import triton_kernels
+
+        return triton_kernels.unfold(raw, shape, targets, first, log_z, upstream, out)
+
     def of(block: Tensor, to: Tensor, ids: Tensor, log_z: Tensor, upstream: Tensor) -> tuple[()]:
         logits = block if finished else shape.logits_(block)
         bend = shape.bend(logits)
