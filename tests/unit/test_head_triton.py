@@ -44,7 +44,7 @@ def test_against_plain_torch(with_bias: bool, scale: float, softcap: float | Non
     right = folds.unfold(raw.clone(), shape, ids, FIRST, log_z, upstream)
     got = triton_kernels.unfold(raw.clone(), shape, ids, FIRST, log_z, upstream, to)
     assert got.dtype == out
-    bound = 1e-5 if out == torch.float32 else 2**-8
+    bound = 1e-5 if out == torch.float32 else 2**-7  # the interpreter truncates to bfloat16, where a GPU rounds
     torch.testing.assert_close(got.float(), right, rtol=bound, atol=1e-6)
 
 

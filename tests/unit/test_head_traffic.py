@@ -1,0 +1,57 @@
+"""What the head moves through memory, in passes over the logits of all positions, so that no pass comes back."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from logits_traffic import Traffic
+from tropism.losses.divergence import DIVERGENCES
+from tropism.model.head import divergence, logprob, tiles
+from tropism.model.head.divergence import Comparison, FullTargets, top_k
+from tropism.model.head.logprob import Head
+
+S, D, V, TILE = 512, 8, 4096, 2**19
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 256 positions by 2048 columns, and blocks that a pass of Python over all of them takes no second for."""
+    monkeypatch.setattr(tiles, "CPU_TILE", TILE)
+    monkeypatch.setattr(divergence, "_CPU_CHUNK", TILE)
+    for module in (tiles, logprob):
+        monkeypatch.setattr(module, "COLUMNS", 2048)
+
+
+def passes(compute: Callable[[Head, Tensor, Tensor], Tensor], learns: bool, softcap: float | None = None) -> float:
+    """Reads and writes of all logits of one model, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, D, generator=generator).mul_(0.1).requires_grad_(learns)
+    hidden = torch.randn(S, D, generator=generator).requires_grad_()
+    with Traffic(TILE * 4) as traffic:
+        compute(Head(weight, None, 1.0, softcap), hidden, torch.arange(S)).sum().backward()
+    return traffic.moved / (4 * S * V)
+
+
+@pytest.mark.parametrize(("learns", "softcap", "most"), [(True, None, 7), (True, 30.0, 8), (False, None, 5)])
+def test_log_probs(learns: bool, softcap: float | None, most: int) -> None:
+    """O1: forward, the product writes and the fold reads (and writes, with a soft-cap). Backward, the product writes,
+    the fold reads and writes, two products read; with a frozen head the forward pass does it all, with one product
+    less."""
+    found = passes(lambda head, hidden, ids: head.per_token_logps(hidden, ids), learns, softcap)
+    assert most - 0.5 < found <= most + 0.1
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize(("stored", "most"), [(False, 12), (True, 8)])
+def test_divergences(name: str, stored: bool, most: int) -> None:
+    """O1: of student and teacher forward a write, and two or three reads (log-sum-exps, then the values); backward as
+    for log-probs, and a write and a read of the teacher's."""
+    compare = Comparison(partial(DIVERGENCES[name], mix=0.3), 2.0, 4.0, V)
+    generator = torch.Generator().manual_seed(1)
+    states, teacher = torch.randn(S, D, generator=generator), Head(torch.randn(V, D, generator=generator))
+    targets = top_k(states, teacher, 4, 2.0, V) if stored else FullTargets(states, teacher)
+    found = passes(lambda head, hidden, ids: torch.cat(compare.per_token(hidden, head, ids, targets)), True)
+    assert most - 1.5 < found <= most + 0.1
