@@ -13,7 +13,7 @@ from tropism.model.head import divergence, logprob, tiles
 from tropism.model.head.divergence import Comparison, FullTargets, top_k
 from tropism.model.head.logprob import Head
 
-S, D, V, TILE = 512, 8, 4096, 2**19
+S, D, V, TILE = 256, 8, 4096, 2**19
 
 
 @pytest.fixture(autouse=True)
@@ -35,23 +35,24 @@ def passes(compute: Callable[[Head, Tensor, Tensor], Tensor], learns: bool, soft
     return traffic.moved / (4 * S * V)
 
 
-@pytest.mark.parametrize(("learns", "softcap", "most"), [(True, None, 7), (True, 30.0, 8), (False, None, 5)])
-def test_log_probs(learns: bool, softcap: float | None, most: int) -> None:
+@pytest.mark.parametrize(("learns", "softcap", "expected"), [(True, None, 7), (True, 30.0, 8), (False, None, 5)])
+def test_log_probs(learns: bool, softcap: float | None, expected: int) -> None:
     """O1: forward, the product writes and the fold reads (and writes, with a soft-cap). Backward, the product writes,
     the fold reads and writes, two products read; with a frozen head the forward pass does it all, with one product
     less."""
     found = passes(lambda head, hidden, ids: head.per_token_logps(hidden, ids), learns, softcap)
-    assert most - 0.5 < found <= most + 0.1
+    assert found == pytest.approx(expected, abs=0.05)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize(("stored", "most"), [(False, 12), (True, 8)])
-def test_divergences(name: str, stored: bool, most: int) -> None:
-    """O1: of student and teacher forward a write, and two or three reads (log-sum-exps, then the values); backward as
-    for log-probs, and a write and a read of the teacher's."""
+@pytest.mark.parametrize(("name", "stored", "expected"), [*((name, False, 14) for name in DIVERGENCES),
+                                                          ("js", True, 8)])
+def test_divergences(name: str, stored: bool, expected: int) -> None:
+    """O1: forward, the products write both logits; three reads for log-sum-exps, two for the values. Backward, the
+    products write both again, both are read and one is written, and two products read it. With stored tokens the
+    teacher's five and one of the student's fall away."""
     compare = Comparison(partial(DIVERGENCES[name], mix=0.3), 2.0, 4.0, V)
     generator = torch.Generator().manual_seed(1)
     states, teacher = torch.randn(S, D, generator=generator), Head(torch.randn(V, D, generator=generator))
     targets = top_k(states, teacher, 4, 2.0, V) if stored else FullTargets(states, teacher)
     found = passes(lambda head, hidden, ids: torch.cat(compare.per_token(hidden, head, ids, targets)), True)
-    assert most - 1.5 < found <= most + 0.1
+    assert found == pytest.approx(expected, abs=0.05)

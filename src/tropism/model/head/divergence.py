@@ -147,7 +147,8 @@ class TopK:
               columns: Columns) -> tuple[Callable[..., Tensor], Kept]:
         """See `Targets`."""
         def change(student: Tensor, ids: Tensor, shift: Tensor, of_tail: Tensor, of_kept: Tensor) -> Tensor:
-            return put((student / temperature).sub_(shift).exp_().mul_(of_tail), ids, of_kept, columns.start + part.start)
+            every = (student / temperature).sub_(shift).exp_().mul_(of_tail)
+            return put(every, ids, of_kept, columns.start + part.start)
 
         return change, (self.ids[rows], *kept)
 
@@ -252,11 +253,13 @@ class _LinearDivergence(torch.autograd.Function):
         shared, width = ctx.shared
 
         def change_of(rows: slice, columns: slice, raw: Tensor, out: Tensor | None) -> Tensor:
-            shape, first, common = head.shape(columns), head.columns.start + columns.start, max(0, width - columns.start)
-            slope, numbers = None, ()
+            shape, first = head.shape(columns), head.columns.start + columns.start
+            common = max(0, width - columns.start)
+            slope: Callable[..., Tensor] | None = None
+            numbers: Kept = ()
             if of_divergence is not None:
-                slope, numbers = ctx.targets.slope(rows, columns, tuple(one[rows] for one in kept), comparison.temperature,
-                                                   comparison.divergence, shared)
+                slope, numbers = ctx.targets.slope(rows, columns, tuple(one[rows] for one in kept),
+                                                   comparison.temperature, comparison.divergence, shared)
 
             def of(block: Tensor, to: Tensor, ids: Tensor, log_z: Tensor, of_logp: Tensor, away: Tensor,
                    *numbers: Tensor) -> tuple[()]:

@@ -1,6 +1,6 @@
 """What log-probs need of a tile of logits: one pass forward, and one in place backward.
 
-On NVIDIA GPUs with Triton, `triton_kernels` does each in one kernel. The plain torch here is what that is tested against.
+On NVIDIA GPUs with Triton, `triton_kernels` does each in one kernel. It is tested against the plain torch here.
 """
 
 from functools import cache

@@ -57,11 +57,11 @@ def at(tile: Tensor, ids: Tensor, first: int) -> Tensor:
 
 
 def put(tile: Tensor, ids: Tensor, values: Tensor, first: int) -> Tensor:
-    """Set the columns of `[n, k]` ids, distinct within a row, to `[n, k]` values, in place; ids elsewhere are ignored."""
+    """Set the columns of `[n, k]` ids, distinct within a row, to `[n, k]` values, in place. Ignores ids elsewhere."""
     if not tile.shape[1]:
         return tile
     column, here = _locate(tile, ids, first)
-    # An id elsewhere repeats what another id of its row does, or if all are elsewhere, leaves the first column as it is.
+    # An id elsewhere repeats what another id of its row does. If all are elsewhere, the first column stays as it is.
     other = here.to(torch.uint8).argmax(1, keepdim=True)
     any_here = here.gather(1, other)
     spare, value = column.gather(1, other).where(any_here, 0), values.gather(1, other).where(any_here, tile[:, :1])

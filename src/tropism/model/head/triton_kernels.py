@@ -7,8 +7,8 @@ is used, since Triton is not installed everywhere.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
 
 from tropism.model.head.shape import Shape
@@ -17,7 +17,7 @@ _BLOCK = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _logits(raw, bias, at, inside, scale, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _logits(raw, bias, at, inside, scale, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):  # noqa: ANN001, ANN202
     """Logits of a block of products, before the mask, and the derivative of the soft-cap."""
     logits = raw
     if HAS_BIAS:
@@ -33,7 +33,7 @@ def _logits(raw, bias, at, inside, scale, cap, HAS_BIAS: tl.constexpr, HAS_CAP: 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _fold(raw, bias, targets, log_sums, here, first, columns, scale, cap,  # noqa: ANN001, ANN202
-          HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+          HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row) - first
     peak, total, found = -float("inf"), 0.0, 0.0
@@ -54,7 +54,7 @@ def _fold(raw, bias, targets, log_sums, here, first, columns, scale, cap,  # noq
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _unfold(raw, bias, targets, log_z, upstream, out, first, columns, scale, cap,  # noqa: ANN001, ANN202
-            HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+            HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
