@@ -18,7 +18,8 @@ S, D, V, TILE = 256, 8, 4096, 2**19
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 256 positions by 2048 columns, and blocks that a pass of Python over all of them takes no second for."""
+    """Tiles of 256 positions by 2048 columns in 8 blocks: more than `Traffic` takes to stay in a cache."""
+    monkeypatch.setattr(tiles, "CPU_BLOCK", 2**16)
     monkeypatch.setattr(tiles, "CPU_TILE", TILE)
     monkeypatch.setattr(divergence, "_CPU_CHUNK", TILE)
     for module in (tiles, logprob):

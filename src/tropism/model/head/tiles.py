@@ -13,8 +13,8 @@ from torch import Tensor
 # reads and writes the gradient of its columns of the head.
 CPU_TILE, GPU_TILE = 2**25, 2**27
 COLUMNS = 2**15
-# Elements of one block, of which up to 14 arrays exist at once: 256 KiB on a CPU, 64 MiB on a GPU.
-CPU_BLOCK, GPU_BLOCK = 2**16, 2**24
+# Elements of one block, of which up to 14 arrays exist at once: 1 MiB on a CPU, 64 MiB on a GPU.
+CPU_BLOCK, GPU_BLOCK = 2**18, 2**24
 
 
 def slices(total: int, step: int) -> Iterator[slice]:
