@@ -1,9 +1,9 @@
 """The chunked head against plain log-softmax: values, gradients, memory."""
 
-
 import pytest
 import torch
 
+from logits_traffic import Largest
 from tropism.model.head.logprob import Head, head_of
 
 S, D, V = 37, 16, 101
@@ -87,21 +87,12 @@ def test_huge_and_masked_logits_are_stable() -> None:
 @pytest.mark.parametrize("positions", [512, 4096])
 def test_logits_exist_for_one_chunk_only(positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """O1: the largest tensor that is formed does not grow with the number of positions."""
-    largest = 0
-    real = Head.logits
-
-    def watched(self, hidden, weight):  # type: ignore[no-untyped-def]
-        nonlocal largest
-        logits = real(self, hidden, weight)
-        largest = max(largest, logits[0].numel())
-        return logits
-
-    monkeypatch.setattr(Head, "logits", watched)
-    monkeypatch.setattr("tropism.model.head.logprob._CHUNK_ELEMENTS", 64 * V)
+    monkeypatch.setattr("tropism.model.head.tiles.CPU_TILE", 64 * V)
     hidden = torch.randn(positions, D, requires_grad=True)
     weight = torch.randn(V, D, requires_grad=True)
-    Head(weight).per_token_logps(hidden, torch.zeros(positions, dtype=torch.int64)).sum().backward()
-    assert largest == 64 * V
+    with Largest() as largest:
+        Head(weight).per_token_logps(hidden, torch.zeros(positions, dtype=torch.int64)).sum().backward()
+    assert largest.elements == max(64 * V, positions * D)
 
 
 def test_scale_and_cap_come_from_the_config() -> None:

@@ -85,7 +85,7 @@ def test_log_probs(vocabulary: int, processes: int, dtype: torch.dtype, learns: 
 
     parts, calls = together(processes, lambda group: differentiate(part(head, group), hidden, of, learns))
     check(differentiate(head, hidden, of, learns), parts, dtype)
-    assert calls == (9 if learns else 6)  # three chunks
+    assert calls == 6  # three tiles of positions: their log Z, and their gradient
 
 
 @given(dtype=of_dtypes, seed=st.integers(0, 999), **of_sizes, **of_heads)
@@ -155,7 +155,8 @@ def test_divergences(name: str, kind: str, vocabulary: int, processes: int, dtyp
 
     parts, calls = together(processes, task)
     check(differentiate(student, hidden, partial(of, teacher)), parts, dtype)
-    assert calls == {"exact": 3 * (3 + 4), "top-k": 3 * (2 + 3) + 3}[kind.partition(",")[0]]
+    # Three tiles of positions: log Z and target, what the comparison needs, and the gradient; top_k sends three times.
+    assert calls == {"exact": 3 * (1 + 2 + 1), "top-k": 3 * (1 + 1 + 1) + 3}[kind.partition(",")[0]]
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -285,7 +286,7 @@ def test_a_model_whose_rows_are_not_those_is_refused() -> None:
 
 def test_chunks_are_equal_on_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: by the max_width share, also where there are fewer columns or none: as many meetings everywhere."""
-    monkeypatch.setattr("tropism.model.head.logprob._CHUNK_ELEMENTS", 8)
+    monkeypatch.setattr("tropism.model.head.tiles.CPU_TILE", 8)
     hidden, head = random(S, D, seed=1), Head(random(9, D, seed=2))
     for processes, chunks in ((2, 7), (5, 2), (6, 2)):  # shares of 5, 2 and 2, the last one with none
         _, calls = together(processes, lambda group: part(head, group).per_token_logps(hidden, torch.arange(S)))

@@ -28,7 +28,7 @@ LOWEST = -1e5
 class Divergence(Protocol):
     """Divergence of the student from the teacher at each of n positions."""
 
-    def __call__(self, log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+    def __call__(self, log_p: LogProbs, log_q: LogProbs, *, mix: float, value: bool = True) -> tuple[PerRow, LogProbs]:
         """Value and slope.
 
         Columns interact only in the sum over them. If columns are divided over processes, each process can compute its
@@ -38,32 +38,36 @@ class Divergence(Protocol):
             log_p: `[n, V]` log-probs of the teacher; each row sums to 1 in probability.
             log_q: `[n, V]` log-probs of the student; the same.
             mix: weight of the teacher in the mixture, 0 < mix < 1; ignored by divergences without one.
+            value: if false, compute the slope alone.
 
         Returns:
-            `[n]` divergence in nats and `[n, V]` slope.
+            `[n]` divergence in nats (0 if not requested), and `[n, V]` slope.
         """
         ...
 
 
-def forward_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+def forward_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float,
+               value: bool = True) -> tuple[PerRow, LogProbs]:
     """KL(p || q) (Hinton, Vinyals and Dean 2015, arXiv:1503.02531, minus the teacher's entropy).
 
     `sum p log(p / q)`: the student must give probability to all that the teacher does. Its slope is q - p.
     """
     p, q, u = _parts(log_p, log_q)
-    return _kl(p, q, u), q - p
+    return _kl(p, q, u) if value else _nothing(u), q - p
 
 
-def reverse_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+def reverse_kl(log_p: LogProbs, log_q: LogProbs, *, mix: float,
+               value: bool = True) -> tuple[PerRow, LogProbs]:
     """KL(q || p) (Gu et al. 2024, MiniLLM, arXiv:2306.08543, for one position).
 
     `sum q log(q / p)`: the student must avoid what the teacher gives no probability.
     """
     p, q, u = _parts(log_p, log_q)
-    return _kl(q, p, -u), q * u
+    return _kl(q, p, -u) if value else _nothing(u), q * u
 
 
-def js(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+def js(log_p: LogProbs, log_q: LogProbs, *, mix: float,
+       value: bool = True) -> tuple[PerRow, LogProbs]:
     """Generalized Jensen-Shannon divergence (Agarwal et al. 2024, GKD, arXiv:2306.13649, equation 1).
 
     With m = mix p + (1 - mix) q, `mix KL(p || m) + (1 - mix) KL(q || m)`. Bounded by log 2. Divided by mix it
@@ -71,24 +75,26 @@ def js(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProb
     """
     p, q, u = _parts(log_p, log_q)
     m, above_p, above_q = _mixture(p, q, u, mix)
-    value = mix * _kl(p, m, above_p) + (1 - mix) * _kl(q, m, above_q)
-    return value, -(1 - mix) * q * above_q
+    found = mix * _kl(p, m, above_p) + (1 - mix) * _kl(q, m, above_q) if value else _nothing(u)
+    return found, -(1 - mix) * q * above_q
 
 
-def skew(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+def skew(log_p: LogProbs, log_q: LogProbs, *, mix: float,
+         value: bool = True) -> tuple[PerRow, LogProbs]:
     """Skew KL divergence (Ko et al. 2024, DistiLLM, arXiv:2402.03898).
 
     `KL(p || mix p + (1 - mix) q)`: the forward KL, with a gradient that stays bounded where q goes to 0.
     """
     p, q, u = _parts(log_p, log_q)
     m, above_p, _ = _mixture(p, q, u, mix)
-    return _kl(p, m, above_p), -(1 - mix) * q * torch.expm1(-above_p)
+    return _kl(p, m, above_p) if value else _nothing(u), -(1 - mix) * q * torch.expm1(-above_p)
 
 
-def tvd(log_p: LogProbs, log_q: LogProbs, *, mix: float) -> tuple[PerRow, LogProbs]:
+def tvd(log_p: LogProbs, log_q: LogProbs, *, mix: float,
+        value: bool = True) -> tuple[PerRow, LogProbs]:
     """Total variation distance (Wen et al. 2023, arXiv:2307.15190, for one position): `0.5 sum |p - q|`, at most 1."""
     p, q, u = _parts(log_p, log_q)
-    return 0.5 * (q - p).abs().sum(-1), 0.5 * q * u.sign()
+    return 0.5 * (q - p).abs().sum(-1) if value else _nothing(u), 0.5 * q * u.sign()
 
 
 DIVERGENCES: dict[str, Divergence] = {
@@ -123,6 +129,11 @@ def _parts(log_p: LogProbs, log_q: LogProbs) -> tuple[LogProbs, LogProbs, LogPro
     """p, q and u = log q - log p, which is finite and exactly 0 where the two agree."""
     log_p, log_q = log_p.clamp(min=LOWEST), log_q.clamp(min=LOWEST)
     return log_p.exp(), log_q.exp(), log_q - log_p
+
+
+def _nothing(u: LogProbs) -> PerRow:
+    """In place of a value that was not requested."""
+    return u.new_zeros(len(u))
 
 
 def _kl(p: LogProbs, q: LogProbs, u: LogProbs) -> PerRow:

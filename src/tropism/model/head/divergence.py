@@ -1,8 +1,9 @@
-"""Chunked divergence from a teacher: from the hidden states of both to one value per token.
+"""Divergence from a teacher: from the hidden states of both to one value per token.
 
-The logits of all positions never exist at once. The student's log-probs of the target tokens come from the same chunks,
-so distillation needs one pass over the head. If the vocabulary is divided over processes, all of them make the same
-calls (see `vocab_parallel`).
+The logits of all positions never exist at once. The student's log-probs of the target tokens come from the same tiles,
+so distillation needs one pass over the head. The forward pass keeps a few numbers per position, such as the log-sum-exp
+of both; with them the backward pass goes through each tile once. If the vocabulary is divided over processes, all of
+them make the same calls (see `vocab_parallel`).
 """
 
 from collections.abc import Callable
@@ -13,38 +14,64 @@ import torch
 from torch import Tensor
 
 from tropism.losses.divergence import LOWEST
-from tropism.model.head.logprob import Head, backpropagate, score
+from tropism.model.head.folds import score
+from tropism.model.head.logprob import Head, backpropagate
+from tropism.model.head.tiles import at, by_blocks, put, slices
 from tropism.model.head.vocab_parallel import Columns
 from tropism.shapes import Hidden, PerToken, TokenIndex
 from tropism.spans import timed_as
 
-# Logits of one model at once, in elements: 16 MiB in float32 on a CPU; more on a GPU, since each chunk adds to the
-# gradient of the full head. Up to 14 arrays of this size exist at once.
-_CPU_CHUNK, _GPU_CHUNK = 2**22, 2**25
+# Logits of one model at once, in elements: 64 MiB in float32 on a CPU; more on a GPU, where each tile adds to the
+# gradient of its columns of the head.
+_CPU_CHUNK, _GPU_CHUNK = 2**24, 2**26
 
-Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(log p, log q) of teacher and student, `[n, V]`, to the value `[n]` and the slope `[n, V]` of `losses.divergence`."""
+Kept = tuple[Tensor, ...]
+"""What the forward pass keeps for the backward pass: some numbers for each token, `[n, ...]`."""
+
+
+class Divergence(Protocol):
+    """One of `losses.divergence`, with its mixing weight bound."""
+
+    def __call__(self, log_p: Tensor, log_q: Tensor, *, value: bool = True) -> tuple[Tensor, Tensor]:
+        """(log p, log q) of teacher and student, `[n, V]`, to the value `[n]` and the slope `[n, V]`."""
+        ...
 
 
 class Targets(Protocol):
     """A teacher's distribution for each supervised token of a batch."""
 
     def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence,
-                columns: Columns) -> tuple[Tensor, Tensor]:
-        """`[n]` divergence of the tokens `rows`, and `[n, V]` its derivative by the student's logits.
+                columns: Columns) -> tuple[Tensor, Kept]:
+        """`[n]` divergence of the tokens `rows`, and what `slope` needs.
 
         Args:
             rows: which tokens.
-            logits: `[n, V]` the student's logits over the shared vocabulary, already divided by `temperature`. If the
-                vocabulary is divided, the columns on this process, as in the derivative; the divergence is complete.
+            logits: `[n, V]` the student's logits over the shared vocabulary. If the vocabulary is divided, the columns
+                on this process; the divergence is complete.
+            temperature: of both softmaxes.
             columns: which columns these are.
+        """
+        ...
+
+    def slope(self, rows: slice, part: slice, kept: Kept, temperature: float, divergence: Divergence,
+              columns: Columns) -> tuple[Callable[..., Tensor], Kept]:
+        """How to get the derivative of the divergence by the student's logits of one tile, divided by the temperature.
+
+        Args:
+            rows, temperature, divergence, columns: as in `compare`.
+            part: columns of the tile, among those on this process; the last ones may be above the shared vocabulary.
+            kept: what `compare` has returned, of these rows.
+
+        Returns:
+            A function of a block of the logits `[m, c]`, of the shared vocabulary, and of the same rows of each of the
+            tensors that follow, which returns `[m, c]`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FullTargets:
-    """The full distribution of a teacher in memory, computed chunk by chunk.
+    """The full distribution of a teacher in memory, computed tile by tile.
 
     Args:
         hidden: `[S, D]` the teacher's hidden state for each supervised token.
@@ -55,15 +82,38 @@ class FullTargets:
     head: Head
 
     def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence,
-                columns: Columns) -> tuple[Tensor, Tensor]:
+                columns: Columns) -> tuple[Tensor, Kept]:
         """See `Targets`."""
+        def log_sums(*both: Tensor) -> tuple[Tensor, ...]:
+            return tuple(_log_sum(_heated(one, temperature)) for one in both)
+
+        def compared(student: Tensor, teacher: Tensor, log_z: Tensor) -> tuple[Tensor, Tensor]:
+            log_q, log_p = (_normalized(one, temperature, log_z[:, number])
+                            for number, one in enumerate((student, teacher)))
+            value, slope = divergence(log_p, log_q)
+            return value, slope.sum(-1)
+
+        teacher = self._logits(rows, slice(None), columns)[:, : logits.shape[1]].to(logits.dtype)
+        log_z, _ = columns.join(torch.stack(by_blocks(log_sums, logits, teacher)), logits.new_empty(0, len(logits)))
+        parts = torch.stack(by_blocks(compared, logits, teacher, log_z.t()))
+        _, (value, total) = columns.join(parts[:0], parts)
+        return value, (log_z.t(), total[:, None])
+
+    def slope(self, rows: slice, part: slice, kept: Kept, temperature: float, divergence: Divergence,
+              columns: Columns) -> tuple[Callable[..., Tensor], Kept]:
+        """See `Targets`."""
+        def change(student: Tensor, teacher: Tensor, log_z: Tensor, total: Tensor) -> Tensor:
+            teacher = teacher[:, : student.shape[1]].to(student.dtype)
+            log_q, log_p = (_normalized(one, temperature, log_z[:, number])
+                            for number, one in enumerate((student, teacher)))
+            return divergence(log_p, log_q, value=False)[1].addcmul(log_q.exp_(), total, value=-1)
+
+        return change, (self._logits(rows, part, columns), *kept)
+
+    def _logits(self, rows: slice, part: slice, columns: Columns) -> Tensor:
         head = self.head.divided_as(columns)
         weight = head.weight.to(head.compute or head.weight.dtype)
-        teacher, _ = head.logits(self.hidden[rows].to(weight.dtype), weight)
-        log_p, log_q = columns.log_softmax(teacher[:, : logits.shape[1]].to(logits.dtype) / temperature, logits)
-        value, slope = divergence(log_p, log_q)
-        value, total = columns.totals(value, slope)
-        return value, slope - log_q.exp_() * total
+        return head.logits(self.hidden[rows].to(weight.dtype), weight, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +133,60 @@ class TopK:
     tail: Tensor
 
     def compare(self, rows: slice, logits: Tensor, temperature: float, divergence: Divergence,
-                columns: Columns) -> tuple[Tensor, Tensor]:
+                columns: Columns) -> tuple[Tensor, Kept]:
         """See `Targets`."""
-        kept = self.ids[rows]
-        kept_q, rest, log_z = columns.kept_logps(logits, kept)
+        kept_q, rest, log_z = _kept_logps(logits, self.ids[rows], temperature, columns)
         log_p = torch.cat((self.logps[rows], self.tail[rows, None]), dim=-1).to(logits.dtype)
-        log_q = torch.cat((kept_q, rest[:, None]), dim=-1)
-        value, slope = divergence(log_p, log_q)
-        # Tokens of the tail share the tail's slope by their mass. If all of them are masked, none has a slope.
-        every = logits - log_z[:, None]
-        change = (every - rest.clamp(min=LOWEST)[:, None]).exp_() * slope[:, -1:]
-        change = columns.put(change, kept, slope[:, :-1])
-        return value, change - every.exp_() * slope.sum(-1, keepdim=True)
+        value, slope = divergence(log_p, torch.cat((kept_q, rest[:, None]), dim=-1))
+        # Tokens of the tail share its slope by their mass: with m that mass, the derivative of one of them is
+        # (p / m) (slope - m total). If all of them are masked, none has a slope.
+        total, rest = slope.sum(-1, keepdim=True), rest.clamp(min=LOWEST)[:, None]
+        return value, (log_z[:, None] + rest, slope[:, -1:] - rest.exp() * total,
+                       slope[:, :-1] - kept_q.exp() * total)
+
+    def slope(self, rows: slice, part: slice, kept: Kept, temperature: float, divergence: Divergence,
+              columns: Columns) -> tuple[Callable[..., Tensor], Kept]:
+        """See `Targets`."""
+        def change(student: Tensor, ids: Tensor, shift: Tensor, of_tail: Tensor, of_kept: Tensor) -> Tensor:
+            every = (student / temperature).sub_(shift).exp_().mul_(of_tail)
+            return put(every, ids, of_kept, columns.start + part.start)
+
+        return change, (self.ids[rows], *kept)
+
+
+def _heated(logits: Tensor, temperature: float) -> Tensor:
+    """Logits divided by the temperature, as one that may not be overwritten."""
+    return logits if temperature == 1 else logits / temperature
+
+
+def _log_sum(logits: Tensor) -> Tensor:
+    """`[n]` log-sum-exp in float64: rounded to float32 it would lose the digits of large logits."""
+    if not logits.shape[1]:
+        return logits.new_full(logits.shape[:1], -torch.inf, dtype=torch.float64)
+    peak = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)
+    return torch.logsumexp(logits - peak[:, None], dim=-1).double() + peak
+
+
+def _normalized(logits: Tensor, temperature: float, log_z: Tensor) -> Tensor:
+    """`[n, c]` log-probs, as a copy."""
+    rounded = log_z.to(logits.dtype)
+    return (_heated(logits, temperature) - rounded[:, None]).sub_((log_z - rounded).to(logits.dtype)[:, None])
+
+
+def _kept_logps(logits: Tensor, kept: Tensor, temperature: float, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+    """`[n, k]` log-probs of the `[n, k]` kept ids, `[n]` of all others together, and the `[n]` log normalizer.
+
+    Args:
+        logits: `[n, V]`; if the vocabulary is divided, the columns on this process. The results are complete.
+    """
+    def parts(block: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        block = block / temperature
+        log_sum, here = torch.logsumexp(block, dim=-1), at(block, ids, columns.start)
+        return log_sum, torch.logsumexp(put(block, ids, torch.full_like(here, -torch.inf), columns.start), dim=-1), here
+
+    log_sum, others, here = by_blocks(parts, logits, kept)
+    (log_z, rest), found = columns.join(torch.stack((log_sum, others)), here.t())
+    return found.t() - log_z[:, None], rest - log_z, log_z
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,54 +216,79 @@ class Comparison:
             head: the student's head.
             target_ids: `[S]` token ids.
             targets: the teacher's distributions. They get no gradient.
-            chunk: positions per chunk.
+            chunk: positions per tile.
         """
-        chunk = chunk or _chunk(head)
         found: tuple[PerToken, PerToken] = _LinearDivergence.apply(
             hidden, head.weight, head.bias, target_ids, head, targets, self, chunk)
         return found
-
-    def of(self, rows: slice, logits: Tensor, targets: Targets, columns: Columns) -> tuple[Tensor, Tensor]:
-        """`[n]` value and `[n, V]` derivative by the student's logits, `V` being the shared vocabulary."""
-        shared, shared_logits = columns.restrict_to(logits, self.vocabulary)
-        value, change = targets.compare(rows, shared_logits / self.temperature, self.temperature, self.divergence,
-                                        shared)
-        return self.scale * value, change.mul_(self.scale / self.temperature)
 
 
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, head: Head,
-                targets: Targets, comparison: Comparison, chunk: int) -> tuple[Tensor, Tensor]:
+                targets: Targets, comparison: Comparison, chunk: int | None) -> tuple[Tensor, Tensor]:
         compute = head.compute or weight.dtype
         weight_c = weight.to(compute)
-        out = hidden.new_empty(2, len(hidden), dtype=torch.promote_types(compute, torch.float32))
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits, _ = head.logits(hidden[rows].to(compute), weight_c)
-            out[0, rows], _ = head.columns.target_logps(logits, target_ids[rows])
-            out[1, rows] = comparison.of(rows, logits, targets, head.columns)[0]
-        ctx.head, ctx.targets, ctx.comparison, ctx.chunk = head, targets, comparison, chunk
-        ctx.save_for_backward(hidden, weight, bias, target_ids)
+        out = hidden.new_empty(3, len(hidden), dtype=torch.promote_types(compute, torch.float32))
+        kept: list[Kept] = []
+        shared, width = head.columns.restrict_to(comparison.vocabulary, len(weight))
+        for rows in slices(len(hidden), chunk or head.tile_rows(_elements(head))) if len(hidden) else [slice(0, 0)]:
+            logits, ids = head.logits(hidden[rows].to(compute), weight_c), target_ids[rows, None]
+            log_sum, here = by_blocks(lambda block, ids: (torch.logsumexp(block, dim=-1),
+                                                          at(block, ids, head.columns.start)[:, 0]), logits, ids)
+            (out[2, rows],), (here,) = head.columns.join(log_sum[None], here[None])
+            out[0, rows] = here - out[2, rows]
+            value, numbers = targets.compare(rows, logits[:, :width], comparison.temperature, comparison.divergence,
+                                             shared)
+            out[1, rows] = comparison.scale * value
+            kept.append(numbers)
+        ctx.set_materialize_grads(False)
+        ctx.head, ctx.targets, ctx.comparison, ctx.chunk, ctx.shared = head, targets, comparison, chunk, (shared, width)
+        ctx.save_for_backward(hidden, weight, bias, target_ids, out[2], *map(torch.cat, zip(*kept, strict=True)))
         return out[0], out[1]
 
     @staticmethod
-    def backward(ctx: Any, of_logps: Tensor, of_divergence: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target_ids = ctx.saved_tensors
+    def backward(ctx: Any, of_logps: Tensor | None, of_divergence: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target_ids, log_z, *kept = ctx.saved_tensors
+        head: Head = ctx.head
+        comparison: Comparison = ctx.comparison
+        shared, width = ctx.shared
 
-        def change_of(rows: slice, logits: Tensor) -> Tensor:
-            columns = ctx.head.columns
-            away = ctx.comparison.of(rows, logits, ctx.targets, columns)[1].mul_(of_divergence[rows, None])
-            change = score(logits, columns.log_z(logits), target_ids[rows], columns).mul_(of_logps[rows, None])
-            change[:, : away.shape[1]] += away
-            return change
+        def change_of(rows: slice, columns: slice, raw: Tensor, out: Tensor | None) -> Tensor:
+            shape, first = head.shape(columns), head.columns.start + columns.start
+            common = max(0, width - columns.start)
+            slope: Callable[..., Tensor] | None = None
+            numbers: Kept = ()
+            if of_divergence is not None:
+                slope, numbers = ctx.targets.slope(rows, columns, tuple(one[rows] for one in kept),
+                                                   comparison.temperature, comparison.divergence, shared)
 
-        return (*backpropagate(ctx, hidden, weight, bias, change_of), None, None, None, None, None)
+            def of(block: Tensor, to: Tensor, ids: Tensor, log_z: Tensor, of_logp: Tensor, away: Tensor,
+                   *numbers: Tensor) -> tuple[()]:
+                logits = shape.logits_(block)
+                bend = shape.bend(logits)
+                change = None if slope is None else slope(logits[:, :common], *numbers).mul_(away)
+                logits = logits.zero_() if of_logps is None else score(logits, ids, first, log_z, of_logp)
+                if change is not None:
+                    logits[:, :common] += change
+                change = shape.to_raw(logits, bend)
+                if out is not None:
+                    to.copy_(change)
+                return ()
+
+            nothing = log_z[rows, None]
+            by_blocks(of, raw, raw if out is None else out, target_ids[rows, None], log_z[rows, None],
+                      nothing if of_logps is None else of_logps[rows, None],
+                      nothing if of_divergence is None else
+                      of_divergence[rows, None] * (comparison.scale / comparison.temperature), *numbers)
+            return raw if out is None else out
+
+        return (*backpropagate(ctx, hidden, weight, bias, _elements(head), change_of), None, None, None, None, None)
 
 
-def _chunk(head: Head) -> int:
-    """Positions per chunk."""
-    return max(1, (_GPU_CHUNK if head.weight.is_cuda else _CPU_CHUNK) // head.columns.max_width(head.weight))
+def _elements(head: Head) -> int:
+    """Elements of one model's logits at once."""
+    return _GPU_CHUNK if head.weight.is_cuda else _CPU_CHUNK
 
 
 @torch.no_grad()
@@ -187,18 +304,16 @@ def top_k(hidden: Hidden, head: Head, k: int, temperature: float, vocabulary: in
         head: the teacher's head.
         k: tokens to keep, below `vocabulary`.
         temperature, vocabulary: as in `Comparison`.
-        chunk: positions per chunk; by default as many as `Comparison.per_token` takes.
+        chunk: positions per tile; by default as many as `Comparison.per_token` takes.
     """
     weight = head.weight.to(head.compute or head.weight.dtype)
-    chunk = chunk or _chunk(head)
     ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     logps = torch.empty(len(hidden), k, dtype=dtype, device=hidden.device)
     tail = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-    for start in range(0, len(hidden), chunk):
-        rows = slice(start, start + chunk)
-        columns, logits = head.columns.restrict_to(head.logits(hidden[rows].to(weight.dtype), weight)[0], vocabulary)
-        logits = logits / temperature
-        ids[rows] = columns.top_k(logits, k)
-        logps[rows], tail[rows], _ = columns.kept_logps(logits, ids[rows])
+    columns, width = head.columns.restrict_to(vocabulary, len(weight))
+    for rows in slices(len(hidden), chunk or head.tile_rows(_elements(head))):
+        logits = head.logits(hidden[rows].to(weight.dtype), weight)[:, :width]
+        ids[rows] = columns.top_k(logits / temperature, k)
+        logps[rows], tail[rows], _ = _kept_logps(logits, ids[rows], temperature, columns)
     return TopK(ids, logps, tail)

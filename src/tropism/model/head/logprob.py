@@ -1,7 +1,8 @@
-"""Chunked log-probs: from hidden states to log-probs of given tokens, without the logits of all positions at once.
+"""Log-probs from hidden states, without the logits of all positions or all columns at once.
 
-The head applies bias, logit scale and final soft-cap. Logits exist for one chunk of positions at a time and are
-recomputed in the backward pass, so memory does not grow with positions x vocabulary.
+The head applies bias, logit scale and final soft-cap. Logits exist for one tile of positions and columns at a time.
+Their log-sum-exp is kept for the backward pass, which recomputes each tile, so memory does not grow with positions x
+vocabulary.
 
 The vocabulary may be divided over processes, which then make the same calls with equal hidden states and targets.
 Values and the gradient by the hidden states are complete and equal on all of them: the backward pass sums the
@@ -10,17 +11,19 @@ contributions of all processes. Gradients by weight and bias cover the rows on e
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tropism.errors import ModelError
+from tropism.model.head.folds import fold, unfold
+from tropism.model.head.shape import Shape
+from tropism.model.head.tiles import COLUMNS, by_blocks, column_slices, slices, tile_elements
 from tropism.model.head.vocab_parallel import UNDIVIDED, Columns, Divided, Undivided
 from tropism.shapes import HeadWeight, Hidden, PerToken, TokenIndex
 from tropism.spans import timed_as
-
-_CHUNK_ELEMENTS = 2**25  # logits at once: 128 MiB in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +54,32 @@ class Head:
         Args:
             hidden: `[S, D]` the hidden state that predicts each target.
             targets: `[S]` token ids.
-            chunk: positions per chunk; by default as many as fit 128 MiB of logits.
+            chunk: positions per tile; by default as many as fit `tiles.CPU_TILE` or `GPU_TILE`.
         """
-        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.max_width(self.weight))
         result: PerToken = _LinearLogProb.apply(hidden, self.weight, self.bias, targets, self, chunk)
         return result
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`[chunk, V]` logits in at least float32, and the derivative of the soft-cap, or None without one."""
-        logits = product(hidden, weight.t())
-        if self.bias is not None:
-            logits += self.bias.to(logits.dtype)
-        if self.scale != 1.0:
-            logits *= self.scale
-        if self.softcap is None:
-            return logits, None
-        bent = torch.tanh_(logits.div_(self.softcap))
-        return bent * self.softcap, 1 - bent * bent
+    def shape(self, columns: slice = slice(None)) -> Shape:
+        """What makes logits of products, for some of the columns on this process."""
+        return Shape(None if self.bias is None else self.bias[columns], self.scale, self.softcap)
 
-    def to_raw(self, change: Tensor, bend: Tensor | None) -> Tensor:
-        """Turn a derivative by the logits into one by `hidden @ weight.T + bias`, in place."""
-        if bend is not None:
-            change *= bend
-        if self.scale != 1.0:
-            change *= self.scale
-        return change
+    def logits(self, hidden: Tensor, weight: Tensor, columns: slice = slice(None)) -> Tensor:
+        """`[n, c]` logits of some of the columns on this process, in at least float32.
+
+        Args:
+            hidden: `[n, D]`.
+            weight: `[V, D]` all rows on this process, in the dtype of the products.
+        """
+        return self.shape(columns).logits_(self.raw(hidden, weight, columns))
+
+    def raw(self, hidden: Tensor, weight: Tensor, columns: slice = slice(None)) -> Tensor:
+        """`[n, c]` products of which `shape` makes logits; as there."""
+        return product(hidden, weight[columns].t())
+
+    def tile_rows(self, elements: int, width: int | None = None) -> int:
+        """Positions of a tile with that many elements and columns; by default all. Equal on all processes."""
+        most = self.columns.max_width(self.weight)
+        return max(1, elements // max(1, most if width is None else min(width, most)))
 
     @timed_as("head")
     @torch.no_grad()
@@ -83,13 +87,13 @@ class Head:
         """`[S]` log of the sum of p^2 over the vocabulary, in float32 or more: how peaked each prediction is."""
         compute = self.compute or self.weight.dtype
         weight = self.weight.to(compute)
-        chunk = chunk or max(1, _CHUNK_ELEMENTS // self.columns.max_width(weight))
         out = hidden.new_empty(len(hidden), dtype=torch.promote_types(compute, torch.float32))
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits, _ = self.logits(hidden[rows].to(compute), weight)
-            log_z = self.columns.log_z(logits)
-            out[rows] = self.columns.log_z(logits.mul_(2)) - 2 * log_z
+        for rows in slices(len(hidden), chunk or self.tile_rows(tile_elements(weight), COLUMNS)):
+            inputs = hidden[rows].to(compute)
+            parts = [torch.stack(by_blocks(_log_sums, self.logits(inputs, weight, columns)))
+                     for columns in column_slices(len(weight))]
+            (log_z, of_squares), _ = self.columns.join(joined(parts), out.new_empty(0, len(inputs)))
+            out[rows] = of_squares - 2 * log_z
         return out
 
     def divided_as(self, columns: Columns) -> "Head":
@@ -121,50 +125,94 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return (left @ right).float()
 
 
+def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without rounding below float32 if the device supports it."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.device.type == "cuda" and _adds_to_float32():
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += product(left, right)
+
+
+@cache
+def _adds_to_float32() -> bool:
+    """Whether this torch adds products of bfloat16 to a float32 total on GPUs."""
+    total, factor = torch.zeros(16, 16, device="cuda"), torch.zeros(16, 16, device="cuda", dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Log-sum-exp over tiles, elementwise."""
+    return parts[0] if len(parts) == 1 else torch.logsumexp(torch.stack(parts), dim=0)
+
+
+def _log_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`[n]` log of the sums of exp(logits) and exp(2 logits)."""
+    return torch.logsumexp(logits, dim=-1), torch.logsumexp(2 * logits, dim=-1)
+
+
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head,
-                chunk: int) -> Tensor:
+                chunk: int | None) -> Tensor:
         compute = head.compute or weight.dtype
         weight_c = weight.to(compute)
         out = hidden.new_empty(len(hidden), dtype=torch.promote_types(compute, torch.float32))
-        frozen = not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
-        # With a frozen head the input gradient is upstream x (d logp / d hidden): computed now, it saves a product.
-        slope = torch.empty_like(hidden, dtype=out.dtype) if frozen and ctx.needs_input_grad[0] else None
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits, bend = head.logits(hidden[rows].to(compute), weight_c)
-            out[rows], log_z = head.columns.target_logps(logits, targets[rows])
+        log_z = torch.empty_like(out)
+        # With a frozen head the input gradient is upstream x (d logp / d hidden): computed now, from tiles that have
+        # all columns, it saves a product.
+        frozen = ctx.needs_input_grad[0] and not any(ctx.needs_input_grad[1:3])
+        slope = torch.empty_like(hidden, dtype=out.dtype) if frozen else None
+        width = len(weight) if frozen else COLUMNS
+        elements, first = tile_elements(weight), head.columns.start
+        for rows in slices(len(hidden), chunk or head.tile_rows(elements, None if frozen else width)):
+            inputs, ids, parts = hidden[rows].to(compute), targets[rows], []
+            for columns in column_slices(len(weight), width):
+                raw = head.raw(inputs, weight_c, columns)
+                parts.append(fold(raw, head.shape(columns), ids, first + columns.start))
+            here = torch.stack([part[1] for part in parts]).sum(0)
+            (log_z[rows],), (found,) = head.columns.join(joined([part[0] for part in parts])[None], here[None])
+            out[rows] = found - log_z[rows]
             if slope is not None:
-                change = head.to_raw(score(logits, log_z, targets[rows], head.columns), bend)
-                slope[rows] = head.columns.sum(product(change.to(compute), weight_c))
+                change = unfold(raw, head.shape(), ids, first, log_z[rows], torch.ones_like(found),
+                                _other(raw, compute), finished=True)
+                slope[rows] = head.columns.sum(product(change, weight_c))
         ctx.head, ctx.chunk = head, chunk
-        ctx.save_for_backward(hidden, weight, bias, targets, slope)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, slope)
         return out
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, slope = ctx.saved_tensors
+        hidden, weight, bias, targets, log_z, slope = ctx.saved_tensors
         if slope is not None:
             return (upstream[:, None] * slope).to(hidden.dtype), None, None, None, None, None
+        head: Head = ctx.head
 
-        def change_of(rows: slice, logits: Tensor) -> Tensor:
-            columns = ctx.head.columns
-            change = score(logits, columns.log_z(logits), targets[rows], columns)
-            return change.mul_(upstream[rows, None])
+        def change_of(rows: slice, columns: slice, raw: Tensor, out: Tensor | None) -> Tensor:
+            return unfold(raw, head.shape(columns), targets[rows], head.columns.start + columns.start, log_z[rows],
+                          upstream[rows], out)
 
-        return (*backpropagate(ctx, hidden, weight, bias, change_of), None, None, None)
+        gradients = backpropagate(ctx, hidden, weight, bias, tile_elements(weight), change_of)
+        return (*gradients, None, None, None)
 
 
-def backpropagate(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
-                  change_of: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients by hidden states, weight and bias, as far as required. Logits are recomputed chunk by chunk.
+def backpropagate(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, elements: int,
+                  change_of: Callable[[slice, slice, Tensor, Tensor | None], Tensor],
+                  ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients by hidden states, weight and bias, as far as required. Products are recomputed tile by tile.
 
     The gradient by hidden states is complete on every process. The others cover the rows on this process.
 
     Args:
         ctx: of an autograd function with these three as its first inputs, and with `head` and `chunk`.
-        change_of: returns the derivative of the loss by the logits of some positions, and may overwrite the logits.
+        elements: of a tile.
+        change_of: returns the derivative of the loss by the products of some positions and columns on this process,
+            which it is given, in place or in the last argument.
     """
     head: Head = ctx.head
     compute = head.compute or weight.dtype
@@ -174,34 +222,28 @@ def backpropagate(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
     grad_weight = torch.zeros_like(weight, dtype=accumulate_dtype) if ctx.needs_input_grad[1] else None
     grad_bias = (torch.zeros_like(bias, dtype=accumulate_dtype)
                  if bias is not None and ctx.needs_input_grad[2] else None)
-    for start in range(0, len(hidden), ctx.chunk):
-        rows = slice(start, start + ctx.chunk)
+    for rows in slices(len(hidden), ctx.chunk or head.tile_rows(elements, COLUMNS)):
         inputs = hidden[rows].to(compute)
-        logits, bend = head.logits(inputs, weight_c)
-        change = head.to_raw(change_of(rows, logits), bend)
-        change_c = change.to(compute)
+        of_hidden = torch.zeros_like(inputs, dtype=accumulate_dtype)
+        for columns in column_slices(len(weight)):
+            raw = head.raw(inputs, weight_c, columns)
+            change = change_of(rows, columns, raw, None if grad_bias is not None else _other(raw, compute))
+            if grad_bias is not None:
+                grad_bias[columns] += change.sum(0)
+                change = change.to(compute)
+            if grad_hidden is not None:
+                accumulate(of_hidden, change, weight_c[columns])
+            if grad_weight is not None:
+                accumulate(grad_weight[columns], change.t(), inputs)
         if grad_hidden is not None:
-            grad_hidden[rows] = head.columns.sum(product(change_c, weight_c)).to(hidden.dtype)
-        if grad_weight is not None:
-            accumulate(grad_weight, change_c.t(), inputs)
-        if grad_bias is not None:
-            grad_bias += change.sum(0)
+            grad_hidden[rows] = head.columns.sum(of_hidden).to(hidden.dtype)
     return (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype))
 
 
-def score(logits: Tensor, log_z: Tensor, targets: Tensor, columns: Columns) -> Tensor:
-    """`[chunk, V]` derivative of the log-prob by the logits. Overwrites `logits`."""
-    change = logits.sub_(log_z[:, None]).exp_().neg_()
-    return columns.add(change, targets[:, None], torch.ones_like(log_z)[:, None])
-
-
-def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, without rounding below float32 if the device supports it."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += product(left, right)
+def _other(raw: Tensor, compute: torch.dtype) -> Tensor | None:
+    """A tile in the dtype of the products, or None if it may be the same one."""
+    return None if raw.dtype == compute else torch.empty_like(raw, dtype=compute)
 
 
 def head_of(model: Any, compute: torch.dtype | None = None, columns: Columns | None = None) -> Head:

@@ -14,8 +14,6 @@ from typing import Protocol, Union
 import torch
 from torch import Tensor
 
-from tropism.losses.divergence import tail_logp
-
 Columns = Union["Undivided", "Divided"]
 
 
@@ -45,51 +43,30 @@ class Group(Protocol):
 class Undivided:
     """All columns are on this process."""
 
+    @property
+    def start(self) -> int:
+        """Id of the first column on this process."""
+        return 0
+
     def max_width(self, weight: Tensor) -> int:
         """The largest number of columns of any process. Equal on all of them, as chunk sizes must be."""
         return len(weight)
 
-    def restrict_to(self, logits: Tensor, vocabulary: int) -> tuple[Columns, Tensor]:
-        """The columns of ids below `vocabulary`, and a view of their logits."""
-        return self, logits[:, :vocabulary]
+    def restrict_to(self, vocabulary: int, width: int) -> tuple[Columns, int]:
+        """The columns of ids below `vocabulary`, and how many of the first `width` on this process these are."""
+        return self, min(vocabulary, width)
 
     def divided_like(self, other: Columns) -> bool:
         """Whether `other` is divided at the same ids, as far as these columns reach. Equal on all processes."""
         return self == other
 
-    def log_z(self, logits: Tensor) -> Tensor:
-        """`[n]` log-sum-exp over all columns."""
-        return torch.logsumexp(logits, dim=-1)
-
-    def target_logps(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """`[n]` log-probs of the `[n]` targets, and the `[n]` log normalizer."""
-        log_z = torch.logsumexp(logits, dim=-1)
-        return logits.gather(1, targets[:, None]).squeeze(1) - log_z, log_z
-
-    def kept_logps(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[n, k]` log-probs of the `[n, k]` kept ids, `[n]` of all others together, and the `[n]` log normalizer."""
-        log_z = torch.logsumexp(logits, dim=-1)
-        return logits.gather(1, kept) - log_z[:, None], tail_logp(logits, kept, log_z), log_z
-
-    def log_softmax(self, *logits: Tensor) -> tuple[Tensor, ...]:
-        """`[n, V]` log-probs for each of the given logits."""
-        return tuple(torch.log_softmax(one, dim=-1) for one in logits)
-
-    def totals(self, value: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-        """`[n]` value of a divergence and `[n, 1]` sum of its slope over all columns."""
-        return value, slope.sum(-1, keepdim=True)
+    def join(self, logs: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """`[a, n]` log-sum-exps and `[b, n]` sums over all columns, from those over the columns on this process."""
+        return logs, sums
 
     def top_k(self, logits: Tensor, k: int) -> Tensor:
         """`[n, k]` ids of the largest logits in descending order. torch.topk decides between equal logits."""
         return torch.topk(logits, k, dim=-1).indices
-
-    def add(self, change: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """Add `[n, k]` values to the columns of `[n, k]` ids, in place."""
-        return change.scatter_add_(1, ids, values)
-
-    def put(self, change: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """Set the columns of `[n, k]` ids, distinct within a row, to `[n, k]` values. Overwrites `change`."""
-        return change.scatter_(1, ids, values)
 
     def sum(self, parts: Tensor) -> Tensor:
         """Elementwise sum of the contributions of all columns. May overwrite `parts`."""
@@ -137,54 +114,20 @@ class Divided:
         """See `Undivided`."""
         return self.share
 
-    def restrict_to(self, logits: Tensor, vocabulary: int) -> tuple[Columns, Tensor]:
+    def restrict_to(self, vocabulary: int, width: int) -> tuple[Columns, int]:
         """See `Undivided`. There may be no such columns on this process."""
         fewer = replace(self, vocabulary=min(vocabulary, self.vocabulary))
-        return fewer, logits[:, : fewer.width]
+        return fewer, fewer.width
 
     def divided_like(self, other: Columns) -> bool:
         """See `Undivided`."""
         return (isinstance(other, Divided) and other.group == self.group
                 and replace(other, vocabulary=self.vocabulary).widths == self.widths)
 
-    def log_z(self, logits: Tensor) -> Tensor:
-        """See `Undivided`."""
-        return torch.logsumexp(self.group.gather(torch.logsumexp(logits, dim=-1)), dim=0)
-
-    def target_logps(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Undivided`."""
-        here = self._logits_at(logits, targets[:, None]).squeeze(1)
-        found = self.group.gather(torch.stack((torch.logsumexp(logits, dim=-1), here)))
-        log_z = torch.logsumexp(found[:, 0], dim=0)
-        return _sum_in_order(found[:, 1]) - log_z, log_z
-
-    def kept_logps(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Undivided`."""
-        here = torch.logsumexp(logits, dim=-1)
-        others = self._with_spare_column(logits, kept, -torch.inf).logsumexp(dim=-1)
-        found = self.group.gather(torch.cat((here[:, None], others[:, None], self._logits_at(logits, kept)), dim=-1))
-        log_z, rest = torch.logsumexp(found[..., 0], dim=0), torch.logsumexp(found[..., 1], dim=0)
-        return _sum_in_order(found[..., 2:]) - log_z[:, None], rest - log_z, log_z
-
-    def log_softmax(self, *logits: Tensor) -> tuple[Tensor, ...]:
-        """See `Undivided`; for the columns on this process.
-
-        The largest logit is subtracted first, as torch does: a log-sum-exp of large logits has large rounding errors.
-        """
-        peaks = [one.amax(-1).clamp(min=torch.finfo(one.dtype).min) if self.width else one.new_full(
-            one.shape[:1], -torch.inf) for one in logits]
-        sums = [torch.logsumexp(one - peak[:, None], dim=-1) for one, peak in zip(logits, peaks, strict=True)]
-        found = self.group.gather(torch.stack((*peaks, *sums)))
-        logps = []
-        for one, of_processes, logs in zip(logits, *found.transpose(0, 1).chunk(2), strict=True):
-            peak = of_processes.amax(0)
-            logps.append(one - peak[:, None] - torch.logsumexp(of_processes - peak + logs, dim=0)[:, None])
-        return tuple(logps)
-
-    def totals(self, value: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Undivided`."""
-        found = _sum_in_order(self.group.gather(torch.stack((value, slope.sum(-1)))))
-        return found[0], found[1][:, None]
+    def join(self, logs: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Undivided`. One exchange."""
+        found = self.group.gather(torch.cat((logs, sums)))
+        return torch.logsumexp(found[:, : len(logs)], dim=0), _sum_in_order(found[:, len(logs):])
 
     def top_k(self, logits: Tensor, k: int) -> Tensor:
         """See `Undivided`. Between equal logits on two processes, the lower id is kept and comes first."""
@@ -196,39 +139,9 @@ class Divided:
                      for parts in (found, of_all))
         return ids.gather(1, torch.sort(best, dim=-1, descending=True, stable=True).indices[:, :k])
 
-    def add(self, change: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """See `Undivided`; on the columns of this process."""
-        if not self.width:
-            return change
-        column, here = self._locate(ids)
-        return change.scatter_add_(1, column, values * here)
-
-    def put(self, change: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """See `Undivided`; on the columns of this process."""
-        return self._with_spare_column(change, ids, values)[:, :-1]
-
     def sum(self, parts: Tensor) -> Tensor:
         """See `Undivided`."""
         return self.group.sum(parts)
-
-    def _locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The local column of each id, clamped into range, and whether the id is on this process."""
-        column = ids - self.start
-        return column.clamp(0, max(self.width - 1, 0)), (column >= 0) & (column < self.width)
-
-    def _logits_at(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """`[n, k]` logits of ids; 0 for ids on other processes."""
-        if not self.width:
-            return logits.new_zeros(ids.shape)
-        column, here = self._locate(ids)
-        return logits.gather(1, column).where(here, 0)
-
-    def _with_spare_column(self, columns: Tensor, ids: Tensor, values: Tensor | float) -> Tensor:
-        """`[n, v + 1]` a copy with the columns of ids set. Ids of other processes go to the last column, else -inf."""
-        column, here = self._locate(ids)
-        copy = torch.nn.functional.pad(columns, (0, 1), value=-torch.inf)
-        column = column.where(here, self.width)
-        return copy.scatter_(1, column, values)
 
 
 UNDIVIDED = Undivided()
