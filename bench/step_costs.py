@@ -102,7 +102,7 @@ def counted(name: str, config: Any, lora: LoraOptions, device: str, method: str,
     base = base_bytes(torch.device("cuda"), 0)
     choice = choose(tried, gpu.memory_bytes, False,
                     lambda level: measure(blueprint, planner, tried[0].microbatch_tokens, base, level),
-                    *tree_and_step(planner))
+                    *tree_and_step(planner), "cuda")
     step = replace(planner, microbatch_tokens=choice.settings.microbatch_tokens).packs_of(1)
     count = blueprint.count([step], choice.settings.checkpointing, gpu.clock)
     least = count if choice.settings.checkpointing == "none" else blueprint.count([step])

@@ -147,7 +147,7 @@ def _planned(inputs: RunInputs, device: Device, base: float) -> Plan:
         measured.append(measure(blueprint, planner, tried[0].microbatch_tokens, base, level, shards=shards))
         return measured[-1]
 
-    choice = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner))
+    choice = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), device.kind)
     settings = choice.settings
     step, share = _typical(replace(planner, microbatch_tokens=settings.microbatch_tokens))
     count = blueprint.count([step], settings.checkpointing, device.clock)

@@ -19,6 +19,8 @@ _FAST = {"cpu": 512, "cuda": 8192}
 _FEWEST = 128
 _USED = 0.95
 """Share of the limit that a prediction may take."""
+_EASY = {"cpu": 0.95, "cuda": 0.75}
+"""The same before recomputation or small packs were tried. A GPU's allocator leaves gaps, and others may use it too."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def _halved(size: int, least: int) -> Iterable[int]:
         size //= 2
 
 
-def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds, largest: int, step: int) -> Choice:
+def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds, largest: int, step: int,
+           kind: str = "cpu") -> Choice:
     """The first settings that fit into the limit; the last ones if none do.
 
     Args:
@@ -95,16 +98,18 @@ def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds
         needs: measures the memory of packs under a level of checkpointing.
         largest: tokens of the largest tree, which no pack divides.
         step: tokens of a step of one process.
+        kind: type of the device.
     """
+    easy = _EASY[kind]
     measured: dict[Checkpointing, Needs] = {}
     found: dict[str, float] = {}
-    for settings in tried:
+    for share, settings in [(share, settings) for share in sorted({easy, _USED}) for settings in tried]:
         level = settings.checkpointing
         if level not in measured:
             measured[level] = needs(level)
         tokens = min(max(settings.microbatch_tokens, largest), max(step, largest))
         found = measured[level].components(tokens, several=settings.microbatch_tokens < step)
-        if sum(found.values()) <= _USED * limit:
+        if sum(found.values()) <= share * limit:
             return _chosen(settings, found, limit, limited, True)
     return _chosen(tried[-1], found, limit, limited, False, measured[tried[-1].checkpointing].least)
 

@@ -51,7 +51,7 @@ def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int,
         return measure(blueprint, planner, tried[0].microbatch_tokens, base, level, shards=shards)
 
     try:
-        found = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner))
+        found = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), kind)
     except Exception as error:  # models may do anything with their tensors; a run does not fail by its prediction
         found = unpredicted(tried, error)
     return found.at(tried, world.max([tried.index(found.settings)])[0])
