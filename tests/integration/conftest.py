@@ -42,7 +42,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def data_of(feedback: Path, pairs: Path) -> dict[str, Path]:
     """The data of each method."""
-    return {"kto": feedback, "dpo": pairs}
+    return {"kto": feedback, "dpo": pairs, "kd": feedback}
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ BOUNDS = {"fp64": (1e-8, 0.0, 1e-8), "fp32": (3e-4, 1e-4, 1e-5)}
 LAYOUT_BOUND = {"fp64": (1e-5, 1e-5, 1e-5), "fp32": (3e-4, 1e-4, 1e-5)}
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "small packs": {"microbatch_tokens": 256},
-    "one tree a pack": {"microbatch_tokens": 16},
+    "small packs": {"microbatch_tokens": 256, "checkpointing": "selective"},
+    "one tree a pack": {"microbatch_tokens": 16, "checkpointing": "full"},
     "large packs": {"microbatch_tokens": 8192},
     "workers": {"workers": 2, "prefetch": 2},
     "cold store": {"store": "cold"},
@@ -128,18 +128,19 @@ def test_nothing_but_data_options_and_seed_changes_the_result(bench: Bench, spec
     assert sizes == {8, 16}
     for name, changes in VARIANTS.items():
         bench.compare(spec, bench.run(name, spec, **changes), BOUNDS[spec[1]], name)
-    bench.compare(spec, bench.run("padded", spec, layout="padded"), LAYOUT_BOUND[spec[1]], "padded")
+    bench.compare(spec, bench.run("padded", spec, layout="padded", checkpointing="full"), LAYOUT_BOUND[spec[1]],
+                  "padded")
 
 
 @EACH_SHORT
 def test_nor_does_anything_else_change_other_kinds_of_steps(bench: Bench, spec: tuple[str, str]) -> None:
     """L1, L3, P1, R4: several such changes at once, for what needs the whole step, two denominators or a teacher."""
     live = {} if spec[0] in WITHOUT_REFERENCE else {"reference": "live"}
-    bench.compare(spec, bench.run("trees", spec, microbatch_tokens=16, prefetch=2, **live), BOUNDS[spec[1]],
-                  "one tree a pack")
+    bench.compare(spec, bench.run("trees", spec, microbatch_tokens=16, prefetch=2, checkpointing="full", **live),
+                  BOUNDS[spec[1]], "one tree a pack")
     cold = {} if spec[0] == "sft" else {"store": "-".join((*spec, "cold"))}
-    bench.compare(spec, bench.run("padded", spec, microbatch_tokens=300, layout="padded", **cold),
-                  LAYOUT_BOUND[spec[1]], "padded")
+    padded = bench.run("padded", spec, microbatch_tokens=300, layout="padded", checkpointing="selective", **cold)
+    bench.compare(spec, padded, LAYOUT_BOUND[spec[1]], "padded")
 
 
 def test_steps_shorter_than_the_batch_are_among_those_compared(bench: Bench) -> None:

@@ -136,7 +136,8 @@ def doubles(graph: Any) -> Any:
                                  for value in graph(*inputs))
 
 
-@pytest.mark.parametrize(("change", "why"), [(stops, "no compiler on this machine"), (doubles, "differ from plain")])
+@pytest.mark.parametrize(("change", "why"), [
+    (stops, "no compiler on this machine"), pytest.param(doubles, "differ from plain", marks=pytest.mark.slow)])
 def test_layers_that_do_not_compile_or_differ_are_plain(
         monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], why: str) -> None:
     monkeypatch.setattr(setup, "CompiledLayers", broken(change))
