@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tropism.commands.verify import verify
+from tropism.model.language_model import LanguageModel
 from tropism.spans import PREFIX, STEP
+from tropism.train import loop
 from tropism.train.profile_table import step_times
 
 Train = Callable[..., Any]
@@ -65,3 +67,15 @@ def test_what_stands_in_its_place_is_refused_at_the_start(train: Train, tmp_path
     with pytest.raises(Exception, match=r"profile.json is a symbolic link"):
         train("kto", output=str(result.directory), resume="auto", profile=1)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_start_with_stored_scores_computes_little(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before step 1: the comparison of layouts, a sample of the stored scores, and the first step's margins. Nothing
+    is scored twice."""
+    train("kto", max_steps=1)
+    passes: list[str] = []
+    before, stepped = LanguageModel._hidden, loop.train_step
+    monkeypatch.setattr(LanguageModel, "_hidden", lambda *args: [passes.append("pass"), before(*args)][1])
+    monkeypatch.setattr(loop, "train_step", lambda *args: [passes.append("step"), stepped(*args)][1])
+    train("kto", max_steps=1)
+    assert passes[: passes.index("step")] == ["pass"] * 3

@@ -12,7 +12,7 @@ from tropism.data.batching.collate import Layout, collate
 from tropism.data.tree import PromptTree
 from tropism.distributed.shard import is_sharded, rest
 from tropism.errors import ModelError, first_line
-from tropism.model.attention import attention, plain_implementation
+from tropism.model.attention import TreePass, attention, plain_implementation
 from tropism.model.language_model import LanguageModel, Precision, computing
 from tropism.model.token_state import carries_state, depends_on_line, has_window, without_attention
 
@@ -55,15 +55,16 @@ def plain_logps(model: LanguageModel, trees: Sequence[PromptTree]) -> Tensor:
 
 
 @torch.no_grad()
-def _differences(model: LanguageModel, trees: Sequence[PromptTree]) -> tuple[float, float]:
-    """Largest difference from the plain forward pass, per token and per square root of tokens.
+def _differences(model: LanguageModel, trees: Sequence[PromptTree]) -> tuple[float, float, TreePass | None]:
+    """Largest difference from the plain forward pass, per token and per square root of tokens; and the pass itself.
 
     The second measures rounding. In bfloat16 rounding depends on the shapes of products, so the completions are also
     scored in other shapes: in the padded layout the plain forward pass would use the same ones.
     """
     plain = plain_logps(model, trees)
     batch = collate(trees, model.layout).to(model.device)
-    together = model.logps(batch)
+    tree_pass = model.tree_pass(batch)
+    together = model.logps(batch, tree_pass)
     gaps = (together - plain).abs()
     per_token = float((gaps / batch.lengths).max())
     if model.precision == "bf16":
@@ -73,16 +74,11 @@ def _differences(model: LanguageModel, trees: Sequence[PromptTree]) -> tuple[flo
                 alone = model.logps(collate(part, model.layout).to(model.device))
                 places = [next(i for i, one in enumerate(single) if one is tree) for tree in part]
                 gaps[places] = torch.maximum(gaps[places], (alone - together[places]).abs())
-    return per_token, float((gaps / batch.lengths.sqrt()).max())
+    return per_token, float((gaps / batch.lengths.sqrt()).max()), tree_pass
 
 
-@torch.no_grad()
-def _unserved(model: LanguageModel, trees: Sequence[PromptTree]) -> str | None:
-    """What trees do not serve: a layer without their attention, or a window that is in a mask only; None if nothing."""
-    batch = collate(trees[:1], "tree").to(model.device)
-    tree = model.tree_pass(batch)
-    assert tree is not None
-    model.hidden(batch, tree)
+def _unserved(model: LanguageModel, tree: TreePass) -> str | None:
+    """What a pass did not serve: a layer without tree attention, or a window in a mask only; None if nothing."""
     if layer := without_attention(model.module, tree.seen):
         return f"a {layer} does not use the attention of the tree layout"
     if has_window(model.module) and tree.windows == {None}:
@@ -117,11 +113,11 @@ def choose_layout(module: object, precision: Precision, device: torch.device, tr
                 raise ModelError(f"{part} depends on the place of a token in its line, which the tree layout changes")
             for stage in stages:
                 model = LanguageModel(module, layout, stage, device)
-                per_token, per_root_token = _differences(model, trees)
+                per_token, per_root_token, tree_pass = _differences(model, trees)
                 if not per_token <= _TOLERANCE[stage]:
                     raise ModelError(f"log-probs in the {layout} layout differ from the model's own forward pass by "
                                      f"{per_token:.2g} nats per token (limit {_TOLERANCE[stage]:g} in {stage})")
-            if layout == "tree" and (part := _unserved(model, trees)):
+            if tree_pass is not None and (part := _unserved(model, tree_pass)):
                 raise ModelError(part)
         except Exception as refusal:
             # A layer without support for trees may fail anywhere. A sharded model cannot recover from that.
