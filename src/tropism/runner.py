@@ -88,7 +88,9 @@ class Run:
         named = check_start(options, world, objects)
         self.world = parallelize(
             world, options.parallel,
-            "does not support models that are passed as modules. Pass the model by name." if given else "")
+            "does not support models that are passed as modules. Pass the model by name." if given else
+            "has no effect with --lora.quantize: each process holds the quantized weights." if options.lora.quantize
+            else "")
         self.voice = voice or Voice(loud=world.is_main)
         self.named = named["model"]
         self.preemption = Preemption(self.world)

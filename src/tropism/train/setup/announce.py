@@ -87,6 +87,9 @@ def announce_plan(options: RunOptions, data: PreparedData, schedule: Steps, eval
               f"{data.max_length:,} tokens, {precision}, {describe_processes(world)}")
     for note in doubtful(options, len(data.train), objects):
         voice.warn(note)
+    if precision == "fp32" and world.device.type == "cuda":
+        voice.warn("--precision fp32 is about 10 times slower on a GPU than bf16, whose weights and optimizer state "
+                   "are float32 too. Use it only to compare results.")
 
 
 def doubtful(options: RunOptions, rows: int, objects: PythonObjects) -> list[str]:

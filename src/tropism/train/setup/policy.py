@@ -286,9 +286,9 @@ def _checked(path: Path) -> Path:
 
 def _check_quantize(named: ModelOrModule, world: World) -> None:
     quantized.check_installed()
-    if world.size > 1:
-        raise UsageError(f"--lora.quantize supports one process only, but there are {world.size}. Remove it, and shard "
-                         "the weights instead.")
+    if world.mesh is not None:
+        raise UsageError("--lora.quantize does not support sharded weights: each process holds the quantized weights. "
+                         "Pass --parallel.shard 1.")
     if not isinstance(named, ModelSource):
         raise UsageError("lora.quantize has no effect on a module. Pass the model by name.")
     if named.gguf_file:
