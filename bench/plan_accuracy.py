@@ -4,8 +4,8 @@
     python bench/plan_accuracy.py --smoke
 
 Each configuration runs in a process of its own, so that its peak of resident memory is its own. D has KTO, DPO and SFT
-rows in kto.jsonl, pairs.jsonl and sft.jsonl. Time is calibrated once: by the ratio of measured to predicted of the first
-configuration.
+rows in kto.jsonl, pairs.jsonl and sft.jsonl. Time is calibrated once: by the ratio of measured to predicted of the
+first configuration.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def tropism(command: list[str], processes: int = 1) -> None:
 def compared(name: str, model: str, data: Path, root: Path, extra: list[str]) -> dict[str, Any]:
     """Predicted and measured peak and time of one configuration."""
     method, options, processes = CONFIGURATIONS[name]
-    own = [method, "--model", model, "--data", str(data / _DATA[method]), "--store", str(root / "store"), *BASE, *options,
-           *extra, *(["--teacher", model] if method == "kd" else [])]
+    own = [method, "--model", model, "--data", str(data / _DATA[method]), "--store", str(root / "store"), *BASE,
+           *options, *extra, *(["--teacher", model] if method == "kd" else [])]
     place, file = root / name.replace(" ", "-").replace(",", ""), root / "plan.json"
     tropism(["plan", *own, "--device", "cpu", "--json", str(file)])
     plan = json.loads(file.read_text(encoding="utf-8"))

@@ -150,7 +150,8 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
     engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
                     rounding=probe.per_root_token,
                     router_loss=build_router_loss(options.router_aux_weight, model, probes))
-    facts |= {"settings": settings.state(), **choice.facts, "layout": probe.layout, "layout_error_nats_per_token": probe.per_token,
+    facts |= {"settings": settings.state(), **choice.facts, "layout": probe.layout,
+              "layout_error_nats_per_token": probe.per_token,
               "layout_error_nats_per_root_token": probe.per_root_token, "products": settings.products}
     if world.mesh is not None:
         for line in sharding_lines(engine.modules, world):
