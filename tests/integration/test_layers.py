@@ -59,7 +59,7 @@ def test_a_run_with_compiled_layers(train: Train, tiny_model_dir: Path, monkeypa
 def test_options_without_effect_are_refused_before_a_model_is_loaded(train: Train) -> None:
     for options in ({"offload_checkpoints": True}, {"offload_checkpoints": True, "checkpointing": "selective"},
                     {"compile": "on", "layout": "padded"}):
-        with pytest.raises(UsageError, match="--offload-checkpoints|--compile on"):
+        with pytest.raises(UsageError, match=r"--offload-checkpoints|--compile on"):
             train("kto", model="/no/model/here", **options)
 
 

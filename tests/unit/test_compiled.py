@@ -33,7 +33,8 @@ class Heard:
 
 def settled(model: LanguageModel, wanted: bool = False, **settings: Any) -> tuple[LanguageModel, Settings, list[str]]:
     heard = Heard()
-    found, used = setup.with_settings(model, Settings(compiled=True, **settings), trees(), World(0, 1, CPU), heard, wanted)
+    found, used = setup.with_settings(model, Settings(compiled=True, **settings), trees(), World(0, 1, CPU), heard,
+                                      wanted)
     return found, used, heard.lines
 
 
@@ -75,8 +76,8 @@ def test_packs_of_other_sizes_compile_nothing_new() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision", "graphs"), [
-    ("gemma3", "fp32", 5), ("llama", "fp32", 5), ("qwen3", "fp32", 5), ("llama", "fp64", 5), ("mixtral", "fp32", 5), ("qwen3-moe", "fp32", 5),
-    ("qwen3-lora", "fp32", 9)])
+    ("gemma3", "fp32", 5), ("llama", "fp32", 5), ("qwen3", "fp32", 5), ("llama", "fp64", 5), ("mixtral", "fp32", 5),
+    ("qwen3-moe", "fp32", 5), ("qwen3-lora", "fp32", 9)])
 def test_packs_of_other_sizes_compile_nothing_new_in_other_families(name: str, precision: str, graphs: int) -> None:
     """A layer behind frozen embeddings has graphs of its own, since its input needs no gradient."""
     check_sizes(name, precision, graphs)
