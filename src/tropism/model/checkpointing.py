@@ -59,8 +59,9 @@ def checkpointed(forward: Callable[..., Any], mode: Checkpointing, context: Cont
         passes = [] if tree is None else [tree.again(), tree]
 
         def layer(*args: Any, **kwargs: Any) -> Any:
-            own = {"tree": passes.pop() if len(passes) > 1 else passes[0]} if passes else {}
-            return forward(*args, **kwargs, **own)
+            if passes:
+                kwargs["tree"] = passes.pop() if len(passes) > 1 else passes[0]
+            return forward(*args, **kwargs)
 
         with in_host_memory() if offload else nullcontext():
             return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False,

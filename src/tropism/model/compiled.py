@@ -10,7 +10,7 @@ from tropism.data.batching.collate import Batch
 from tropism.model.attention import NAME, tree_attention
 
 _LIMIT = 64
-"""Versions of a layer's code: layers of several kinds share it. With torch's limit of 8, compilation ends silently."""
+"""Versions of a layer's code, which layers share. At torch's own limit of 8, it stops to compile without a word."""
 
 
 class CompiledLayers:

@@ -164,12 +164,13 @@ class LanguageModel:
             yield
             return
 
+        compiled = self.compiled if self.compiled is not None and self.compiled.serves(batch) else None
+
         def change(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-            compiled = self.compiled if self.compiled is not None and self.compiled.serves(batch) else None
             if compiled is not None:
                 forward = compiled.forward_of(layer, forward)
             # Compiled layers keep their matrix products and compute the rest again by themselves.
-            if self.checkpointing == "none" or (compiled and self.checkpointing == "selective"):
+            if self.checkpointing == "none" or (compiled is not None and self.checkpointing == "selective"):
                 return forward
             return checkpointed(forward, self.checkpointing, self._computing, self.offload)
 
