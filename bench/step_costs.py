@@ -1,9 +1,9 @@
-"""Count an optimizer step of known models without a GPU: bytes, FLOPs, launches and live memory, on tensors without values.
+"""Count an optimizer step of known models without a GPU: bytes, FLOPs, launches and live memory.
 
     python bench/step_costs.py [--smoke] [--only NAME ...] [--json FILE]
 
-The step is the product's own: 32 rows of 400 to 1000 tokens, KTO and DPO, bfloat16, with the settings that `tropism plan`
-chooses for the device. Necessary FLOPs are those of the layers and attention without recomputation, and of a head that
+The step is the product's own: 32 rows of 400 to 1000 tokens, KTO and DPO, bfloat16, with the settings that
+`tropism plan` chooses for the device, on tensors without values. Necessary FLOPs are those of the layers and attention without recomputation, and of a head that
 computes its logits once.
 """
 
@@ -39,12 +39,12 @@ from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.step_packs import StepPlanner
 
 _COMMON = {"max_position_embeddings": 8192}
-QWEN_06 = Qwen3Config(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-                      intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True, **_COMMON)
+QWEN_06 = Qwen3Config(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+                      head_dim=128, intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True, **_COMMON)
 LLAMA_1 = LlamaConfig(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
                       intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True, **_COMMON)
-QWEN_17 = Qwen3Config(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-                      intermediate_size=6144, vocab_size=151936, tie_word_embeddings=True, **_COMMON)
+QWEN_17 = Qwen3Config(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+                      head_dim=128, intermediate_size=6144, vocab_size=151936, tie_word_embeddings=True, **_COMMON)
 LLAMA_8 = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
                       intermediate_size=14336, vocab_size=128256, tie_word_embeddings=False, **_COMMON)
 QWEN_30 = Qwen3MoeConfig(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Any, LoraOptions, str]] = {
 
 def rows_of(method: str, vocabulary: int, longest: int, count: int) -> list[EncodedRow]:
     """Rows of random ids: the lengths of public feedback data, 40% prompt."""
-    drawn = random.Random(0)
+    drawn = random.Random(0)  # noqa: S311
 
     def ids(length: int) -> list[int]:
         return [drawn.randrange(3, vocabulary) for _ in range(length)]
@@ -79,7 +79,8 @@ def rows_of(method: str, vocabulary: int, longest: int, count: int) -> list[Enco
     return found
 
 
-def counted(name: str, config: Any, lora: LoraOptions, device: str, method: str, longest: int, rows: int) -> dict[str, Any]:
+def counted(name: str, config: Any, lora: LoraOptions, device: str, method: str, longest: int,
+            rows: int) -> dict[str, Any]:
     """One line of the table."""
     gpu = GPUS[device]
     with tempfile.TemporaryDirectory() as directory:
