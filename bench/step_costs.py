@@ -2,9 +2,9 @@
 
     python bench/step_costs.py [--smoke] [--only NAME ...] [--json FILE]
 
-The step is the product's own: 32 rows of 400 to 1000 tokens, KTO and DPO, bfloat16, with the settings that
-`tropism plan` chooses for the device, on tensors without values. Necessary FLOPs are those of the layers and attention without recomputation, and of a head that
-computes its logits once.
+The step is the product's own: 32 rows of 400 to 1000 tokens, KTO and DPO, bfloat16, with the settings that `tropism
+plan` chooses for the device, on tensors without values. Necessary FLOPs are those of the layers and attention
+without recomputation, and of a head that computes its logits once.
 """
 
 import argparse
