@@ -73,6 +73,8 @@ def compile_layers(model: LanguageModel, trees: Sequence[PromptTree],
     """
     if model.layout == "padded":
         return None, "the model trains in the padded layout"
+    if world.mesh is not None and world.mesh.size("tensor") > 1:  # torch fails in the backward pass of such layers
+        return None, "--parallel.tensor divides them over processes"
     try:
         compiled = CompiledLayers()
         gap, distance = _differences(model, replace(model, compiled=compiled), collate(trees, "tree").to(model.device))
