@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Any, LoraOptions, str]] = {
 
 def rows_of(method: str, vocabulary: int, longest: int, count: int) -> list[EncodedRow]:
     """Rows of random ids: the lengths of public feedback data, 40% prompt."""
-    drawn = random.Random(0)  # noqa: S311
+    drawn = random.Random(0)
 
     def ids(length: int) -> list[int]:
         return [drawn.randrange(3, vocabulary) for _ in range(length)]
