@@ -192,8 +192,7 @@ class Run:
                 resume.load(engine, origin, self.preemption)
             manifest = world.on_main(lambda: self._begin(directory, origin))
         if manifest is not None:
-            assert self._built is not None
-            manifest.add(**self.facts, settings=self._built.settings.state())
+            manifest.add(**self.facts)
         return manifest, initial
 
     def _train(self, directory: RunDirectory, manifest: Manifest | None, origin: Origin | None,
