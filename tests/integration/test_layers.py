@@ -71,7 +71,7 @@ def test_a_compiler_that_is_missing_stops_only_a_run_that_asks_for_it(
     monkeypatch.setattr(setup, "CompiledLayers", missing)
     with pytest.raises(ModelError, match=r"--compile on: .*g\+\+ not found\. Use --compile off"):
         train("kto", compile="on", max_steps=1)
-    monkeypatch.setattr("tropism.train.setup.build.worth_compiling", lambda steps, device: True)
+    monkeypatch.setattr("tropism.train.setup.planned.worth_compiling", lambda steps, device: True)
     result = train("kto", max_steps=1)
     assert "layers are not compiled: RuntimeError: g++ not found" in capfd.readouterr().out
     assert not manifest(result)["settings"]["compiled"]

@@ -10,6 +10,7 @@ import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST, _SMALLEST = 2**30, 2**20
+_STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
@@ -47,5 +48,8 @@ def peak_gib(device: torch.device) -> float:
     """Peak memory since `reset_peak` in GiB: of the GPU, or resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    with suppress(OSError, StopIteration):  # `ru_maxrss` begins with what the parent held when it started this program
+        lines = _STATUS.read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**20
     per_unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * per_unit / 2**30
