@@ -82,8 +82,8 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a tiny model and one configuration, to see that it works")
-    parser.add_argument("--model")
-    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--model", help="model directory")
+    parser.add_argument("--data-dir", type=Path, help="directory of kto.jsonl, pairs.jsonl and sft.jsonl")
     parser.add_argument("--only", nargs="*", help="names of configurations")
     parser.add_argument("--json", type=Path, help="also write the table to this file")
     parser.add_argument("--option", nargs="*", default=[], help="further options of the runs, such as max-length=512")

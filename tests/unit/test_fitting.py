@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import tree
@@ -46,6 +46,7 @@ def pack(*widths: int) -> list[PromptTree]:
             for number, width in enumerate(widths)]
 
 
+@settings(max_examples=15)  # each that runs out of memory collects garbage
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(12, 60), st.sampled_from(["tree", "padded"]))
 def test_results_keep_their_order(widths: list[int], tokens: int, layout: str) -> None:
     small = Small(tokens, layout)
