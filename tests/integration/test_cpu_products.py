@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from integration.conftest import distance, weights
+from integration.conftest import distance, records, weights
+from tropism.cli.app import main
+from tropism.commands.scoring import engine
 from tropism.errors import UsageError
 from tropism.model.cpu_products import available
 from tropism.train.setup import build
@@ -48,3 +50,20 @@ def test_a_resumed_run_keeps_its_library(train: Train, onednn: pytest.MonkeyPatc
     onednn.setattr(build, "available", lambda: False)
     with pytest.raises(UsageError, match="matrix products with oneDNN, which this machine's CPU or torch"):
         train("dpo", **again)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}}], ids=["full", "lora"])
+def test_an_evaluation_computes_as_the_run(train: Train, onednn: pytest.MonkeyPatch, changes: dict[str, Any],
+                                           tmp_path: Path) -> None:
+    """To the bit. A machine without the library computes with the other one."""
+    result = train("dpo", max_steps=2, eval_fraction=0.3, **changes)
+    wanted = [record for record in records(result) if record["split"] == "eval"][-1]
+
+    def evaluated() -> float:
+        out = tmp_path / "figures.json"
+        assert main(["evaluate", str(result.directory), "--store", str(tmp_path / "store"), "--json", str(out)]) == 0
+        return float(json.loads(out.read_text())["metrics"]["loss"])
+
+    assert evaluated() == wanted["loss"]
+    onednn.setattr(engine, "available", lambda: False)
+    assert evaluated() == pytest.approx(wanted["loss"], rel=1e-5)
