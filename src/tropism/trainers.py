@@ -194,8 +194,9 @@ class Trainer:
             if self._run is None:
                 self._run = Run(self.options, world, self.voice, objects)
             self._run.options = self.options
-            for module in given if self._run.products else ():
-                use_products(module, self._run.products)
+            if (in_use := self._run.products) is not None:
+                for module in given:
+                    use_products(module, in_use)
             try:
                 yield self._run
             finally:
