@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tropism.borders import is_out_of_memory
 from tropism.data.batching.collate import Batch, collate
 from tropism.data.batching.pack import tokens_in_layout
 from tropism.data.tree import PromptTree
@@ -54,8 +55,8 @@ def with_settings(model: LanguageModel, settings: Settings, trees: Sequence[Prom
                          "decoder layers. Use --checkpointing none.")
     model = replace(model, checkpointing=settings.checkpointing, offload=settings.offload)
     if settings.checkpointing == "selective" and world.max([int(_changes_what_is_kept(model, trees))])[0]:
-        voice.say(f"full checkpointing: layers of {type(model.module).__name__} change in place what selective "
-                  "checkpointing keeps")
+        voice.say("full checkpointing: selective checkpointing does not work for layers of "
+                  f"{type(model.module).__name__}")
         settings = replace(settings, checkpointing="full")
         model = replace(model, checkpointing="full")
     if not settings.compiled:
@@ -79,7 +80,7 @@ def _changes_what_is_kept(model: LanguageModel, trees: Sequence[PromptTree]) -> 
         gap, distance = _differences(replace(model, checkpointing="none"), model,
                                      collate([smallest], model.layout).to(model.device))
     except RuntimeError as error:
-        if "selective activation checkpoint has been mutated" not in str(error):
+        if is_out_of_memory(error):
             raise
         return True
     finally:
