@@ -14,6 +14,7 @@ from tropism.distributed.agreement import Fact, check_same
 from tropism.errors import UsageError
 from tropism.losses.scored import Scored
 from tropism.model.config import max_positions
+from tropism.model.cpu_products import Products
 from tropism.model.save import check_saved_files
 from tropism.model.source import ModelSource
 from tropism.observe.checksums import Files, file_hash
@@ -343,6 +344,11 @@ class Run:
         """Prepares the steps of the engine."""
         assert self._built is not None
         return self._built.planner
+
+    @property
+    def products(self) -> Products | None:
+        """Library of the matrix products of the models; None before `build` has made them."""
+        return self._built.settings.products if self._built else None
 
     @property
     def facts(self) -> dict[str, Any]:

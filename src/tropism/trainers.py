@@ -30,6 +30,7 @@ from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tree import PromptTree
 from tropism.distributed import connect
 from tropism.errors import UsageError
+from tropism.model.cpu_products import products_of, use_products
 from tropism.model.options import RATE_OF_ADAPTERS
 from tropism.observe.console import Voice
 from tropism.observe.rundir import free_name
@@ -183,20 +184,25 @@ class Trainer:
 
     @contextmanager
     def _working(self) -> Iterator[Run]:
-        """The run. Afterwards modules that were passed in get their own attention and experts back, so that they can
-        generate."""
+        """The run. Afterwards modules that were passed in get their own attention, experts and matrix products back, so
+        that they can generate and be stored."""
         objects = self.objects
         given = [module for module in (objects.model, objects.reference, objects.teacher) if module is not None]
-        own = [(module.config._attn_implementation, module.config._experts_implementation) for module in given]
+        own = [(module.config._attn_implementation, module.config._experts_implementation, products_of(module))
+               for module in given]
         with connect(stay=True) as world:
             if self._run is None:
                 self._run = Run(self.options, world, self.voice, objects)
             self._run.options = self.options
+            if (in_use := self._run.products) is not None:
+                for module in given:
+                    use_products(module, in_use)
             try:
                 yield self._run
             finally:
                 self._run.release()
-                for module, (attention, experts) in zip(given, own, strict=True):
+                for module, (attention, experts, products) in zip(given, own, strict=True):
+                    use_products(module, products)
                     module.set_attn_implementation(attention)
                     if module.config._experts_implementation != experts:
                         module.set_experts_implementation(experts)

@@ -18,6 +18,7 @@ from integration.resuming import TIMES, manifest
 from integration.test_invariance import one_rank, run_ranks
 from tropism.config import METHODS
 from tropism.errors import StoppedEarly, TropismError
+from tropism.model import language_model
 from tropism.model.language_model import LanguageModel
 from tropism.runner import run
 from tropism.train import loop
@@ -201,6 +202,17 @@ def test_a_row_that_does_not_fit_is_named(memory: Memory, start: Callable[..., A
     with pytest.raises(TropismError, match=rf"{pairs.name}:\d+: \d+ tokens do not fit into memory, in a pack of their "
                                            r"own with full checkpointing .*--max-length"):
         start("dpo")
+
+
+def test_a_model_without_known_layers_is_not_repeated_in_vain(memory: Memory, start: Callable[..., Any], pairs: Path,
+                                                              monkeypatch: pytest.MonkeyPatch,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    memory.first, memory.tokens = 2, 20
+    monkeypatch.setattr(language_model, "layers_of", lambda module: [])
+    with pytest.raises(TropismError, match=rf"{pairs.name}:\d+: \d+ tokens do not fit into memory, in a pack of their "
+                                           r"own \(.*--max-length"):
+        start("dpo")
+    assert "--checkpointing full" not in capsys.readouterr().out
 
 
 def test_a_stopped_run_keeps_what_it_lowered(memory: Memory, start: Callable[..., Any], tmp_path: Path,

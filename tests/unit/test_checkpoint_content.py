@@ -14,6 +14,7 @@ from tropism.train.checkpoints.rng_state import random_state
 from tropism.train.evaluation.samples import Sampler
 from tropism.train.monitor.guards import Guards, Subject
 from tropism.train.run_state import RunState
+from tropism.train.settings import Settings
 
 
 def content() -> dict[str, Any]:
@@ -25,6 +26,21 @@ def content() -> dict[str, Any]:
 
 def test_what_is_written_is_valid() -> None:
     assert invalid_entries(content()) == []
+
+
+@pytest.mark.parametrize("settings", [
+    Settings().state(), Settings(64, "full", True, True, 128, "none", "onednn").state(), {},
+    {"microbatch_tokens": 2048, "checkpointing": "none", "offload": False, "compiled": False}])
+def test_settings_of_this_and_earlier_versions_are_valid(settings: dict[str, Any]) -> None:
+    assert invalid_entries(content() | {"settings": settings}) == []
+    assert Settings.restored(settings) == Settings(**settings)
+
+
+@pytest.mark.parametrize("changes", [
+    {"microbatch_tokens": 0}, {"microbatch_tokens": "auto"}, {"checkpointing": []}, {"checkpointing": "half"},
+    {"products": "cublas"}, {"products": None}, {"asked_checkpointing": 1}, {"compiled": 1}, {"later": True}])
+def test_odd_settings_are_named(changes: dict[str, Any]) -> None:
+    assert invalid_entries(content() | {"settings": Settings().state() | changes}) == ["settings"]
 
 
 @pytest.mark.parametrize(("name", "value"), [

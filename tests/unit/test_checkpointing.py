@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 import tropism.model.checkpointing as ours
 from tropism.data.batching.collate import collate, collate_leaves
@@ -29,6 +29,9 @@ OTHERS: dict[str, Any] = {
     "qwen3-moe": Qwen3MoeConfig(**_SMALL, moe_intermediate_size=24, num_key_value_heads=2, num_experts=4, head_dim=8,
                                 num_experts_per_tok=2),
     "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+    "gpt-oss": GptOssConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4,
+                            num_experts_per_tok=2, pad_token_id=0, sliding_window=8),
 }
 
 
@@ -60,7 +63,8 @@ def step(model: LanguageModel, routed: RouterLogits | None = None) -> tuple[torc
     ("llama", "tree", "fp32"), ("llama", "padded", "fp64"), ("qwen3", "tree", "bf16"), ("gemma3", "tree", "fp64"),
     ("gemma3", "padded", "fp32"), ("gemma2-softcaps", "tree", "fp32"), ("smollm2", "padded", "bf16"),
     ("mistral-sliding", "tree", "fp64"), ("mixtral", "tree", "fp32"), ("mixtral", "tree", "fp64"),
-    ("qwen3-moe", "padded", "bf16"), ("gpt2", "padded", "fp32"), ("qwen3-lora", "tree", "fp32"),
+    ("qwen3-moe", "padded", "bf16"), ("gpt2", "padded", "fp32"), ("gpt-oss", "tree", "fp32"),
+    ("gpt-oss", "padded", "bf16"), ("qwen3-lora", "tree", "fp32"),
     ("qwen3-lora", "tree", "bf16"), ("llama-lora", "padded", "fp64")])
 def test_log_probs_and_gradients_are_those_of_a_pass_that_keeps_everything(
         name: str, layout: str, precision: str, mode: str) -> None:

@@ -183,6 +183,26 @@ def test_options_with_effect_are_taken(options: dict[str, Any]) -> None:
     setup.check_compute(ComputeOptions(**options), GPU)
 
 
+@pytest.mark.parametrize("flat", [True, False])
+def test_layers_that_change_their_products_in_place_get_full_checkpoints(flat: bool) -> None:
+    """As in Llama 4, whose experts add to the result of a linear layer. torch does not notice it in a view."""
+    model = language_model("llama")
+
+    def forward(part: Any, states: torch.Tensor) -> torch.Tensor:
+        gate = part.gate_proj(states[0] if flat else states).mul_(2.0)
+        return part.down_proj(torch.tanh(gate)).view(states.shape)
+
+    for layer in model.layers:
+        layer.mlp.forward = partial(forward, layer.mlp)
+    plain, heard = step(model), Heard()
+    model, settings = setup.with_settings(model, Settings(checkpointing="selective"), trees(), World(0, 1, CPU), heard,
+                                          False)
+    assert (model.checkpointing, settings.checkpointing) == ("full", "full")
+    assert all(weight.grad is None for weight in model.module.parameters())
+    assert all(map(torch.equal, step(model), plain))
+    assert heard.lines == ["full checkpointing: selective checkpointing does not work for layers of LlamaForCausalLM"]
+
+
 def test_a_model_without_layers_has_no_checkpoints() -> None:
     model = language_model("llama")
     object.__setattr__(model, "layers", [])

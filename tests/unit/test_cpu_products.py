@@ -117,3 +117,10 @@ def test_products_that_round_more_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cpu_products, "_product",
                         lambda left, right: (left.bfloat16() @ right.bfloat16().t()).float())
     assert not available()
+
+
+def test_states_may_be_passed_by_name() -> None:
+    """As torch names them."""
+    layer, states = nn.Linear(8, 4), torch.ones(20, 8)
+    use_products(layer, "onednn")
+    assert torch.equal(layer(input=states), layer(states))

@@ -173,6 +173,20 @@ def test_reserved_memory_changes_no_update(name: str) -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_moments_are_reserved(name: str) -> None:
+    """Those of matrices and of biases, at step 0, and nothing else changes."""
+    module = torch.nn.Linear(64, 64)
+    owned = trainable(module)
+    optimizer = build_optimizer(name, owned, 0.1)
+    before = [weight.detach().clone() for weight in module.parameters()]
+    reserve(Scheduled(optimizer, owned, lambda step: 1.0))
+    assert set(optimizer.state) == set(module.parameters())
+    assert all(int(state["step"]) == 0 and not state["exp_avg"].any() for state in optimizer.state.values())
+    assert all(map(torch.equal, before, module.parameters()))
+    assert all(weight.grad is None for weight in module.parameters())
+
+
 def test_an_optimizer_that_does_not_fit_ends_the_run_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     owned = trainable(torch.nn.Linear(4, 3))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tropism.cli.app import main
+from tropism.commands import plan
 
 
 @pytest.fixture
@@ -62,3 +63,14 @@ def test_wrong_input_is_reported_as_in_training(given: list[str], said: str, bar
     tokens = [{"MODEL": str(bare), "ROWS": str(rows)}.get(token, token) for token in given]
     assert main(["plan", *tokens]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_counted_is_an_error_in_words(bare: Path, rows: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    def failing(*args: object) -> None:
+        raise RuntimeError("no fake kernel\nmore")
+
+    monkeypatch.setattr(plan, "_planned", failing)
+    assert main(["plan", "kto", "--model", str(bare), "--data", str(rows), "--device", "h200"]) == 2
+    said = capsys.readouterr().err
+    assert f"{bare}: cannot be planned (RuntimeError: no fake kernel). Training does not need a plan." in said

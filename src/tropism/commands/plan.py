@@ -12,6 +12,7 @@ import torch
 from tropism.config import MethodOptions
 from tropism.data.batching.collate import Layout
 from tropism.distributed.world import World
+from tropism.errors import ModelError, TropismError, clause, first_line
 from tropism.model.options import LoraOptions
 from tropism.model.token_state import carries_state, depends_on_line
 from tropism.observe.console import Voice
@@ -97,7 +98,13 @@ def plan(options: MethodOptions, device: str | None, voice: Voice) -> Plan:
     chosen = _device(device, options)
     base = base_bytes(torch.device(chosen.kind), resident())
     inputs = _for(inputs, options, chosen)
-    found = _planned(inputs, chosen, base)
+    try:
+        found = _planned(inputs, chosen, base)
+    except TropismError:
+        raise
+    except Exception as error:  # models may do anything with their tensors
+        raise ModelError(f"{options.model}: cannot be planned ({type(error).__name__}: {clause(first_line(error))}). "
+                         "Training does not need a plan.") from error
     if not found.choice.fits:
         found.advice.extend(_alternatives(inputs, chosen, base, found.memory_bytes))
     return found

@@ -22,10 +22,12 @@ Checkpointing = Literal["none", "selective", "full"]
 Context = Callable[[], AbstractContextManager[None]]
 """Makes the context in which a layer computes, for the forward pass and again for the backward pass."""
 
-_KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_grouped_mm",
-         "mkldnn::_linear_pointwise", "torch_attn::_varlen_attn")
+_KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise",
+         "torch_attn::_varlen_attn")
+_OF_EXPERTS = ("aten::_grouped_mm", "aten::_scaled_grouped_mm")
 _KEPT_BEGIN = "aten::_scaled_dot_product_"
-"""Operations whose results selective checkpointing keeps, by name. Every attention kernel of torch begins so."""
+"""Operations whose results selective checkpointing keeps, by name. Every attention kernel of torch begins so. Those of
+experts are computed again if transformers adds biases to them in place (gpt-oss): what is kept must not change."""
 
 
 @contextmanager
@@ -46,35 +48,40 @@ def layers_forward(layers: Sequence[Any], change: Callable[[Any, Callable[..., A
         yield
 
 
-def checkpointed(forward: Callable[..., Any], mode: Checkpointing, context: Context, offload: bool
+def checkpointed(layer: Any, forward: Callable[..., Any], mode: Checkpointing, context: Context, offload: bool
                  ) -> Callable[..., Any]:
     """A layer's forward method that keeps for the backward pass only what `mode` says.
 
     Args:
+        forward: of the layer.
         context: what else must be active when the layer is computed again. Autocast is restored without it.
         offload: keep the layer's inputs in host memory.
     """
+    biased = any(getattr(part, "has_bias", False) is True for part in layer.modules())
+    kept = frozenset((*_KEPT, *(() if biased else _OF_EXPERTS)))
+
     def run(*args: Any, tree: TreePass | None = None, **kwargs: Any) -> Any:
         # A pass that records does so once, and what is kept for the second computation does not hold the record.
         passes = [] if tree is None else [tree.again(), tree]
 
-        def layer(*args: Any, **kwargs: Any) -> Any:
+        def compute(*args: Any, **kwargs: Any) -> Any:
             if passes:
                 kwargs["tree"] = passes.pop() if len(passes) > 1 else passes[0]
             return forward(*args, **kwargs)
 
         with in_host_memory() if offload else nullcontext():
-            return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False,
-                              context_fn=partial(_contexts, mode, context), **kwargs)
+            return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False,
+                              context_fn=partial(_contexts, mode, kept, context), **kwargs)
 
     return run
 
 
-def _contexts(mode: Checkpointing, context: Context) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(mode: Checkpointing, kept: frozenset[str], context: Context
+              ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of the first and of the second computation of a layer."""
     if mode == "full":
         return nullcontext(), context()
-    keep, reuse = create_selective_checkpoint_contexts(_policy)
+    keep, reuse = create_selective_checkpoint_contexts(partial(_policy, kept))
     return keep, _both(context(), reuse)
 
 
@@ -84,9 +91,9 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(products: frozenset[str], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operation.name().partition(".")[0] if hasattr(operation, "name") else ""
-    kept = name in _KEPT or (name.startswith(_KEPT_BEGIN) and not name.endswith("_backward"))
+    kept = name in products or (name.startswith(_KEPT_BEGIN) and not name.endswith("_backward"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -75,8 +75,8 @@ def _is_served(layer: Any) -> bool:
     return getattr(layer.__dict__.get("forward"), "__func__", None) is _forward
 
 
-def _forward(layer: Any, states: Tensor) -> Tensor:
-    weight, bias = layer.weight, layer.bias
+def _forward(layer: Any, input: Tensor) -> Tensor:
+    states, weight, bias = input, layer.weight, layer.bias
     plain = (type(states) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)  # no DTensors
              and all(one is None or (one.dtype == torch.float32 and one.device.type == "cpu")
                      for one in (states, weight, bias)))

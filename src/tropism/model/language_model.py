@@ -172,7 +172,7 @@ class LanguageModel:
             # Compiled layers keep their matrix products and compute the rest again by themselves.
             if self.checkpointing == "none" or (compiled is not None and self.checkpointing == "selective"):
                 return forward
-            return checkpointed(forward, self.checkpointing, self._computing, self.offload)
+            return checkpointed(layer, forward, self.checkpointing, self._computing, self.offload)
 
         with layers_forward(self.layers, change):
             yield

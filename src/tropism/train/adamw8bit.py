@@ -115,6 +115,12 @@ class AdamW8bit(torch.optim.Optimizer):
         if paged:  # paged memory is moved asynchronously
             torch.cuda.synchronize()
 
+    def reserve(self) -> None:
+        """Allocate the state of all parameters, as the first update would."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self._state_of(weight)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state into the own tensors: torch would convert codes to float32."""
         weights = [weight for group in self.param_groups for weight in group["params"]]

@@ -238,6 +238,8 @@ def reserve(updater: Updater) -> None:
     try:
         for part in updater.owned.parts:
             part.grad = torch.zeros_like(part)
+        if isinstance(optimizer, AdamW8bit):
+            optimizer.reserve()
         step_if_finite(optimizer, 0.0, torch.zeros((), dtype=torch.bool, device=updater.owned.parts[0].device))
     except Exception as error:
         if not is_out_of_memory(error):

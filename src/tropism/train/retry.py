@@ -75,7 +75,7 @@ def less_memory(found: Shortage, engine: Engine, planner: StepPlanner, step: Ste
     """The settings with which a step that ran out of memory is repeated, and the sentence for the log.
 
     The budget becomes half of the pack that did not fit. If that pack is a single tree, the step is repeated with full
-    checkpointing. All processes call this together.
+    checkpointing, unless no decoder layers are known. All processes call this together.
 
     Raises:
         TropismError: if nothing is left to try. It names the row.
@@ -93,13 +93,14 @@ def less_memory(found: Shortage, engine: Engine, planner: StepPlanner, step: Ste
             f"up to {budget:,}, which the run keeps (results do not change)")
     trees = max(suspects, key=size, default=())
     tokens, = world.max([size(trees)])
-    if settings.checkpointing != "full":
+    if settings.checkpointing != "full" and engine.model.layers:
         return settings.lowered(before, "full", before), (
             f"step {step.step}: out of memory in a pack of one prompt with its completions ({tokens:,} tokens), so it "
             "is repeated with --checkpointing full, which the run keeps (results do not change)")
     rows = [planner.rows[index] for index in planner.schedule.step(step.step)]
     errors = world.gather(None if not trees else too_large(
-        place_of(rows, trees[0]), size(trees), found.reason, "in a pack of their own with full checkpointing"))
+        place_of(rows, trees[0]), size(trees), found.reason,
+        f"in a pack of their own{' with full checkpointing' if settings.checkpointing == 'full' else ''}"))
     raise next(filter(None, errors))
 
 

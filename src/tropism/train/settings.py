@@ -28,6 +28,7 @@ class Settings:
     compiled: bool = False
     asked_tokens: int = 0
     asked_checkpointing: str = ""
+    products: Products = "mkl"
 
     def lowered(self, tokens: int, checkpointing: Checkpointing, before: int) -> "Settings":
         """The settings after a step has run out of memory with packs of `before` tokens."""
@@ -35,8 +36,6 @@ class Settings:
         return replace(self, microbatch_tokens=tokens, checkpointing=checkpointing,
                        asked_tokens=self.asked_tokens or (0 if tokens == before else before),
                        asked_checkpointing=asked)
-    products: Products = "mkl"
-
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return asdict(self)

@@ -21,6 +21,7 @@ from tropism.losses.divergence import reverse_kl
 from tropism.losses.scored import Scored
 from tropism.methods import Method
 from tropism.model.base_weights import base_hash, recorded_hash
+from tropism.model.cpu_products import available, use_products
 from tropism.model.head.divergence import Comparison, FullTargets
 from tropism.model.language_model import LanguageModel, summed
 from tropism.model.layout_check import choose_layout
@@ -64,6 +65,12 @@ def watched(source: ModelSource, voice: Voice) -> ModelSource:
                        "The metrics are not those of the trained model.")
 
     return replace(source, inspect_base=look)
+
+
+def computing_as(run: OwnRun | None, numerics: Numerics) -> Numerics:
+    """Numerics with the library of matrix products of a run, if this machine has it."""
+    same = run is not None and run.manifest.get("products") == "onednn" and numerics.device.type == "cpu"
+    return replace(numerics, products="onednn") if same and available() else numerics
 
 
 @dataclass(frozen=True)
@@ -170,6 +177,7 @@ class EngineBuilder:
         builder.round_weights(module, precision, sharded=True)
         model, _ = choose_layout(module, precision, self.world.device, self._probes, self.options.layout)
         builder.round_weights(module, precision, sharded=False)
+        use_products(module, self.numerics.products)
         return replace(model, stays=True)
 
     def _initial(self, run: OwnRun, stack: ExitStack) -> LanguageModel:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from tropism.commands.scoring.engine import EngineBuilder, LiveReference, Subject, watched
+from tropism.commands.scoring.engine import EngineBuilder, LiveReference, Subject, computing_as, watched
 from tropism.commands.scoring.held_out import read_own, split_of, warn_of_trained_rows
 from tropism.commands.scoring.options_in_use import say_options
 from tropism.commands.scoring.own_run import (
@@ -161,7 +161,7 @@ class _Scoring:
         check_same(world, lambda: facts_at_start("evaluate", options, {
             "model": self.source, "reference": self.reference, "teacher": self.teacher}))
         self.world = parallelize(world, options.parallel, learns=False)
-        self.numerics = numerics_of(options, self.world)
+        self.numerics = computing_as(self.own, numerics_of(options, self.world))
         remote = options.trust_remote_code
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
         for name, one in (("reference", self.reference), ("teacher", self.teacher)):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from tropism.model.checkpointing import Checkpointing
+from tropism.model.cpu_products import Products
 from tropism.observe.rundir import GROWING
 from tropism.train.run_state import RunState
 
@@ -62,10 +63,20 @@ def _observers(value: Any) -> bool:
                                            for name, kind in (("guards", _guards), ("stopper", stopper)))
 
 
+def _one_of(*known: str) -> Kind:
+    return lambda value: isinstance(value, str) and value in known
+
+
+_SETTINGS: Mapping[str, Kind] = {
+    "microbatch_tokens": lambda value: _count(value) and value > 0,
+    "checkpointing": _one_of(*get_args(Checkpointing)), "offload": _switch, "compiled": _switch, "asked_tokens": _count,
+    "asked_checkpointing": _one_of("", *get_args(Checkpointing)), "products": _one_of(*get_args(Products))}
+
+
 def _settings(value: Any) -> bool:
-    return _fields(microbatch_tokens=_count, checkpointing=lambda entry: entry in get_args(Checkpointing),
-                   offload=_switch, compiled=_switch, asked_tokens=_count,
-                   asked_checkpointing=lambda entry: entry in ("", *get_args(Checkpointing)))(value)
+    """Those of earlier versions are fewer."""
+    return isinstance(value, dict) and all(name in _SETTINGS and _SETTINGS[name](entry)
+                                           for name, entry in value.items())
 
 
 def _numpy(value: Any) -> bool:

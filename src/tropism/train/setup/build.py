@@ -168,6 +168,7 @@ def settle_products(inputs: RunInputs, settings: Settings, module: Any,
     """
     world, numerics = inputs.world, inputs.numerics
     if settings.compiled:
+        use_products(module, "mkl")
         return inputs, replace(settings, products="mkl")
     products: Products = "mkl"
     if kept is None:

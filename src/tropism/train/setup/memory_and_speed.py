@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from tropism.borders import is_out_of_memory
 from tropism.data.batching.collate import Batch, collate
+from tropism.data.batching.pack import tokens_in_layout
 from tropism.data.tree import PromptTree
 from tropism.distributed.shard import is_sharded, part_of
 from tropism.distributed.world import World
@@ -51,6 +54,11 @@ def with_settings(model: LanguageModel, settings: Settings, trees: Sequence[Prom
         raise ModelError(f"--checkpointing {settings.checkpointing}: {type(model.module).__name__} has no list of "
                          "decoder layers. Use --checkpointing none.")
     model = replace(model, checkpointing=settings.checkpointing, offload=settings.offload)
+    if settings.checkpointing == "selective" and world.max([int(_changes_what_is_kept(model, trees))])[0]:
+        voice.say("full checkpointing: selective checkpointing does not work for layers of "
+                  f"{type(model.module).__name__}")
+        settings = replace(settings, checkpointing="full")
+        model = replace(model, checkpointing="full")
     if not settings.compiled:
         return model, settings
     voice.say("compiling the layers of the model")
@@ -62,6 +70,23 @@ def with_settings(model: LanguageModel, settings: Settings, trees: Sequence[Prom
         return model, replace(settings, compiled=False)
     voice.say(f"compiled {len(model.layers)} layers as {compiled.graphs} graphs")
     return replace(model, compiled=compiled), settings
+
+
+def _changes_what_is_kept(model: LanguageModel, trees: Sequence[PromptTree]) -> bool:
+    """Whether layers change results that selective checkpointing keeps: their gradients are then wrong, or the backward
+    pass fails."""
+    smallest = min(trees, key=partial(tokens_in_layout, layout=model.layout))  # memory is scarce
+    try:
+        gap, distance = _differences(replace(model, checkpointing="none"), model,
+                                     collate([smallest], model.layout).to(model.device))
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return True
+    finally:
+        model.module.zero_grad(set_to_none=True)
+    limits = _TOLERANCE[model.precision]
+    return not (gap <= limits[0] and distance <= limits[1])
 
 
 def compile_layers(model: LanguageModel, trees: Sequence[PromptTree],
