@@ -18,6 +18,7 @@ from tropism.model import attention as tree_attention
 from tropism.model.bf16_weights import roundable
 from tropism.model.head.divergence import Comparison, TopK
 from tropism.model.language_model import LanguageModel
+from tropism.train.adamw8bit import AdamW8bit
 from tropism.train.engine import Engine
 from tropism.train.optimizer import Updater
 from tropism.train.planning.count import Count, Counter
@@ -315,6 +316,14 @@ class _Phased(LanguageModel):
         super().backward(share, last)
         passes[0] += 1
         counter.phase = f"{passes[0]} forward"
+
+
+def without_kernels(optimizer: Any) -> None:
+    """Let an 8-bit optimizer hold its state on the device and leave out the update itself. No package is needed."""
+    if isinstance(optimizer, AdamW8bit):
+        optimizer.paged = False
+        vars(optimizer).update(_update=lambda *_: None,
+                               _moment=lambda weight: torch.zeros_like(weight, dtype=torch.uint8))
 
 
 def begin(updater: Updater) -> None:
