@@ -322,8 +322,8 @@ def without_kernels(optimizer: Any) -> None:
     """Let an 8-bit optimizer hold its state on the device and leave out the update itself. No package is needed."""
     if isinstance(optimizer, AdamW8bit):
         optimizer.paged = False
-        vars(optimizer).update(_update=lambda *_: None,
-                               _moment=lambda weight: torch.zeros_like(weight, dtype=torch.uint8))
+        optimizer.__dict__.update(_update=lambda *_: None,
+                                  _moment=lambda weight: torch.zeros_like(weight, dtype=torch.uint8))
 
 
 def begin(updater: Updater) -> None:
