@@ -2,12 +2,16 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoConfig, LlamaForCausalLM
 
 from tropism.cli.app import main
 from tropism.commands import plan
+from tropism.train.adamw8bit import eight_bit
 
 
 @pytest.fixture
@@ -47,6 +51,45 @@ def test_a_plan_needs_no_weights_and_no_output(bare: Path, rows: Path, tmp_path:
     assert not Path("planned").exists()
 
 
+def plan_of(given: list[str], tmp_path: Path) -> dict[str, Any]:
+    file = tmp_path / "plan.json"
+    assert main(["plan", *given, "--json", str(file)]) == 0
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def test_optimizer_state_has_its_true_size(bare: Path, rows: Path, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory and on the disk, without the package of 8-bit optimizers."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    file = bare / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128 // config["num_attention_heads"]}
+    file.write_text(json.dumps(config | wide), encoding="utf-8")
+    given = ["sft", "--model", str(bare), "--data", str(rows), "--store", str(tmp_path / "store"), "--device=h200"]
+    found = {name: plan_of([*given, "--optimizer", name], tmp_path)
+             for name in ("adamw", "adamw8bit", "paged-adamw8bit", "sgd")}
+    sizes = {name: plan["components"].get("optimizer", 0) for name, plan in found.items()}
+    weights = found["sgd"]["checkpoint_bytes"]
+    assert sizes["sgd"] < 0.01 * weights
+    assert sizes["adamw"] == pytest.approx(2 * weights, rel=0.01)
+    module = LlamaForCausalLM(AutoConfig.from_pretrained(bare))
+    fits = eight_bit(module.parameters(), {id(module.get_input_embeddings().weight)})
+    assert any(fits)
+    expected = sum(weight.numel() * (2 * (1 + 4 / 256) if small else 8)
+                   for weight, small in zip(module.parameters(), fits, strict=True))
+    assert sizes["adamw8bit"] == sizes["paged-adamw8bit"] == pytest.approx(expected, rel=0.01)
+    assert found["adamw8bit"]["checkpoint_bytes"] == pytest.approx(weights + expected, rel=0.01)
+
+
+def test_long_runs_on_gpus_compile_layers(bare: Path, rows: Path, tmp_path: Path) -> None:
+    given = ["sft", "--model", str(bare), "--data", str(rows), "--store", str(tmp_path / "store"), "--device=h200"]
+    long = ["--batch-size=1", "--epochs=80"]
+    assert plan_of([*given, *long], tmp_path)["settings"]["compiled"] is True
+    assert plan_of([*given, *long, "--compile=off"], tmp_path)["settings"]["compiled"] is False
+    assert plan_of(given, tmp_path)["settings"]["compiled"] is False
+
+
 @pytest.mark.parametrize(("given", "said"), [
     ([], "CONFIG or a method is required"),
     (["kto"], "are required"),
@@ -57,6 +100,8 @@ def test_a_plan_needs_no_weights_and_no_output(bare: Path, rows: Path, tmp_path:
     (["dpo", "--model", "MODEL", "--data", "ROWS"], "rows.jsonl"),
     (["kto", "--model", "MODEL", "--data", "ROWS", "--memory-limit", "lots"], "not a valid size"),
     (["absent.yaml"], "absent.yaml"),
+    (["kto", "--model", "MODEL", "--data", "ROWS", "--optimizer=adamw8bit", "--precision=fp64"], "--precision fp64"),
+    (["kto", "--model", "MODEL", "--data", "ROWS", "--optimizer=paged-adamw8bit", "--device=cpu"], "requires a GPU"),
 ])
 def test_wrong_input_is_reported_as_in_training(given: list[str], said: str, bare: Path, rows: Path,
                                                 capsys: pytest.CaptureFixture[str]) -> None:

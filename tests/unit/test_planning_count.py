@@ -76,7 +76,7 @@ def test_few_layers_give_the_count_of_all(method: str, checkpointing: Any) -> No
     for kind, cost in full.costs.items():
         for name in ("flops", "bytes", "launches"):
             assert getattr(quick.costs[kind], name) == pytest.approx(getattr(cost, name), rel=1e-6), (kind, name)
-    assert quick.peak == pytest.approx(full.peak, rel=0.05)
+    assert quick.peak == pytest.approx(full.peak, rel=0.02)
     assert (held_in(quick)["teacher"] > 0) is (method == "kd")
     assert (held_in(quick)["reference"] > 0) is (method == "live")
 

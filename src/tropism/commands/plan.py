@@ -13,9 +13,12 @@ from tropism.config import MethodOptions
 from tropism.data.batching.collate import Layout
 from tropism.distributed.world import World
 from tropism.errors import ModelError, TropismError, clause, first_line
+from tropism.model.compiled import worth_compiling
 from tropism.model.options import LoraOptions
 from tropism.model.token_state import carries_state, depends_on_line
 from tropism.observe.console import Voice
+from tropism.train.adamw8bit import NAMES as EIGHT_BIT
+from tropism.train.adamw8bit import check_usable
 from tropism.train.planning.choose import Choice, candidates, choose, describe, gib, limit_of
 from tropism.train.planning.devices import GPUS, Device, this_gpu, this_machine
 from tropism.train.planning.memory import BASE, HELD, Needs, available, base_bytes, resident
@@ -91,11 +94,14 @@ def plan(options: MethodOptions, device: str | None, voice: Voice) -> Plan:
         TropismError: for options and data that training would refuse too.
     """
     world = World(0, 1, torch.device("cpu"))
-    lora = options.lora.model_copy(update={"quantize": None})  # its package is needed to train, not to plan
-    objects = PythonObjects()
-    named = check_start(options, world, objects)
-    inputs = read_inputs(options.model_copy(update={"lora": lora}), world, voice, objects, named)
     chosen = _device(device, options)
+    check_usable(options.optimizer, options.precision, torch.device(chosen.kind), options.parallel.tensor, False)
+    # Their packages are needed to train, not to plan.
+    lora = options.lora.model_copy(update={"quantize": None})
+    plain = options.model_copy(update={"optimizer": "adamw"} if options.optimizer in EIGHT_BIT else {})
+    objects = PythonObjects()
+    named = check_start(plain, world, objects)
+    inputs = read_inputs(plain.model_copy(update={"lora": lora}), world, voice, objects, named)
     base = base_bytes(torch.device(chosen.kind), resident())
     inputs = _for(inputs, options, chosen)
     try:
@@ -143,7 +149,8 @@ def _planned(inputs: RunInputs, device: Device, base: float) -> Plan:
     processes = _processes(options)  # type: ignore[arg-type]
     shards = 1 if options.parallel.shard is None else options.parallel.shard * options.parallel.tensor
     blueprint = blueprint_of(inputs, module, layout)
-    tried = candidates(options, device.kind, None)
+    tried = candidates(options, device.kind, None,
+                       worth_compiling(inputs.schedule.total_steps, torch.device(device.kind)))
     planner = StepPlanner(inputs.data.train, inputs.schedule, inputs.method, layout, tried[0].microbatch_tokens,
                           inputs.data.max_length, World(0, processes, torch.device("cpu")),
                           reuse_prompts=not inputs.live, balanced=options.router_aux_weight > 0)
@@ -159,12 +166,11 @@ def _planned(inputs: RunInputs, device: Device, base: float) -> Plan:
     step, share = _typical(replace(planner, microbatch_tokens=settings.microbatch_tokens))
     count = blueprint.count([step], settings.checkpointing, device.clock)
     seconds, steps = device.seconds(count) / share, inputs.schedule.total_steps
-    learns = measured[-1].held["gradients"] * shards
-    moments = {"adamw": 2, "sgd": 1}.get(options.optimizer, 1)
+    held = measured[-1].held
     once = min(steps, -(-len(inputs.data.train) // options.batch_size))
     stored = inputs.method.needs_reference and not inputs.live
     return Plan(device.name, limit, choice, seconds, steps, step.computed_tokens, count.total().flops / share,
-                round(learns * (1 + moments)), seconds / 3 * once * stored)
+                round((held["gradients"] + held["optimizer"]) * shards), seconds / 3 * once * stored)
 
 
 def _typical(planner: StepPlanner) -> tuple[StepPacks, float]:

@@ -27,19 +27,20 @@ _PAGED = 100_000
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def check_usable(name: str, precision: str, device: torch.device, tensor: int) -> None:
+def check_usable(name: str, precision: str, device: torch.device, tensor: int, package: bool = True) -> None:
     """Check before anything is loaded that an optimizer can be used.
 
     Args:
         name: of the option.
         tensor: size of tensor parallelism.
+        package: bitsandbytes must be installed.
 
     Raises:
         UsageError: with the reason, and what to do.
     """
     if name not in NAMES:
         return
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if package and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError(f"--optimizer {name} requires the package bitsandbytes. Install it with "
                          "`pip install 'tropism[quant]'`.")
     if precision == "fp64":

@@ -35,6 +35,7 @@ from tropism.train.planning.fake_engine import (
     layers_of,
     narrowed,
     quantize,
+    without_kernels,
 )
 from tropism.train.step_packs import StepPacks
 
@@ -98,6 +99,7 @@ class Blueprint:
             quantize(model.module, fake, self.plain, self.bits)
         with fake:
             updater, _ = build_updater(model.module, self.options, 1)
+            without_kernels(updater.optimizer)
             reference = self._reference(model)
         teacher: Any = None
         if self.teacher is not None and self.comparison is not None:

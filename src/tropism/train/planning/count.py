@@ -245,7 +245,7 @@ def flops_of(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         whole = 2 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * (query.shape[3] + value.shape[3])
         causal = any(argument is True for argument in (*args, *kwargs.values()))
         return whole * (2.5 if shift else 1.0) * (0.5 if causal else 1.0)
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func._overloadpacket) or flop_registry.get(getattr(_aten, name.rstrip("_"), None))
     if formula is None:
         if name == "_linear_pointwise":
             return 2.0 * args[0].numel() * args[1].shape[0]

@@ -18,6 +18,7 @@ from tropism.model import attention as tree_attention
 from tropism.model.bf16_weights import roundable
 from tropism.model.head.divergence import Comparison, TopK
 from tropism.model.language_model import LanguageModel
+from tropism.train.adamw8bit import AdamW8bit
 from tropism.train.engine import Engine
 from tropism.train.optimizer import Updater
 from tropism.train.planning.count import Count, Counter
@@ -269,34 +270,60 @@ class FakeEngine:
             for step in steps:
                 train_step(watched, step)
             counter.count.live.clear()
+        for phase, held in list(counter.count.peaks.items()):  # a single layer is the first and the last one
+            if ", only " in phase:
+                del counter.count.peaks[phase]
+                for place in ("first", "last"):
+                    counter.count.peaks[phase.replace("only", place)] = dict(held)
         return counter.count
 
 
 class _Phased(LanguageModel):
-    """A model that tells a counter when its backward pass begins, is half done, and ends."""
+    """A model that tells a counter which part of a pass runs. The backward pass is above the layers, in the last layer,
+    in those between, in the first layer, or below: memory at each of these is linear in the number of layers."""
 
     def tell(self, counter: Counter, weights: Sequence[torch.nn.Parameter]) -> None:
         """Tell this counter. `weights` are those that learn."""
-        done = [0, 0]
+        passes, visits, last = [0], [0], len(self.layers) - 1
 
-        def take(weight: Tensor) -> None:
-            done[0] += 1
-            counter.hold(weight.grad, "gradients")
-            if 2 * done[0] > len(weights):
-                counter.phase = f"{done[1]} backward, late"
+        def enter(place: str) -> None:
+            counter.phase = f"{passes[0]} backward, {place} {visits[0]}"
 
+        def layer_begins(number: int) -> None:
+            visits[0] += number == last
+            enter("only" if last == 0 else {0: "first", last: "last"}.get(number, "between"))
+
+        def watch(number: int, args: Any, kwargs: Any, output: Any) -> None:
+            state = output[0] if isinstance(output, tuple) else output
+            if state.requires_grad:
+                state.register_hook(lambda _: layer_begins(number))
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if number == 0 and isinstance(hidden, Tensor) and hidden.requires_grad:
+                hidden.register_hook(lambda _: enter("below"))
+
+        for number, layer in enumerate(self.layers):
+            layer.register_forward_hook(lambda _, args, kwargs, output, number=number: watch(
+                number, args, kwargs, output), with_kwargs=True)
         for weight in weights:
-            weight.register_post_accumulate_grad_hook(take)
-        object.__setattr__(self, "_state", (counter, done))
+            weight.register_post_accumulate_grad_hook(lambda weight: counter.hold(weight.grad, "gradients"))
+        object.__setattr__(self, "_state", (counter, passes, visits))
         counter.phase = "0 forward"
 
     def backward(self, share: Tensor, last: bool) -> None:
         """As `LanguageModel.backward`."""
-        counter, done = self._state  # type: ignore[attr-defined]
-        done[0], counter.phase = 0, f"{done[1]} backward"
+        counter, passes, visits = self._state  # type: ignore[attr-defined]
+        visits[0], counter.phase = 0, f"{passes[0]} backward"
         super().backward(share, last)
-        done[1] += 1
-        counter.phase = f"{done[1]} forward"
+        passes[0] += 1
+        counter.phase = f"{passes[0]} forward"
+
+
+def without_kernels(optimizer: Any) -> None:
+    """Let an 8-bit optimizer hold its state on the device and leave out the update itself. No package is needed."""
+    if isinstance(optimizer, AdamW8bit):
+        optimizer.paged = False
+        optimizer.__dict__.update(_update=lambda *_: None,
+                                  _moment=lambda weight: torch.zeros_like(weight, dtype=torch.uint8))
 
 
 def begin(updater: Updater) -> None:
