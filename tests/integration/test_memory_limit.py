@@ -47,7 +47,7 @@ def wide_model(tmp_path: Path, fixture_tokenizer: Any) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_resident_memory_keeps_to_the_limit(wide_model: Path, tmp_path: Path) -> None:
-    """A limit that large packs exceed by a third. Resident memory of equal runs differs by 16 MiB, 3% of it."""
+    """A limit that large packs exceed by a third."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}" * 4, "completion": "ab" * 90}) + "\n" for n in range(12)),
                     encoding="utf-8")
@@ -60,4 +60,4 @@ def test_resident_memory_keeps_to_the_limit(wide_model: Path, tmp_path: Path) ->
              for line in done.stdout.splitlines() if line.startswith(("KEPT", "LARGE"))}
     assert "predicted of the limit" in done.stdout + done.stderr
     (kept, limit), (large, _) = found["KEPT"], found["LARGE"]
-    assert kept <= 1.05 * limit < large, (kept, limit, large)
+    assert kept <= limit < large, (kept, limit, large)
