@@ -60,7 +60,8 @@ def test_the_matrix_products_of_a_step_are_those_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(("method", "checkpointing"), [
-    ("kto", "none"), ("kd", "none"), ("kto", "full"), ("live", "selective")])
+    ("kto", "none"), ("kto", "full"), pytest.param("kd", "none", marks=pytest.mark.slow),
+    pytest.param("live", "selective", marks=pytest.mark.slow)])
 def test_few_layers_give_the_count_of_all(method: str, checkpointing: Any) -> None:
     """Also with a teacher of another depth, a live reference and leaves that continue prompts."""
     options: Any = KDOptions(model="m", data="d", output="o", teacher="t") if method == "kd" else KTOOptions(

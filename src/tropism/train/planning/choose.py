@@ -20,6 +20,8 @@ _FEWEST = 128
 _LIMITED, _USED = 0.88, 0.95
 """Share of `--memory-limit`, and of the memory that is there, that a prediction may take. Runs were seen to need up to
 7% more than predicted, and a limit is not exceeded."""
+_GROWTH = 100 * 2**20
+"""Bytes that a program grows by while it runs: threads, buffers, modules that are imported late."""
 _EASY = {"cpu": 0.95, "cuda": 0.75}
 """The same before recomputation or small packs were tried. A GPU's allocator leaves gaps, and others may use it too."""
 
@@ -101,7 +103,7 @@ def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds
         step: tokens of a step of one process.
         kind: type of the device.
     """
-    most = _LIMITED if limited else _USED
+    most = min(_LIMITED, 1 - _GROWTH / limit) if limited else _USED
     measured: dict[Checkpointing, Needs] = {}
     found: dict[str, float] = {}
     shares = sorted({min(_EASY[kind], most), most})
