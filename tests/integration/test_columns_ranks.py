@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from integration.test_invariance import run_ranks
+from logits_traffic import Largest
 from tropism.losses.divergence import DIVERGENCES
 from tropism.model.head import divergence
 from tropism.model.head.divergence import Comparison, FullTargets, top_k
@@ -58,19 +57,6 @@ def results(kind: str, name: str, vocabulary: int, head: Head, teacher: Head) ->
 CASES = [("log-probs", "", V), ("frozen head", "", V), *(
     (kind, name, vocabulary) for kind in ("exact", "top-k") for name, vocabulary in zip(
         DIVERGENCES, (V, 100, VOCABULARY, V, VOCABULARY), strict=True))]
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes, the backward pass included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(one.numel() for one in tree_leaves(made) if isinstance(one, Tensor))])
-        return made
 
 
 def one_rank(rank: int, size: int, port: int, folder: Path) -> None:

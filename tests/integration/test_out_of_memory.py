@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from integration import resuming
 from integration.conftest import records, weights
 from integration.resuming import TIMES, manifest
 from integration.test_invariance import one_rank, run_ranks
@@ -98,14 +99,7 @@ def install(memory: Memory, setattr: Callable[..., None]) -> None:
     setattr(loop, "train_step", watched_step)
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, pairs: Path) -> Path:
-    import json
-
-    path = tmp_path_factory.mktemp("data") / "answers.jsonl"
-    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
-    path.write_text("".join(json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) + "\n" for row in rows))
-    return path
+answers = resuming.answers
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from attention_gradients import logps_and_gradient
 from helpers import tree
 from tropism.data.batching.collate import collate
 from tropism.data.tree import PromptTree
@@ -60,16 +61,6 @@ def forest(seed: int = 0) -> list[PromptTree]:
         return draw.integers(3, 61, length).tolist()
 
     return [tree(ids(9), *(ids(length) for length in (4, 1, 7, 2, 12))), tree(ids(1), ids(10)), tree(ids(17), ids(1))]
-
-
-def logps_and_gradient(model: Any, layout: Any, trees: list[PromptTree]) -> tuple[torch.Tensor, torch.Tensor]:
-    ours = LanguageModel(model, layout, "fp64", CPU)
-    if layout == "padded":
-        model.set_attn_implementation("eager")
-    logps = ours.logps(collate(trees, layout))
-    model.zero_grad()
-    (logps * torch.linspace(-1.0, 1.0, len(logps), dtype=logps.dtype)).sum().backward()
-    return logps.detach(), torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
 @pytest.fixture

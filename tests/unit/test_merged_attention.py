@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import tropism.data.batching.collate as batching
+from attention_gradients import logps_and_gradient
 from helpers import tree
 from tropism.data.batching.collate import Batch, collate, collate_leaves
 from tropism.data.tree import PromptTree
@@ -101,16 +102,6 @@ def build(kind: str) -> Any:
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, sliding_window=6, pad_token_id=0, max_position_embeddings=128)
     return AutoModelForCausalLM.from_config(copy.deepcopy(config)).double().eval()
-
-
-def logps_and_gradient(model: Any, layout: Any, trees: list[PromptTree]) -> tuple[torch.Tensor, torch.Tensor]:
-    ours = LanguageModel(model, layout, "fp64", CPU)
-    if layout == "padded":
-        model.set_attn_implementation("eager")
-    logps = ours.logps(collate(trees, layout))
-    model.zero_grad()
-    (logps * torch.linspace(-1.0, 1.0, len(logps), dtype=logps.dtype)).sum().backward()
-    return logps.detach(), torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
 @pytest.fixture
