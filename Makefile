@@ -52,13 +52,13 @@ lint: .venv/.test
 	.venv/bin/lint-imports --no-logo
 
 test: lint
-	.venv/bin/python -m pytest -n $(WORKERS)
+	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-slow: .venv/.test
 	.venv/bin/python -m pytest -m slow
 
 test-chaos: .venv/.test
-	.venv/bin/python -m pytest -n $(WORKERS) -m 'slow or not slow' tests/integration/chaos
+	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow or not slow' tests/integration/chaos
 
 .venv/.bench: .venv/.demo
 	@echo "installing TRL"
