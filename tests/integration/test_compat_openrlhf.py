@@ -11,6 +11,7 @@ import torch
 
 import published_reference as published
 from compat_helpers import Actor, apart, loader_of, models, optimizer_of, rows_of, strategy_of, weights_of
+from integration.test_sharding import whole_norms
 from published_batches import openrlhf_dpo, openrlhf_kto, openrlhf_sft
 from tropism.compat.openrlhf import DPOTrainer, KDTrainer, KTOTrainer
 
@@ -55,14 +56,19 @@ def trained(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return go
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_weights_are_the_published_ones(name: str, accumulation: int, trained: Callable[..., Any]) -> None:
-    """20 updates over two epochs in different orders, a shorter last micro-batch, and with accumulation one micro-batch
-    carried into the next epoch and one that is left over at the end."""
-    for dtype, close in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
+RUNS = [pytest.param(name, accumulation, dtype, close, marks=[] if (name, accumulation, close) in (
+            ("kto", 3, 1e-8), ("nll", 3, 1e-8), ("kd", 3, 1e-4)) else pytest.mark.slow)
+        for name in CASES for accumulation in (1, 3) for dtype, close in ((torch.float64, 1e-8), (torch.float32, 1e-4))]
+
+
+@pytest.mark.parametrize(("name", "accumulation", "dtype", "close"), RUNS)
+def test_weights_are_the_published_ones(name: str, accumulation: int, dtype: torch.dtype, close: float,
+                                        trained: Callable[..., Any]) -> None:
+    """20 updates over two epochs in different orders, with shorter last micro-batches; with accumulation, one of them
+    is carried into the next epoch, and two are left over at the end."""
+    with whole_norms():
         policy, theirs, start, result, rates = trained(name, accumulation, dtype, 29 if accumulation == 1 else 92)
-        assert result.steps == len(rates) == 20
-        far = apart(policy, theirs, start)
-        print(name, accumulation, dtype, far)
-        assert far < 1, (name, accumulation, dtype)
+    assert result.steps == len(rates) == 20
+    assert apart(policy, theirs, start) < close
+    lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/lr"] for line in lines if line["split"] == "train"] == pytest.approx(rates)
