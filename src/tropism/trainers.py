@@ -23,6 +23,7 @@ from tropism.config import (
     place_of,
     takes_bool,
 )
+from tropism.data.dataloaders.rows import remarks_on
 from tropism.data.dataloaders.steps import read_batches
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows_from_trees import rows_of_trees
@@ -178,6 +179,9 @@ class Trainer:
                 train, view, options.epochs, accumulation_steps, options.max_steps, own_partners, self._say)
         if evaluation is not None:
             objects["eval_rows"] = read_batches(evaluation, view, 1, 1, None, own_partners, self._say)[0]
+        if train is not None:
+            for text in remarks_on([*objects["rows"], *objects.get("eval_rows", ())]):
+                self._say(text)
 
     def _say(self, text: str) -> None:
         (self.voice or Voice()).warn(text)
