@@ -27,7 +27,7 @@ from published_batches import (
     openrlhf_sft_with_lengths,
 )
 from tropism.data.dataloaders.published_layouts import LAYOUTS
-from tropism.data.dataloaders.rows import BatchRows, rows_of_batch
+from tropism.data.dataloaders.rows import BatchRows, remarks_on, rows_of_batch
 from tropism.data.rows import EncodedRow
 from tropism.errors import DataError
 
@@ -338,3 +338,18 @@ def test_nemo_batches_padded_on_the_left_are_refused() -> None:
 ])
 def test_parts_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     refused({**coati_kto(ROWS, PAD, "right"), **changes}, "unpaired", message)
+
+
+# --- mismatched rows that are matched ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("collate", "rows", "first"), [
+    (openrlhf_kto, ROWS[:1], 1), (nemo_kto, ROWS[:1], 1), (coati_kto, ROWS[:1], 1),
+    (coati_kto, [*ROWS, known([1], [2])], 2), (openrlhf_kto, [ROWS[0], ROWS[0]], 1)])
+def test_rows_that_are_their_own_mismatched_row_are_noticed(collate: Any, rows: list[Known], first: int) -> None:
+    """A micro-batch of one row in OpenRLHF and NeMo, the middle of an odd one in coati, a row that occurs twice."""
+    batch = collate(rows, PAD, "right")
+    said, = remarks_on(rows_of_batch(batch, "unpaired", number=3, keep_partners=True).rows)
+    assert f"row's own completion (first: batch 3 row {first})" in said
+    assert not remarks_on(rows_of_batch(batch, "unpaired", number=3).rows)
+    assert not remarks_on(rows_of_batch(collate(ROWS, PAD, "right"), "unpaired", number=3, keep_partners=True).rows)

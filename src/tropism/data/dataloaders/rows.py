@@ -9,16 +9,19 @@ import numpy as np
 from tropism.data.dataloaders.published_layouts import BatchContent, Side, recognize_layout
 from tropism.data.formats import View
 from tropism.data.rows import EncodedRow
-from tropism.data.tree import Completion, TokenIds, prompt_key, token_ids
+from tropism.data.tree import Completion, TokenIds, Unsupervised, prompt_key, token_ids
 from tropism.errors import DataError, count_of
 
 _MAX_ID = np.iinfo(np.int32).max
-_NO_PROMPT, _APART = "no_prompt", "prompts_apart"
+_NO_PROMPT, _APART, _OWN = "no_prompt", "prompts_apart", "own_completion"
 _REMARKS = {
     _NO_PROMPT: "{rows} without a prompt (first: {first}): the second token is the first supervised one. If they have "
                 "prompts, mask them, or set prompt_key in OpenRLHF's dataset.",
     _APART: "{rows} whose sides have less than half of their prompts in common (first: {first}). Check that the sides "
-            "answer the same prompt."}
+            "answer the same prompt.",
+    _OWN: "{rows} whose mismatched row is the row's own completion (first: {first}), as in micro-batches of 1 row, and "
+          "in the middle of coati's with an odd number. The reference point then follows the rewards of the rows "
+          "themselves and cancels them. Use larger micro-batches, or kl_source='step' and reference_point='step'."}
 _HOLDS: dict[View, str] = {"unpaired": "labeled completions (for KTO)", "paired": "pairs (for DPO)",
                            "single": "completions without labels (for SFT and distillation)"}
 
@@ -38,7 +41,8 @@ class BatchRows:
     has_partners: bool
 
 
-def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = False) -> BatchRows:
+def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = False,
+                  keep_unsupervised: bool = False) -> BatchRows:
     """Read one batch of a published trainer's dataloader: tensors on any device, arrays or lists.
 
     The prompt ends before the first supervised token, or after the first token if that one is supervised: nothing
@@ -54,6 +58,7 @@ def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = 
         view: view that the method needs.
         number: of the batch, for places and errors.
         keep_partners: use the mismatched rows of a KTO batch as partners of its rows.
+        keep_unsupervised: keep sequences without a supervised token, as completions whose log-prob is 0.
 
     Raises:
         DataError: for an unknown layout or one of another view, and for a row without supervised token, with an invalid
@@ -69,32 +74,39 @@ def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = 
     if len(set(counts.values())) > 1:
         raise DataError(f"{place}: parts have different numbers of rows: "
                         + ", ".join(f"{name} {count}" for name, count in counts.items()))
-    rows = tuple(_row(content, index, f"{place} row {index + 1}", keep_partners)
+    rows = tuple(_row(content, index, f"{place} row {index + 1}", keep_partners, keep_unsupervised)
                  for index in range(len(content.sides[0].ids)))
     return BatchRows(rows, layout.name, content.mismatched is not None)
 
 
-def _row(content: BatchContent, index: int, place: str, keep_partners: bool) -> EncodedRow:
-    sides = [*content.sides, *[content.mismatched] * (keep_partners and content.mismatched is not None)]
-    split = [_split(side, index, place) for side in sides if side is not None]
-    prompts = [prompt for prompt, _ in split]
-    shared, completions = _join(split)
+def _row(content: BatchContent, index: int, place: str, keep_partners: bool,
+         keep_unsupervised: bool) -> EncodedRow:
+    sides = [*content.sides]
+    if keep_partners and content.mismatched is not None:
+        sides.append(content.mismatched)
+    empty = [keep_unsupervised and not side.supervised[index, side.text[index].argmax() + 1 :].any() for side in sides]
+    parts = [_unsupervised(side, index) if none else _split(side, index, place)
+             for side, none in zip(sides, empty, strict=True)]
+    # Without a supervised token it does not show where the prompt ends, and does not matter.
+    prompt = next((own for (own, _), none in zip(parts, empty, strict=True) if not none), parts[0][0])
+    prompts = [prompt if none else own for (own, _), none in zip(parts, empty, strict=True)]
+    shared, completions = _join(prompts, [completion for _, completion in parts])
     partner = completions.pop() if len(sides) > len(content.sides) else None
-    notes = frozenset(note for note, applies in ((_NO_PROMPT, _unprompted(content.sides[0], index)),
-                                                 (_APART, _apart(prompts))) if applies)
+    notes = frozenset(note for note, applies in (
+        (_NO_PROMPT, _unprompted(sides[0], index)), (_APART, _apart(prompts)),
+        (_OWN, partner is not None and partner.key == completions[0].key)) if applies)
     return EncodedRow(place, place, shared, tuple(completions), None if content.labels is None else
-                      content.labels[index], prompts[0].tobytes(), notes, partner, prompt_key(prompts[0]))
+                      content.labels[index], prompt.tobytes(), notes, partner, prompt_key(prompt))
 
 
-def _join(split: Sequence[tuple[TokenIds, Completion]]) -> tuple[TokenIds, list[Completion]]:
+def _join(prompts: Sequence[TokenIds], completions: Sequence[Completion]) -> tuple[TokenIds, list[Completion]]:
     """The common beginning of some prompts, and completions that begin with the rest of theirs, unsupervised."""
-    prompts = [prompt for prompt, _ in split]
     common = min(_common(prompts[0], prompt) for prompt in prompts)
     return token_ids(prompts[0][:common]), [
         completion if len(prompt) == common else type(completion)(
             token_ids(np.concatenate((prompt[common:], completion.ids))),
             np.concatenate((np.zeros(len(prompt) - common, np.bool_), completion.loss_mask)))
-        for prompt, completion in split]
+        for prompt, completion in zip(prompts, completions, strict=True)]
 
 
 def _common(one: TokenIds, other: TokenIds) -> int:
@@ -115,6 +127,12 @@ def _apart(prompts: Sequence[TokenIds]) -> bool:
 
 def _unprompted(side: Side, index: int) -> bool:
     return bool(side.supervised[index, side.text[index].argmax()])
+
+
+def _unsupervised(side: Side, index: int) -> tuple[TokenIds, Completion]:
+    """First and last token of a row without supervised token."""
+    ids = side.ids[index, side.text[index]] if side.text[index].any() else side.ids[index]
+    return token_ids(ids[:1]), Unsupervised.of(ids)
 
 
 def _split(side: Side, index: int, place: str) -> tuple[TokenIds, Completion]:
