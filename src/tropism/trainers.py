@@ -17,6 +17,7 @@ from tropism.distributed import connect
 from tropism.errors import UsageError
 from tropism.model.cpu_products import products_of, use_products
 from tropism.model.options import RATE_OF_ADAPTERS
+from tropism.model.wrapped_module import uncompiled
 from tropism.observe.console import Voice
 from tropism.observe.metrics import OtherNames
 from tropism.observe.rundir import free_name
@@ -203,7 +204,7 @@ class Trainer:
         given = [module for module in (objects.model, objects.reference, objects.teacher) if module is not None]
         own = [(module.config._attn_implementation, module.config._experts_implementation, products_of(module))
                for module in given]
-        with connect(stay=True) as world:
+        with uncompiled(given), connect(stay=True) as world:
             if self._run is None:
                 self._run = Run(self.options, world, self.voice, objects)
             self._run.options = self.options
