@@ -27,6 +27,8 @@ OBJECT_OF = {"model": "model", "reference": "reference", "teacher": "teacher", "
              "eval_data": "evaluation"}
 """Fields of `PythonObjects`, by the option whose place they take."""
 
+_PASSED = "the module that was passed as {}"
+
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ def modules_inside(given: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: if a frozen model is the model that is trained, or shares weights with it.
     """
     found = {name: value if value is None or isinstance(value, str | Path) else
-             model_inside(value, f"the module that was passed as {name}") for name, value in given.items()}
+             model_inside(value, _PASSED.format(name)) for name, value in given.items()}
     if isinstance(found["model"], str | Path | None):
         return found
     own = {id(weight) for weight in found["model"].parameters()}
@@ -147,8 +149,11 @@ def with_lora_options(options: Mapping[str, Any], model: Any) -> tuple[dict[str,
     (name, config), = given.items()
 
     def model_type() -> str:
-        by_name = isinstance(model, str | Path)
-        return str((load.load_config(ModelSource.of(str(model))) if by_name else model.config).model_type)
+        if model is None:
+            raise UsageError("model is required. Pass a name or a module.")
+        if isinstance(model, str | Path):
+            return str(load.load_config(ModelSource.of(str(model))).model_type)
+        return str(model_inside(model, _PASSED.format("model")).config.model_type)
 
     lora, notes = peft_config.lora_options(config, name, model_type)
     return {**{key: value for key, value in options.items() if key not in given}, "lora": lora}, notes

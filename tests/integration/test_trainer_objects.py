@@ -318,7 +318,7 @@ def test_defaults_of_a_lora_config(small: Any, module: Any, capsys: pytest.Captu
         assert (lora.rank, lora.alpha, lora.targets) == (8, 8.0, "q_proj,v_proj")
     assert small("dpo", peft_config=peft.LoraConfig(target_modules="all-linear")).options.lora.targets is None
     trainer = small("dpo", peft_config=peft.LoraConfig(lora_dropout=0.1, modules_to_save=["lm_head"]), voice=None)
-    assert "peft_config: lora_dropout 0.1 is not used, because dropout is always 0" in capsys.readouterr().err
+    assert "peft_config: lora_dropout 0.1 is not used, because dropout is always 0" in capsys.readouterr().out
     assert trainer.options.lora.modules_to_save == "lm_head"
 
 
