@@ -44,7 +44,7 @@ class Completion:
         if self.ids.ndim != 1 or self.ids.shape != self.loss_mask.shape:
             raise ValueError(f"ids and loss_mask must be 1-d of equal length, not {self.ids.shape} and "
                              f"{self.loss_mask.shape}")
-        if not self.loss_mask.any():
+        if not self.loss_mask.any() and not isinstance(self, Unsupervised):
             raise ValueError("a completion needs at least one supervised token")
 
     @classmethod
@@ -67,7 +67,7 @@ class Completion:
 
     def cut(self, limit: int) -> "Completion | None":
         """The first `limit` tokens; None if none of them is supervised."""
-        if len(self.ids) <= limit:
+        if len(self.ids) <= limit or isinstance(self, Unsupervised):
             return self
         if not self.loss_mask[:limit].any():
             return None
@@ -81,16 +81,30 @@ class Completion:
         return Completion(self.ids[:end], self.loss_mask[:end])
 
 
+class Unsupervised(Completion):
+    """A completion without a supervised token: its log-prob is 0. Published trainers keep such rows.
+
+    Args:
+        ids, loss_mask: as in `Completion`; the mask may be all False.
+    """
+
+    @classmethod
+    def of(cls, ids: TokenIds) -> "Unsupervised":
+        """The last of some ids, unsupervised."""
+        return cls(token_ids(ids[-1:]), np.zeros(1, dtype=np.bool_))
+
+
 @dataclass(frozen=True, eq=False)
 class PromptTree:
     """A prompt and its distinct completions. No pack, rank or step splits a tree.
 
     Args:
-        prompt_ids: `[p]` at least one token; the last one predicts the first token of each completion.
+        prompt_ids: `[p]`; the last one predicts the first token of each completion. Empty if the completions have
+            nothing in common: their first tokens are then context, unsupervised.
         completions: at least one, distinct by content.
 
     Raises:
-        ValueError: for an empty prompt, no completion, or two equal ones.
+        ValueError: for no completion, two equal ones, or a supervised first token without a prompt.
     """
 
     prompt_ids: TokenIds
@@ -98,8 +112,9 @@ class PromptTree:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", _as_int32(self.prompt_ids))
-        if len(self.prompt_ids) == 0:
-            raise ValueError("a tree needs a prompt of at least one token")
+        if len(self.prompt_ids) == 0 and any(completion.loss_mask[0] for completion in self.completions):
+            raise ValueError("a tree needs a prompt of at least one token, or completions whose first token is not "
+                             "supervised")
         if not self.completions:
             raise ValueError("a tree needs at least one completion")
         if len({completion.key for completion in self.completions}) != len(self.completions):
