@@ -126,8 +126,7 @@ _WITHOUT_EFFECT: dict[str, str] = {
     "log_prob_forward_micro_batch_size precompute_ref_batch_size auto_find_batch_size":
         "An evaluation does not depend on a batch size. --microbatch-tokens limits its memory.",
     "precompute_ref_log_probs": "Scores of the reference are always computed before step 1, and cached in --store.",
-    "dropout lora_dropout lora.dropout lora.lora_dropout attention_dropout disable_dropout":
-        "Dropout is always 0, so that policy and reference agree before step 1.",
+    "disable_dropout": "Dropout is always 0.",
     "overlap_comm gradient_checkpointing_use_reentrant gradient_checkpointing_kwargs gradient_checkpointing_reentrant "
     "use_reentrant_gc activation_checkpointing_kwargs fsdp_transformer_layer_cls_to_wrap zero3_init_flag "
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
@@ -182,6 +181,8 @@ _WITHOUT_EFFECT: dict[str, str] = {
 _UNSUPPORTED: dict[str, str] = {
     "adam_beta1 adam_beta2 adam_betas adam_epsilon betas adam.eps":
         "AdamW always uses betas 0.9 and 0.999 and eps 1e-8.",
+    "dropout lora_dropout lora.dropout lora.lora_dropout attention_dropout":
+        "Dropout is always 0, so that policy and reference agree before step 1.",
     "optim_args muon_lr muon_momentum embedding_lr embedding_lr_scale lr_quadratic_warmup "
     "loraplus_lr_ratio loraplus_lr_embedding cosine_constant_lr_ratio relora_steps relora use_galore use_apollo "
     "use_badam use_adam_mini use_muon":
