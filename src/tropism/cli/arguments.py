@@ -64,15 +64,15 @@ def of_another(tokens: list[str]) -> list[str]:
     own: list[str] = []
     words: list[str] = []
     remaining = iter(tokens[1:])
-    for token in remaining:
-        if token == "--yaml":
+    for word in remaining:
+        if word == "--yaml":
             if not (file := next(remaining, "")) or file.startswith("--"):
                 raise UsageError("--yaml needs a file. Example: --yaml new.yaml")
             own = [f"--yaml={file}"]
-        elif token.startswith("--yaml="):
-            own = [token]
+        elif word.startswith("--yaml="):
+            own = [word]
         else:
-            words.append(token)
+            words.append(word)
     if len(words) < 2:
         raise UsageError("TRAINER and COMMAND are required. Example: tropism migrate trl \"trl kto --beta 0.2\"")
     return ["migrate", *own, "--", *words]

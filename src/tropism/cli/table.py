@@ -160,8 +160,8 @@ COMMANDS: dict[str, Command] = {
          Argument("COMMAND", "A command line in quotes, its words, or a YAML or JSON configuration file.",
                   required=True),
          Argument("--yaml FILE", "Also write the options to this new file, for tropism train.")),
-        note="Prints our command, and what became of each option: taken, replaced, without effect here or not supported. "
-             "Nothing in the command is run."),
+        note="Prints our command, and what became of each option: taken, replaced, without effect here or not "
+             "supported. Nothing in the command is run."),
     "demo": Command(
         "Other", "Train a small model on sample feedback and show what changed.", ("tropism demo",),
         (Argument("--output DIR", "Run directory.", default="demo-run, or the next free name"),)),

@@ -20,8 +20,8 @@ _COATI: dict[str, dict[str, Any]] = {
 }
 _NEMO = {"ref_policy_kl_penalty": 0.2, "global_batch_size": 64, "lr": 9e-6, "weight_decay": 0.1, "seed": 1234,
          "warmup_steps": 10}
-_SUMMED = ("coati adds the gradients of accumulated micro-batches without dividing by their number, and clips the sum. Here "
-           "a step is their mean. AdamW does not notice the factor, clipping does.")
+_SUMMED = ("coati adds the gradients of accumulated micro-batches without dividing by their number, and clips the sum. "
+           "Here a step is their mean. AdamW does not notice the factor, clipping does.")
 
 
 def coati(given: Given) -> Translation:

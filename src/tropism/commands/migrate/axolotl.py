@@ -51,8 +51,8 @@ def translate(given: Given) -> Translation:
 def _optimization(run: Translation) -> None:
     """Steps, rates, precision, intervals, trackers and memory."""
     shared.batch_size(run, "micro_batch_size", "gradient_accumulation_steps")
-    shared.warmup(run, "warmup_steps")
     shared.schedule(run, "lr_scheduler")
+    shared.warmup(run, "warmup_steps")
     shared.precision(run, "bf16", "fp16")
     shared.intervals(run)
     shared.best(run)

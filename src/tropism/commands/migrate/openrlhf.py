@@ -19,15 +19,16 @@ _NEWER = {
     "model.ipo_enable": "ipo", "model.gradient_checkpointing_enable": "gradient_checkpointing",
     "train.batch_size": "train_batch_size", "train.micro_batch_size": "micro_train_batch_size",
     "adam.lr": "learning_rate", "adam.betas": "adam_betas", "adam.eps": "adam_epsilon", "adam.weight_decay": "l2",
-    "muon.lr": "muon_lr", "muon.momentum": "muon_momentum", "muon.weight_decay": "muon_lr", "muon.ns_steps": "muon_lr",
-    "muon.nesterov": "muon_lr", "ckpt.output_dir": "save_path", "ckpt.path": "ckpt_path", "ckpt.save_hf": "save_hf_ckpt",
-    "ckpt.disable_ds": "disable_ds_ckpt", "ckpt.max_num": "max_ckpt_num", "ckpt.max_mem": "max_ckpt_mem",
-    "ckpt.load_enable": "load_checkpoint", "eval.dataset": "eval_dataset", "eval.split": "eval_split",
-    "eval.steps": "eval_steps", "logger.wandb.key": "use_wandb", "logger.wandb.project": "wandb_project",
-    "logger.wandb.org": "wandb_org", "logger.wandb.group": "wandb_group", "logger.wandb.run_name": "wandb_run_name",
-    "logger.tensorboard_dir": "use_tensorboard", "ds.lora.rank": "lora_rank", "ds.lora.alpha": "lora_alpha",
-    "ds.lora.target_modules": "target_modules", "ds.lora.dropout": "lora_dropout", "ds.tensor_parallel_size":
-    "ds_tensor_parallel_size", "train.full_determinism_enable": "full_determinism"}
+    "muon.lr": "muon_lr", "muon.momentum": "muon_momentum", "muon.weight_decay": "muon_lr",
+    "muon.ns_steps": "muon_lr", "muon.nesterov": "muon_lr", "ckpt.output_dir": "save_path", "ckpt.path": "ckpt_path",
+    "ckpt.save_hf": "save_hf_ckpt", "ckpt.disable_ds": "disable_ds_ckpt", "ckpt.max_num": "max_ckpt_num",
+    "ckpt.max_mem": "max_ckpt_mem", "ckpt.load_enable": "load_checkpoint", "eval.dataset": "eval_dataset",
+    "eval.split": "eval_split", "eval.steps": "eval_steps", "logger.wandb.key": "use_wandb",
+    "logger.wandb.project": "wandb_project", "logger.wandb.org": "wandb_org", "logger.wandb.group": "wandb_group",
+    "logger.wandb.run_name": "wandb_run_name", "logger.tensorboard_dir": "use_tensorboard",
+    "ds.lora.rank": "lora_rank", "ds.lora.alpha": "lora_alpha", "ds.lora.target_modules": "target_modules",
+    "ds.lora.dropout": "lora_dropout", "ds.tensor_parallel_size": "ds_tensor_parallel_size",
+    "train.full_determinism_enable": "full_determinism"}
 _METHODS = {"train_kto": "kto", "train_dpo": "dpo", "train_kd": "kd", "train_sft": "sft"}
 _KTO = ("z0 is estimated over the whole optimizer step here, over a micro-batch there: with small micro-batches their "
         "estimate is larger.")

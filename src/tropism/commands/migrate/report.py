@@ -35,7 +35,8 @@ def command(run: Translation, config: Path | None = None) -> list[str]:
     lines = [f"{start} {run.method}"]
     for option, value in ordered(run).items():
         flag = f"--{option.replace('_', '-')}"
-        lines.append(f"  {flag}" if value is True else f"  {flag} {quoted(spelled(value))}")
+        text = spelled(value)
+        lines.append(f"  {flag}" if value is True else f"  {flag}{'=' if text[:1] == '-' else ' '}{quoted(text)}")
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
@@ -50,12 +51,16 @@ def ordered(run: Translation) -> dict[str, Any]:
 def quoted(value: str) -> str:
     """A value for a shell. Variables of a plain text stay variables; nothing else is expanded."""
     if not value.isprintable():
-        escaped = "".join(char if char.isprintable() and char not in "'\\" else
-                          "".join(f"\\x{byte:02x}" for byte in char.encode("utf-8", "surrogateescape")) for char in value)
-        return f"$'{escaped}'"
+        kept = (char if char.isprintable() and char not in "'\\" else _bytes(char) for char in value)
+        return f"$'{''.join(kept)}'"
     if VARIABLE.search(value) and _PLAIN.fullmatch(value) and not re.search(r"\$(?!\w|\{\w+\})", value):
         return f'"{value}"'
     return shlex.quote(value)
+
+
+def _bytes(char: str) -> str:
+    """The bytes of a character, as escapes of a shell."""
+    return "".join(f"\\x{byte:02x}" for byte in char.encode("utf-8", "surrogatepass"))
 
 
 def account(run: Translation) -> list[str]:
@@ -87,7 +92,7 @@ def _of_the_command(run: Translation) -> list[str]:
     if given.words:
         notes.append(f"Ignored: {' '.join(given.words[:5])}")
     if others := [name for name in given.variables if name != "CUDA_VISIBLE_DEVICES"]:
-        notes.append(f"Environment variables are not repeated: {', '.join(others)}. Set them yourself if you need them.")
+        notes.append(f"Environment variables are not repeated: {', '.join(others)}. Set those you need.")
     used = sorted({found[0] for value in run.options.values() if isinstance(value, str)
                    for found in VARIABLE.finditer(value)})
     if used:

@@ -54,6 +54,7 @@ def schedule(run: Translation, name: str) -> None:
     plainly = str(value).strip().lower()
     if run.set("schedule", value, name) and plainly == "constant":
         run.options["warmup_ratio"] = 0
+        run.close("without effect", "A constant schedule has no warmup there.", "warmup_ratio", "warmup_steps")
 
 
 def precision(run: Translation, *names: str) -> None:

@@ -46,12 +46,12 @@ def trl(given: Given) -> Translation:
     wanted = run.has("use_peft")
     run.close("replaced" if wanted else "without effect", "--lora.rank" if wanted else "No adapter is trained.",
               "use_peft")
-    if wanted and run.value("lora_r") is None:
-        run.given.values["lora_r"] = 16
+    if wanted:
+        run.defaults = {**run.defaults, "lora_r": 16}
     shared.adapter(run, wanted, "lora_r", "lora_alpha", "lora_target_modules", nf4=("load_in_4bit",),
                    int8=("load_in_8bit",), others=("lora_dropout", "use_dora", "use_rslora", "lora_modules_to_save"))
     if method == "kto":
-        run.notes.append("z0 is the paper's, over the whole optimizer step. TRL's depends on the size of a micro-batch.")
+        run.notes.append("z0 is the paper's, over the whole optimizer step. TRL's depends on the micro-batch.")
     run.rest()
     return run
 
@@ -131,8 +131,8 @@ def _mixture(run: Translation) -> None:
 def _common(run: Translation) -> None:
     """Options of transformers.TrainingArguments."""
     shared.batch_size(run, "per_device_train_batch_size", "gradient_accumulation_steps")
-    shared.warmup(run, "warmup_steps")
     shared.schedule(run, "lr_scheduler_type")
+    shared.warmup(run, "warmup_steps")
     shared.precision(run, "bf16", "fp16", "dtype", "torch_dtype", "pure_bf16")
     shared.intervals(run)
     shared.best(run)

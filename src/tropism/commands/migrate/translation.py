@@ -1,5 +1,6 @@
 """Our options of a run, and the account of every option of the other trainer."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,9 +18,11 @@ MISSING = {"model": "MODEL", "data": "DATA", "output": "runs/first", "teacher": 
 """Values of required options that a command does not give."""
 
 _SECRET = re.compile(r"(^|[._-])token$|api_?key|passw|secret|credential|auth|[._]key$|^key$|use_wandb", re.IGNORECASE)
+_SECRETS = re.compile(r"(^|[^a-z])(token|api_?key|password|secret)s?['\"]?\s*[:=]|://[^/@\s]*@|^(hf|sk)[_-]\w{16}",
+                      re.IGNORECASE)
 _COLUMNS = re.compile(r"(input|output|label|prompt|chosen|rejected)_key$")
 VARIABLE = re.compile(r"\$(\w+|\{\w+\}|\()|`")
-_SHOWN = 60
+_SHOWN, _LONGEST = 60, 1000
 
 
 @dataclass(frozen=True)
@@ -110,22 +113,26 @@ class Translation:
         if isinstance(value, str) and VARIABLE.search(value) and not _takes_text(self.fields[option].annotation):
             self.close("replaced", f"add {flag} with its value: shell variables are not read", *names)
             return False
+        if len(spelled(value)) > _LONGEST:
+            self.close("replaced", f"add {flag} with its value, which is too long for a command", *names)
+            return False
         known = self._checked(option, value)
         if isinstance(known, str) and known.startswith("!"):
             self.close("not supported", f"{flag}: {known[1:]}", *names)
             return False
-        self.options[option] = known if isinstance(known, int) and not isinstance(known, bool) else value
-        self.close("taken" if not text else "replaced", text or f"{flag} {spelled(self.options[option])}".rstrip(), *names)
+        self.options[option] = _typed(known, value)
+        said = text or f"{flag} {spelled(self.options[option])}".rstrip()
+        self.close("replaced" if text else "taken", said, *names)
         return True
 
     def rest(self) -> None:
         """Account for everything that is left by the table of names, and take what it takes."""
-        for name in (name for name in self.defaults if self._key(name) is None):
+        for name in list(self.given.values):
+            self._by_table(name, self.given.values[name])
+        for name in self.defaults:
             found = answer(name, self.fields, self.trainer)
             if name not in self.settled and (found is None or found.option not in self.options):
                 self._by_table(name, self.defaults[name])
-        for name in list(self.given.values):
-            self._by_table(name, self.given.values[name])
 
     def finish(self) -> None:
         """Add what is required, and leave out options that cannot be combined."""
@@ -137,8 +144,8 @@ class Translation:
         cls = METHODS[self.method]
         while True:
             try:
-                cls.model_validate(cls.nested(self.options))
-                return
+                found = cls.model_validate(cls.nested(self.options))
+                break
             except (UsageError, ValidationError) as error:
                 text = str(error) if isinstance(error, UsageError) else explain(error.errors()[0])
                 blamed = [option for option in self.options if option not in MISSING and re.search(
@@ -149,6 +156,7 @@ class Translation:
                     raise
                 del self.options[blamed[0]]
                 self.notes.append(f"--{blamed[0].replace('_', '-')} is left out: {text}")
+        self.options = {option: _typed(_field(found, option), value) for option, value in self.options.items()}
 
     def _by_table(self, name: str, value: Any) -> None:
         named = self.canonical(name)
@@ -165,7 +173,7 @@ class Translation:
         elif off(value) or means_never(found.option, value):
             self.close("without effect", "It is off, as it is here by default.", name)
         elif found.option == "trust_remote_code":
-            self.close("replaced", "add --trust-remote-code yourself if you trust the code that comes with the model", name)
+            self.close("replaced", "add --trust-remote-code yourself if you trust the code of the model", name)
         else:
             self.set(found.option, joined(value), name)
 
@@ -189,14 +197,24 @@ class Translation:
             return f"!{explain(error.errors()[0])}"
         except UsageError:  # of a combination: see `finish`
             return value
-        group, _, inner = option.rpartition(".")
-        return getattr(getattr(options, group) if group else options, inner)
+        return _field(options, option)
+
+
+def _field(options: Any, name: str) -> Any:
+    """The value of an option, which may be in a group."""
+    group, _, inner = name.rpartition(".")
+    return getattr(getattr(options, group) if group else options, inner)
+
+
+def _typed(known: Any, value: Any) -> Any:
+    """A value as it is written: switches and counts as their types, all else as it was given."""
+    return known if isinstance(known, int) else value
 
 
 def off(value: Any) -> bool:
     """Whether a value switches something off."""
-    return value is None or value is False or (
-        isinstance(value, str) and value.strip().lower() in ("false", "none", "null", "no", "off", "")) or value in ([], {})
+    return value is None or value is False or value in ([], {}) or (
+        isinstance(value, str) and value.strip().lower() in ("false", "none", "null", "no", "off", ""))
 
 
 def joined(value: Any) -> Any:
@@ -216,17 +234,18 @@ def shown(name: str, value: Any) -> str:
     if value is True or (_SECRET.search(name) and not _COLUMNS.search(name)):
         return ""
     text = spelled(value)
-    if re.search(r"(?i)(^|[^a-z])(token|api_?key|password|secret)s?['\"]?\s*[:=]|://[^/@\s]*@|^(hf|sk)[_-]\w{16}", text):
+    if _SECRETS.search(text):
         return "..."
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def number(value: Any) -> float | None:
-    """A value as a number, or None."""
+    """A value as a finite number, or None."""
     try:
-        return None if isinstance(value, bool | list | dict) or value is None else float(value)
+        found = math.nan if isinstance(value, bool | list | dict) or value is None else float(value)
     except ValueError:
         return None
+    return found if math.isfinite(found) else None
 
 
 def _takes_text(annotation: Any) -> bool:
