@@ -306,7 +306,7 @@ VALUES = ["1", "0", "-1", "true", "false", "none", "auto", "1e-5", "0.5", "x,y",
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_any_options_give_a_valid_command(trainer: str) -> None:
     """Every given option is accounted for once, whatever its value."""
-    generator = random.Random(int(__import__("os").environ.get("SEED","5")))
+    generator = random.Random(5)
     table = PUBLISHED[{"llamafactory": "llama-factory", "trl": "openrlhf"}.get(trainer, trainer)]
     names = sorted(({name for group in table.values() for name in group.split()} | {
         "warmup_steps", "eval_steps", "save_strategy", "report_to", "per_device_train_batch_size", "max_steps", "bf16",
@@ -314,7 +314,7 @@ def test_any_options_give_a_valid_command(trainer: str) -> None:
         "loss_type", "loss_weights", "use_peft", "save_total_limit", "lr_scheduler_type"}) - {"stage", "rl", "model"})
     program = {"openrlhf": "openrlhf.cli.train_dpo", "trl": "trl kto", "llamafactory": "llamafactory-cli train",
                "axolotl": "axolotl train", "coati": "train_kto.py", "nemo-aligner": "train_gpt_kto.py"}[trainer]
-    for _ in range(int(__import__("os").environ.get("LOOPS","4"))):
+    for _ in range(2):
         chosen = {name: generator.choice(VALUES) for name in generator.sample(names, 40)}
         run = migrate(trainer, [*program.split(), *(f"--{name}={value}" for name, value in chosen.items())])
         accepted(run)

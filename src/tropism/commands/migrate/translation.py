@@ -116,9 +116,9 @@ class Translation:
         if len(spelled(value)) > _LONGEST:
             self.close("replaced", f"add {flag} with its value, which is too long for a command", *names)
             return False
-        known = self._checked(option, value)
-        if isinstance(known, str) and known.startswith("!"):
-            self.close("not supported", f"{flag}: {known[1:]}", *names)
+        known, problem = self._checked(option, value)
+        if problem:
+            self.close("not supported", f"{flag}: {problem}", *names)
             return False
         self.options[option] = _typed(known, value)
         said = text or f"{flag} {spelled(self.options[option])}".rstrip()
@@ -187,17 +187,17 @@ class Translation:
         values = self.given.values
         return name if name in values else next((key for key in values if self.canonical(key) == name), None)
 
-    def _checked(self, option: str, value: Any) -> Any:
-        """The value as the option has it, or `!` and what is wrong with it."""
+    def _checked(self, option: str, value: Any) -> tuple[Any, str]:
+        """The value as the option has it, and what is wrong with it."""
         cls = METHODS[self.method]
         values = {name: text for name, text in MISSING.items() if name in self.fields} | {option: value}
         try:
             options = cls.model_validate(cls.nested(values))
         except ValidationError as error:
-            return f"!{explain(error.errors()[0])}"
+            return value, explain(error.errors()[0])
         except UsageError:  # of a combination: see `finish`
-            return value
-        return _field(options, option)
+            return value, ""
+        return _field(options, option), ""
 
 
 def _field(options: Any, name: str) -> Any:
