@@ -226,7 +226,8 @@ def spelled(value: Any) -> str:
     """A value as text."""
     if value is True:
         return ""
-    return str(value).lower() if isinstance(value, bool) else str(joined(value))
+    text = str(value).lower() if isinstance(value, bool) else str(joined(value))
+    return re.sub(r"e-0(?=\d$)", "e-", text) if isinstance(value, float) else text
 
 
 def shown(name: str, value: Any) -> str:
