@@ -16,7 +16,7 @@ from tropism.cli.app import main
 from tropism.cli.arguments import spelled_out
 from tropism.cli.commands import app
 from tropism.commands.migrate import TRAINERS, Translation, migrate
-from tropism.commands.migrate.report import command, quoted
+from tropism.commands.migrate.report import account, command, quoted
 from tropism.config_file import read_yaml
 from tropism.errors import UsageError
 
@@ -145,6 +145,20 @@ def test_options_of_transformers(words: str, option: str, value: Any) -> None:
     assert run.options.get(option) == value
     for name in re.findall(r"--(\w+)", words):
         assert any(line.name == name for line in run.account)
+
+
+def test_a_configuration_of_trl(tmp_path: Path) -> None:
+    """With options behind it, a mixture of datasets and a redirection. The values of `env` may be secrets."""
+    config = tmp_path / "t.yaml"
+    config.write_text("model_name_or_path: m\ndatasets:\n  - {path: a/b, split: 'train[:1%]', token: hf_XYZZY}\n"
+                      "  - path: c\nlearning_rate: 5.0e-7\nmax_steps: 100\nwarmup_steps: 10\nenv: {WANDB_API_KEY: XYZZY}\n")
+    run = migrate("trl", [f"HF_TOKEN=XYZZY trl kto --config {config} --learning_rate 1e-6 --seed 2 > log 2>&1 &\nls"])
+    accepted(run)
+    wanted = {"data": "a/b,c", "learning_rate": "1e-6", "warmup_ratio": 0.1, "max_steps": 100, "seed": 2}
+    assert {name: run.options[name] for name in wanted} == wanted
+    assert "XYZZY" not in "\n".join([*command(run), *account(run)])
+    assert migrate("trl", [str(config)]).method == "sft"
+    assert migrate("trl", ["accelerate launch mine.py --desirable_weight 2"]).options["desirable_weight"] == "2"
 
 
 def test_a_configuration_of_llama_factory(tmp_path: Path) -> None:
@@ -280,6 +294,9 @@ def test_the_output_is_one_script(capsys: pytest.CaptureFixture[str], tmp_path: 
     (["trl"], "TRAINER and COMMAND are required"), (["trl", ""], "COMMAND is required"),
     (["trlx", "a"], "unknown trainer trlx. Did you mean trl?"), (["trl", "trl 'kto"], "Check its quotes"),
     (["trl", "trl grpo --beta 1"], "trl grpo: cannot be translated"), (["axolotl", "none.yaml"], "none.yaml"),
+    (["llamafactory", "llamafactory-cli train $CFG"], "shell variables are not read"),
+    (["llamafactory", "llamafactory-cli export a.yaml"], "export: cannot be translated"),
+    (["axolotl", "axolotl preprocess"], "preprocess: cannot be translated"),
     (["openrlhf", "python train_ppo.py --beta 1"], "train_ppo: not a program"), (["trl", "x" * 300_000], "too long"),
     (["trl", "trl kto --config $CONFIG"], "shell variables are not read"), (["trl", "a b", "--yaml"], "needs a file")])
 def test_what_cannot_be_translated(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tropism.commands.migrate import shared
-from tropism.commands.migrate.command_line import Given
+from tropism.commands.migrate.command_line import CONFIGS, Given
 from tropism.commands.migrate.transformers_based import with_config
 from tropism.commands.migrate.translation import Translation, number, off
 from tropism.errors import UsageError
@@ -20,6 +20,8 @@ def translate(given: Given) -> Translation:
     Raises:
         UsageError: for a kind of training that samples.
     """
+    if given.program not in ("", "train") and not given.program.endswith(CONFIGS):
+        raise UsageError(f"{given.program}: cannot be translated. Only axolotl train is.")
     with_config(given, "config")
     kind = "" if off(given.values.get("rl")) else str(given.values["rl"]).lower()
     if kind not in _METHODS:

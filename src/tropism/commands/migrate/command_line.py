@@ -94,6 +94,7 @@ def _commands(text: str) -> list[list[str]]:
         UsageError: for a quote that is not closed.
     """
     text = re.sub(r"(?m)^[ \t]*#.*$", "", text.replace("\r\n", "\n"))
+    text = re.sub(r"(^|\s)\d(?=[<>])", r"\1", text)  # of 2>&1
     lexer = shlex.shlex(re.sub(r"\\[ \t]*\n", " ", text), posix=True, punctuation_chars=";&|<>()\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     commands: list[list[str]] = [[]]

@@ -23,6 +23,7 @@ _TRL: dict[str, dict[str, Any]] = {
 _LLAMA_FACTORY = {"learning_rate": 5e-5, "num_train_epochs": 3, "warmup_steps": 0, "cutoff_len": 2048, "seed": 42,
                   "per_device_train_batch_size": 8, "finetuning_type": "lora", "lora_rank": 8}
 _STAGES = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto"}
+_SAMPLES = r"(async_)?(grpo|rloo|ppo|online_dpo|nash_md|xpo|prm|reward|vllm|env|chat|utils)"
 _OFFLINE = "Offline training only: kto, dpo, sft and kd."
 
 
@@ -36,7 +37,7 @@ def trl(given: Given) -> Translation:
     method = {"gkd": "kd"}.get(given.program, given.program)
     if method not in ("kto", "dpo", "sft", "kd"):
         names = {plain(name) for name in given.values}
-        if given.program not in ("", "trl"):
+        if re.match(_SAMPLES, given.program):
             raise UsageError(f"trl {given.program}: cannot be translated. {_OFFLINE}")
         method = "kto" if names & {"desirable_weight", "undesirable_weight"} else "dpo" if names & {
             "loss_type", "beta", "label_smoothing", "f_divergence_type", "ld_alpha"} else "sft"
@@ -62,6 +63,8 @@ def llamafactory(given: Given) -> Translation:
     Raises:
         UsageError: for a stage that samples.
     """
+    if given.program not in ("", "train", "train_bash") and not given.program.endswith(CONFIGS):
+        raise UsageError(f"{given.program}: cannot be translated. Only llamafactory-cli train is.")
     with_config(given, "")
     stage = str(given.values.get("stage", "sft"))
     if stage not in _STAGES:
@@ -105,8 +108,10 @@ def with_config(given: Given, option: str) -> None:
     given.values = {re.sub(r"^no[-_]", "", name) if value is True else name: value and not re.match("no[-_]", name)
                     if value is True else value for name, value in given.values.items()}
     path = given.values.pop(option, None) if option else None
+    if given.program.endswith(CONFIGS):  # without a subcommand
+        given.words, given.program = [given.program, *given.words], ""
     if path is None:
-        path = next((word for word in given.words if word.endswith(CONFIGS)), None)
+        path = next((word for word in given.words if word.endswith(CONFIGS) or VARIABLE.search(word)), None)
         given.words = [word for word in given.words if word != path]
     if isinstance(path, str):
         if VARIABLE.search(path):
@@ -123,7 +128,8 @@ def _mixture(run: Translation) -> None:
     if not key or not isinstance(entries, list):
         return
     names = [str(entry.get("path", "")) for entry in entries if isinstance(entry, dict)]
-    inner = sorted({name for entry in entries if isinstance(entry, dict) for name in entry} - {"path", "split"})
+    inner = sorted({name for entry in entries if isinstance(entry, dict) for name, value in entry.items()
+                    if name != "path" and (name, value) != ("split", "train")})
     run.set("data", ",".join(filter(None, names)), key,
             text="--data takes their paths" + (f"; {', '.join(inner)}: not read" if inner else ""))
 

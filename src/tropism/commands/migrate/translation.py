@@ -18,7 +18,7 @@ MISSING = {"model": "MODEL", "data": "DATA", "output": "runs/first", "teacher": 
 """Values of required options that a command does not give."""
 
 _SECRET = re.compile(r"(^|[._-])token$|api_?key|passw|secret|credential|auth|[._]key$|^key$|use_wandb", re.IGNORECASE)
-_SECRETS = re.compile(r"(^|[^a-z])(token|api_?key|password|secret)s?['\"]?\s*[:=]|://[^/@\s]*@|^(hf|sk)[_-]\w{16}",
+_SECRETS = re.compile(r"(^|[^a-z])(token|api_?key|password|secret|credential|auth)s?['\"]?\s*[:=]|://[^/@\s]*@|^(hf|sk)[_-]\w{16}",
                       re.IGNORECASE)
 _COLUMNS = re.compile(r"(input|output|label|prompt|chosen|rejected)_key$")
 VARIABLE = re.compile(r"\$(\w+|\{\w+\}|\()|`")
