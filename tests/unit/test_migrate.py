@@ -151,7 +151,8 @@ def test_a_configuration_of_trl(tmp_path: Path) -> None:
     """With options behind it, a mixture of datasets and a redirection. The values of `env` may be secrets."""
     config = tmp_path / "t.yaml"
     config.write_text("model_name_or_path: m\ndatasets:\n  - {path: a/b, split: 'train[:1%]', token: hf_XYZZY}\n"
-                      "  - path: c\nlearning_rate: 5.0e-7\nmax_steps: 100\nwarmup_steps: 10\nenv: {WANDB_API_KEY: XYZZY}\n")
+                      "  - path: c\nlearning_rate: 5.0e-7\nmax_steps: 100\nwarmup_steps: 10\n"
+                      "env: {WANDB_API_KEY: XYZZY}\n")
     run = migrate("trl", [f"HF_TOKEN=XYZZY trl kto --config {config} --learning_rate 1e-6 --seed 2 > log 2>&1 &\nls"])
     accepted(run)
     wanted = {"data": "a/b,c", "learning_rate": "1e-6", "warmup_ratio": 0.1, "max_steps": 100, "seed": 2}
