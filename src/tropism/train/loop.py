@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from tropism.errors import StoppedEarly
 from tropism.train.checkpoints.saver import Saver
@@ -30,6 +31,19 @@ Lowered = Callable[[Settings, str], None]
 """Learns of the settings that a run keeps after it ran out of memory, and the sentence for the log."""
 Observe = Callable[[Record], str | None]
 """Looks at a record. Returns why the run ends with this step, or None to continue."""
+
+
+T = TypeVar("T")
+
+
+def exhaust(steps: Generator[Any, None, T]) -> T:
+    """Run a generator to its end. Returns what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,13 @@ class TrainingLoop:
     profiler: StepProfiler | None = None
 
     def run(self) -> None:
-        """Train until the schedule, an observer or a request ends the run.
+        """Train to the end; see `steps`."""
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[StepOutcome]:
+        """Train until the schedule, an observer or a request ends the run. Yields after each step, when its records, its
+        evaluation and its checkpoint are done.
 
         Raises:
             NothingLearnedError: if the first step with a learning rate above 0 changes no weight.
@@ -118,6 +138,7 @@ class TrainingLoop:
             if due.stop:
                 self._stop(due.stop)
             self._close(due.save)
+            yield outcome
             if state.ending:
                 break
         self._wait()

@@ -48,10 +48,12 @@ class Evaluator:
         """Completions of all rows, row after row, under the initial policy."""
         self.last: Scored | None = None
         """The same under the policy that was evaluated last."""
+        self.found: dict[bytes, CompletionScore] | None = None
+        """The scores of the last evaluation, mismatched completions included."""
 
     def __call__(self, engine: Engine, report: ReportProgress = silent) -> dict[str, float]:
         """The evaluation record of the policy as it is; every rank gets the same."""
-        found = self.score(engine, report)
+        found = self.found = self.score(engine, report)
         self.last = self.own(found)
         self.first = self.first or self.last
         world = engine.world
