@@ -23,10 +23,10 @@ from tropism.config import (
     place_of,
     takes_bool,
 )
-from tropism.data.dataloaders.steps import ReadSteps, read_batches
+from tropism.data.dataloaders.steps import ReadSteps, read_batches, rule_of
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows_from_trees import rows_of_trees
-from tropism.data.schedule import MICRO_BATCH, STEP, MicroBatchRule
+from tropism.data.schedule import STEP, MicroBatchRule
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tree import PromptTree
 from tropism.distributed import connect
@@ -34,6 +34,7 @@ from tropism.errors import UsageError
 from tropism.model.cpu_products import products_of, use_products
 from tropism.model.options import RATE_OF_ADAPTERS
 from tropism.observe.console import Voice
+from tropism.observe.metrics import OtherNames
 from tropism.observe.rundir import free_name
 from tropism.runner import PythonObjects, Run, RunResult
 
@@ -87,7 +88,8 @@ class Trainer:
         use_wandb: same as `track="wandb"`.
         quiet: print nothing.
         voice: receives all output, instead of the terminal.
-        metric_names: further names of metrics, by ours, for `train` and `eval` records.
+        metric_names: further names of metrics in `train` and `eval` records, each with ours or with a function of the
+            record.
         options: any option of the command line, by its name or by its name in other trainers (`ALIASES`; `ARGUMENTS`
             for the arguments above).
 
@@ -103,7 +105,7 @@ class Trainer:
                  accumulation_steps: int = 1, kl_source: Literal["step", "batch"] = "step",
                  reference_point: Literal["step", "micro_batch", "published"] | MicroBatchRule = "step",
                  use_wandb: bool = False, quiet: bool = False, voice: Voice | None = None,
-                 metric_names: Mapping[str, Mapping[str, str]] | None = None, **options: Any) -> None:
+                 metric_names: OtherNames | None = None, **options: Any) -> None:
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "tokenizer": tokenizer}
         model, optimizer, scheduler, tokenizer = arguments(given, options).values()
         values = canonical(options)
@@ -148,8 +150,8 @@ class Trainer:
                          reference_point)
         self.options = make_options(self.options_class, values)  # before the dataloader is read
         self._read(objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source == "batch",
-                   _rule(reference_point, self.options_class))
-        objects["other_names"] = metric_names or {}
+                   rule_of(reference_point, self.options_class.view))
+        objects["other_names"] = metric_names
         self.objects = PythonObjects(**objects)
         self._run: Run | None = None
 
@@ -195,8 +197,7 @@ class Trainer:
             if evaluation is not None:
                 how = replace(how, epochs=1, accumulation_steps=1, max_steps=None)
                 objects["eval_rows"], steps = read_batches(evaluation, how, self._say)
-                if steps.rule.point != "step":
-                    objects["eval_parts"] = steps.whole
+                objects["eval_parts"] = steps.whole if steps.rule.published else None
 
     def _say(self, text: str) -> None:
         (self.voice or Voice()).warn(text)
@@ -278,21 +279,6 @@ class KDTrainer(Trainer):
     """Distillation from a teacher with the same tokenizer. See `Trainer`."""
 
     options_class = KDOptions
-
-
-def _rule(reference_point: Any, options: type[MethodOptions]) -> MicroBatchRule | Literal["published"]:
-    """What micro-batches decide.
-
-    Raises:
-        UsageError: for an unknown scope, or one without effect on the method.
-    """
-    if isinstance(reference_point, MicroBatchRule):
-        return reference_point
-    if reference_point == "micro_batch" and options.view != "unpaired":
-        raise UsageError(f"reference_point='micro_batch' has no effect on {options.method}. Remove it.")
-    if reference_point not in ("step", "micro_batch", "published"):
-        raise UsageError(f"reference_point: must be step, micro_batch or published (got {reference_point!r})")
-    return "published" if reference_point == "published" else STEP if reference_point == "step" else MICRO_BATCH
 
 
 _OBJECT_OF = {"model": "model", "reference": "reference", "teacher": "teacher", "data": "train",

@@ -26,6 +26,8 @@ class MicroBatchRule:
             latter two ways nothing is done with those that the last epoch leaves over.
         size: rows of a micro-batch. Default: a batch of the dataloader is one.
         published: pair completions as the batch does, and keep rows without a supervised token. Their log-ratio is 0.
+        first_epoch: number of the first pass over the dataloader.
+        done: optimizer steps at the beginning that were done before.
     """
 
     point: Literal["step", "micro_batch", "process"] = "step"
@@ -33,6 +35,8 @@ class MicroBatchRule:
     leftover: Literal["close", "carry", "join"] = "close"
     size: int | None = None
     published: bool = False
+    first_epoch: int = 0
+    done: int = 0
 
 
 STEP = MicroBatchRule()

@@ -264,16 +264,16 @@ def make_pack(planted: Sequence[PlacedTree], rows: Sequence[EncodedRow], layout:
 def make_mismatched_pack(entries: Sequence[Mismatched], layout: Layout, parts: Parts) -> MismatchedPack:
     """Mismatched trees as a pack."""
     trees = tuple(entry.tree for entry in entries)
-    return MismatchedPack(trees, collate(trees, layout), _counts(entries, parts))
+    return MismatchedPack(trees, collate(trees, layout), users_of_parts(entries, parts))
 
 
 def make_leaves(entries: Sequence[Mismatched], roots: Sequence[PlacedTree], parts: Parts) -> Leaves:
     """Mismatched completions as the continuation of a pack's prompts."""
     trees = tuple(entry.tree for entry in entries)
-    return Leaves(trees, collate_leaves(trees, [root.tree for root in roots]), _counts(entries, parts))
+    return Leaves(trees, collate_leaves(trees, [root.tree for root in roots]), users_of_parts(entries, parts))
 
 
-def _counts(entries: Sequence[Mismatched], parts: Parts) -> torch.Tensor:
+def users_of_parts(entries: Sequence[Mismatched], parts: Parts) -> torch.Tensor:
     """`[J, C]` number of units of each part that have each completion as their partner."""
     users = [own for entry in entries for own in entry.parts]
     counts = torch.zeros(parts.number, len(users), dtype=torch.float64)

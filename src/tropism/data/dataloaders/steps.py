@@ -8,12 +8,27 @@ from typing import Any, Literal
 from tropism.data.dataloaders.rows import rows_of_batch
 from tropism.data.formats import View
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import PUBLISHED, STEP, GivenSchedule, MicroBatchRule
+from tropism.data.schedule import MICRO_BATCH, PUBLISHED, STEP, GivenSchedule, MicroBatchRule
 from tropism.data.tree import Unsupervised
 from tropism.errors import DataError, UsageError, count_of
 
 Gather = Callable[[Any], list[Any]]
 """The values of all processes."""
+
+
+def rule_of(reference_point: Any, view: View) -> MicroBatchRule | Literal["published"]:
+    """What micro-batches decide, from the name of a scope or from a rule.
+
+    Raises:
+        UsageError: for an unknown scope, or one without effect on the view.
+    """
+    if isinstance(reference_point, MicroBatchRule):
+        return reference_point
+    if reference_point not in ("step", "micro_batch", "published"):
+        raise UsageError(f"reference_point: must be step, micro_batch or published (got {reference_point!r})")
+    if reference_point == "micro_batch" and view != "unpaired":
+        raise UsageError("reference_point='micro_batch' has no effect: only KTO has a reference point. Remove it.")
+    return "published" if reference_point == "published" else STEP if reference_point == "step" else MICRO_BATCH
 
 
 @dataclass(frozen=True)
@@ -28,7 +43,6 @@ class ReadSteps:
         own_partners: use the mismatched rows of the batches.
         rule: what micro-batches decide; `published`: what they decide in the trainer whose layout the batches have.
         gather: exchanges the rows that the processes read. By default every process reads all of them.
-        first_epoch: number of the first pass, for samplers.
     """
 
     view: View
@@ -38,7 +52,6 @@ class ReadSteps:
     own_partners: bool = False
     rule: MicroBatchRule | Literal["published"] = STEP
     gather: Gather | None = None
-    first_epoch: int = 0
 
 
 def read_batches(loader: Iterable[Any], how: ReadSteps,
@@ -106,7 +119,7 @@ class _Reading:
 
     def read(self, loader: Iterable[Any]) -> None:
         """Read all passes over a dataloader."""
-        epoch, how = self.how.first_epoch, self.how
+        epoch, how = self.rule.first_epoch, self.how
         last = None if how.max_steps is not None else epoch + how.epochs
         first = epoch
         while not self.full if last is None else epoch < last:
@@ -129,6 +142,10 @@ class _Reading:
         if not self.steps:
             raise UsageError(f"no optimizer step: {count_of(self.batches, 'batch', 'batches')} are fewer than "
                              f"accumulation_steps {how.accumulation_steps}. Lower it, or use more data.")
+        if self.rule.done >= len(self.steps):
+            raise UsageError(f"nothing to train: {self.rule.done} of {count_of(len(self.steps), 'optimizer step')} "
+                             "were done before. Raise the number of epochs.")
+        del self.steps[: self.rule.done]
 
     def _add(self, batch: Any) -> None:
         how = self.how

@@ -1,12 +1,12 @@
 """Objects that a Python caller passes to a run in place of names."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule, Parts
 from tropism.data.sources.resolve import DataSource
+from tropism.observe.metrics import OtherNames
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class PythonObjects:
         rows, eval_rows: rows as token ids.
         steps: which of `rows` each step takes.
         eval_parts: the micro-batches of `eval_rows`; None if they are evaluated together.
-        other_names: for `train` and `eval`, further names of metrics, by ours.
+        other_names: further names of metrics.
     """
 
     model: Any = None
@@ -36,7 +36,7 @@ class PythonObjects:
     eval_rows: list[EncodedRow] = field(default_factory=list)
     steps: GivenSchedule | None = None
     eval_parts: Parts | None = None
-    other_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    other_names: OtherNames | None = None
 
     def __eq__(self, other: object) -> bool:
         """True if all objects are the same ones. Tables and arrays would compare element by element."""
