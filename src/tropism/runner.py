@@ -53,8 +53,8 @@ from tropism.train.setup.resolve import resolve
 from tropism.train.step_log import StepOutcome
 from tropism.train.step_packs import StepPlanner
 
-Steps = Generator[StepOutcome, None, RunResult]
-"""Trains while it is iterated over; it returns the result."""
+Steps = Generator[StepOutcome | None, str | None, RunResult]
+"""A run that trains while it is iterated over, as in `TrainingLoop.steps`, and returns its result."""
 
 
 def run(options: MethodOptions, voice: Voice | None = None, began: float | None = None) -> RunResult:
@@ -121,16 +121,13 @@ class Run:
     def fit(self, began: float | None = None) -> RunResult:
         """Train or resume, and write the run directory. A `Run` trains once, because training changes the model.
 
-        Args:
-            began: as in `run`.
-
         Raises:
             StoppedEarly: if a signal or the time limit stopped it; it can be resumed.
         """
         return exhaust(self.steps(began))
 
     def steps(self, began: float | None = None) -> Steps:
-        """As `fit`, but yields after each optimizer step, so that the caller can act between two of them."""
+        """As `fit`, for a caller that acts between optimizer steps. `began` is that of `run`."""
         if self.trained:
             raise UsageError("this trainer has already trained. Create a new one. To resume the run, pass the new one "
                              "the same model, by name or as a newly loaded module, and call fit(resume='auto').")

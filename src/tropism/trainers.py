@@ -36,7 +36,8 @@ from tropism.model.options import RATE_OF_ADAPTERS
 from tropism.observe.console import Voice
 from tropism.observe.metrics import OtherNames
 from tropism.observe.rundir import free_name
-from tropism.runner import PythonObjects, Run, RunResult
+from tropism.runner import PythonObjects, Run, RunResult, Steps
+from tropism.train.loop import exhaust
 
 _RENDERING = (*FormatOptions.model_fields, *TemplateOptions.model_fields)
 """Options that control how text becomes token ids."""
@@ -238,6 +239,15 @@ class Trainer:
             TropismError: a subclass that names the problem and the remedy, before the first step where possible.
                 `StoppedEarly` if the run was stopped and can be resumed.
         """
+        return exhaust(self.steps(resume))
+
+    @property
+    def run(self) -> Run | None:
+        """The run, once it was built."""
+        return self._run
+
+    def steps(self, resume: bool | str | Path | None = None) -> Steps:
+        """As `fit`, for a caller that acts between optimizer steps."""
         began = time.monotonic()
         if resume is not None:
             given = self.options.model_dump(exclude_unset=True)
@@ -245,7 +255,7 @@ class Trainer:
         if self.objects.model is not None:  # gradients of an earlier backward pass must not enter step 1
             self.objects.model.zero_grad(set_to_none=True)
         with self._working() as run:
-            return run.fit(began)
+            return (yield from run.steps(began))
 
     def evaluate(self) -> EvalResult:
         """Evaluate the current policy on the held-out rows.

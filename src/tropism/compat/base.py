@@ -75,7 +75,7 @@ class Door:
         if not resume:
             output = free_name(Path(output))
         with variables(environment or {}):
-            trainer = self._plain(rule or self.rule, train_dataloader=loader, eval_dataloader=evaluation or None,
+            trainer = self.plain(rule or self.rule, train_dataloader=loader, eval_dataloader=evaluation or None,
                                   optimizer=self.optimizer, scheduler=self.scheduler, epochs=epochs,
                                   accumulation_steps=accumulation, output=str(output), **options)
             return trainer.fit(resume=True if resume else None)
@@ -84,7 +84,7 @@ class Door:
         """Evaluate the model as it is on a dataloader: the published metrics, and ours."""
         self.announce()
         batches = list(loader)
-        trainer = self._plain(replace(self.rule, first_epoch=0, done=0), train_dataloader=batches,
+        trainer = self.plain(replace(self.rule, first_epoch=0, done=0), train_dataloader=batches,
                               eval_dataloader=batches)
         metrics = trainer.evaluate().metrics
         return {**metrics, **renamed(metrics, self.names.get("eval", {}))}
@@ -95,13 +95,13 @@ class Door:
             (self.voice or Voice(loud=os.environ.get("RANK", "0") == "0")).warn(note)
         self.notes = ()
 
-    def _plain(self, rule: MicroBatchRule, **options: Any) -> Trainer:
+    def plain(self, rule: MicroBatchRule, **options: Any) -> Trainer:
+        """The plain trainer over the door's models."""
         objects = {"ref_model": self.reference, "teacher_model": self.teacher}
         precision = {"precision": "fp64"} if next(self.model.parameters()).dtype == torch.float64 else {}
         return self.trainer(self.model, tokenizer=self.tokenizer, reference_point=rule, metric_names=self.names,
-                            voice=self.voice, samples=0, max_grad_norm=0.0,
-                            **{name: value for name, value in objects.items() if value is not None},
-                            **{**precision, **self.options, **options})
+                            voice=self.voice, **{name: value for name, value in objects.items() if value is not None},
+                            **{"samples": 0, "max_grad_norm": 0.0, **precision, **self.options, **options})
 
 
 @contextmanager

@@ -28,6 +28,7 @@ class MicroBatchRule:
         published: pair completions as the batch does, and keep rows without a supervised token. Their log-ratio is 0.
         first_epoch: number of the first pass over the dataloader.
         done: optimizer steps at the beginning that were done before.
+        average: compare completions, mismatched ones too, by their mean log-prob per token.
     """
 
     point: Literal["step", "micro_batch", "process"] = "step"
@@ -37,6 +38,7 @@ class MicroBatchRule:
     published: bool = False
     first_epoch: int = 0
     done: int = 0
+    average: bool = False
 
 
 STEP = MicroBatchRule()
@@ -45,7 +47,7 @@ MICRO_BATCH = MicroBatchRule("micro_batch")
 """The reference point is pooled over each micro-batch."""
 PUBLISHED: dict[str, MicroBatchRule] = {
     "OpenRLHF": MicroBatchRule("micro_batch", "mean", "carry", published=True),
-    "coati": MicroBatchRule("micro_batch", "sum", "join", published=True),
+    "coati": MicroBatchRule("micro_batch", "sum", "carry", published=True),
     "NeMo-Aligner": MicroBatchRule("process", "mean", "close", published=True),
 }
 """The rules of published trainers."""

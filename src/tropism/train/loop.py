@@ -104,9 +104,10 @@ class TrainingLoop:
         for _ in self.steps():
             pass
 
-    def steps(self) -> Iterator[StepOutcome]:
-        """Train until the schedule, an observer or a request ends the run. Yields after each step, when its records, its
-        evaluation and its checkpoint are done.
+    def steps(self) -> Generator[StepOutcome | None, str | None]:
+        """Train until the schedule, an observer or a request ends the run. Yields twice in each step: its outcome, before
+        its record; and None, when its record, evaluation and checkpoint are done. The run ends with the step if it is
+        then sent a reason.
 
         Raises:
             NothingLearnedError: if the first step with a learning rate above 0 changes no weight.
@@ -127,6 +128,7 @@ class TrainingLoop:
             state.add(outcome, packs)
             first.look(outcome)
             self.preemption.record_time("step", time.monotonic() - began)
+            yield outcome
             due = timers.after(state.step, self.preemption, self.saver, self.evaluate is not None)
             if due.log:
                 self._log()
@@ -138,7 +140,7 @@ class TrainingLoop:
             if due.stop:
                 self._stop(due.stop)
             self._close(due.save)
-            yield outcome
+            state.ending = (yield None) or state.ending
             if state.ending:
                 break
         self._wait()

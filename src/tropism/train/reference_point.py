@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tropism.data.batching.transfer import sent
 from tropism.data.schedule import ONE, Parts
+from tropism.losses.scored import Scored
 from tropism.model.attention import TreePass
 from tropism.train.engine import Engine
 from tropism.train.out_of_memory import naming
@@ -97,6 +98,7 @@ def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack], part
         with naming(pack.trees):
             batch = pack.batch.to(engine.model.device)
             leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
-            logratios = engine.model.logps(batch, leaf_pass) - engine.reference.score(pack.trees, batch)
-            moments += reference_moments(logratios, sent(pack.counts, batch.lengths.device))
+            scored = Scored(engine.model.logps(batch, leaf_pass), engine.reference.score(pack.trees, batch),
+                            batch.lengths)
+            moments += reference_moments(engine.method.compared(scored).logratios, sent(pack.counts, batch.lengths.device))
     return pool(engine.world.sum(moments), parts)

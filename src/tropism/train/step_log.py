@@ -64,7 +64,7 @@ class StepLog:
                              for logps in (scored.logps, scored.reference_logps))
         values = torch.stack(list(losses)).detach().sum(0) + policy + reference
         self._nonfinite += (~torch.isfinite(values)).sum()
-        ratios = scored.logratios.detach()[units.members[:, 0]]
+        ratios = method.compared(scored).logratios.detach()[units.members[:, 0]]
         self._losses.append((torch.stack((values, policy, reference, ratios)), pack.rows))
 
     def finite(self) -> Tensor:
