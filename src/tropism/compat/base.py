@@ -92,16 +92,25 @@ class Door:
     def announce(self) -> None:
         """Say the notes, once."""
         for note in self.notes:
-            (self.voice or Voice(loud=os.environ.get("RANK", "0") == "0")).warn(note)
+            self._speaker.warn(note)
         self.notes = ()
 
+    def say(self, text: str) -> None:
+        """Print a message, on the main process only."""
+        self._speaker.say(text)
+
+    @property
+    def _speaker(self) -> Voice:
+        return self.voice or Voice(loud=os.environ.get("RANK", "0") == "0")
+
     def plain(self, rule: MicroBatchRule, **options: Any) -> Trainer:
-        """The plain trainer over the door's models."""
+        """The plain trainer over these objects."""
         objects = {"ref_model": self.reference, "teacher_model": self.teacher}
-        precision = {"precision": "fp64"} if next(self.model.parameters()).dtype == torch.float64 else {}
+        defaults: dict[str, Any] = {"samples": 0, "max_grad_norm": 0.0}
+        if next(self.model.parameters()).dtype == torch.float64:
+            defaults["precision"] = "fp64"
         return self.trainer(self.model, tokenizer=self.tokenizer, reference_point=rule, metric_names=self.names,
-                            voice=self.voice, **{name: value for name, value in objects.items() if value is not None},
-                            **{"samples": 0, "max_grad_norm": 0.0, **precision, **self.options, **options})
+                            voice=self.voice, **objects, **{**defaults, **self.options, **options})
 
 
 @contextmanager
