@@ -204,7 +204,7 @@ class Trainer:
         (self.voice or Voice()).warn(text)
 
     @contextmanager
-    def _working(self) -> Iterator[Run]:
+    def working(self) -> Iterator[Run]:
         """The run. Afterwards modules that were passed in get their own attention, experts and matrix products back, so
         that they can generate and be stored."""
         objects = self.objects
@@ -254,7 +254,7 @@ class Trainer:
             self.options = make_options(self.options_class, given | canonical({"resume": resume}))
         if self.objects.model is not None:  # gradients of an earlier backward pass must not enter step 1
             self.objects.model.zero_grad(set_to_none=True)
-        with self._working() as run:
+        with self.working() as run:
             return (yield from run.steps(began))
 
     def evaluate(self) -> EvalResult:
@@ -263,7 +263,7 @@ class Trainer:
         Raises:
             UsageError: if there are no held-out rows.
         """
-        with self._working() as run:
+        with self.working() as run:
             return EvalResult(run.evaluate(), len(run.inputs.held_out))
 
 

@@ -80,6 +80,7 @@ class KTOTrainer:
                           voice)
         self._is_main = os.environ.get("RANK", "0") == "0"
         self._speaker = voice or Voice(loud=self._is_main)
+        self._published = reference_point == "published"
         self._batches: Batches | None = None
         self._session: Session | None = None
         self._environment: dict[str, str] = {}
@@ -185,7 +186,7 @@ class KTOTrainer:
         if self.train_dataloader is None:
             raise UsageError("train_preference_dataloader is required")
         change = (lambda batch: batch) if self.apply_loss_mask else without_loss_mask
-        self._batches, held_out = Batches(self.train_dataloader, change), None
+        self._batches, held_out = Batches(self.train_dataloader, change, announce=not self._published), None
         if self.eval_dataloader is not None:
             held_out = Batches(self.eval_dataloader, change)
         self._session = Session(

@@ -1,8 +1,8 @@
 """A run that a published trainer drives update by update, with the figures that it would log of each micro-batch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tropism.compat.base import Door, variables
 from tropism.data.batching.pack import mismatched_trees
+from tropism.data.dataloaders.steps import ReadSteps, read_batches
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import Parts
-from tropism.errors import UsageError
+from tropism.data.schedule import MICRO_BATCH, GivenSchedule, MicroBatchRule, Parts
+from tropism.errors import ReferenceMismatchError, UsageError
 from tropism.losses.scored import Scored
 from tropism.methods import StepInputs
 from tropism.observe.rundir import free_name
 from tropism.runner import Run, RunResult
-from tropism.train.evaluation.evaluator import units_of
+from tropism.train.engine import Engine
+from tropism.train.evaluation.evaluator import Evaluator, units_of
+from tropism.train.frozen.reference import LiveReference, StoredReference
 from tropism.train.reference_point import pool, reference_moments
 from tropism.train.score_packs import silent
+from tropism.train.setup.checks import probe_trees
+from tropism.train.step import train_step
 from tropism.train.step_log import StepOutcome
 from tropism.train.step_packs import users_of_parts
 from tropism.trainers import Trainer
@@ -60,30 +67,31 @@ MicroBatches = list[list[Figures]]
 class Batches:
     """A dataloader whose batches are counted, and perhaps changed.
 
-    It hides the samplers: the published trainers behind it never call `set_epoch`.
-
     Args:
         loader: the dataloader.
         change: called with each batch; returns the one to use.
-        most: batches of each pass.
+        most: batches of each pass, at most.
+        announce: let `set_epoch` of its samplers be called. Some published trainers never do.
 
     Attributes:
         passes: batches of each pass that was begun.
     """
 
     def __init__(self, loader: Iterable[Any], change: Callable[[Any], Any] = lambda batch: batch,
-                 most: int | None = None) -> None:
+                 most: Sequence[int] | None = None, announce: bool = False) -> None:
         self.loader, self.change, self.most = loader, change, most
         self.passes: list[int] = []
+        if announce:
+            self.sampler, self.batch_sampler = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
 
     def __len__(self) -> int:
         count = len(self.loader)  # type: ignore[arg-type]
-        return count if self.most is None else min(count, self.most)
+        return count if self.most is None else min(count, self.most[0])
 
     def __iter__(self) -> Iterator[Any]:
         number = len(self.passes)
         self.passes.append(0)
-        for batch in islice(self.loader, self.most):
+        for batch in islice(self.loader, None if self.most is None else self.most[number]):
             self.passes[number] += 1
             yield self.change(batch)
 
@@ -109,24 +117,40 @@ class Session:
                  log: Callable[[str, MicroBatches], Mapping[str, float]], *, output: Path,
                  environment: Mapping[str, str], **options: Any) -> None:
         door.announce()
-        self._log, self._stack = log, ExitStack()
+        self._door, self._log, self._stack = door, log, ExitStack()
         self.trainer: Trainer = door.plain(
             door.rule, train_dataloader=loader, eval_dataloader=evaluation, optimizer=door.optimizer,
             scheduler=door.scheduler, output=str(free_name(output)), **options)
         self._steps = self.trainer.steps()
         self._stack.enter_context(variables(environment))
         self.done = 0
+        self.grad_norm = self.learning_rate = 0.0
         self.result: RunResult | None = None
+        self._begun = False
         self._latest: dict[int, Mapping[str, float]] = {}
-        self._evaluated: tuple[int, Any, MicroBatches] | None = None
+        self._evaluated: tuple[Any, MicroBatches] | None = None
+        self._reference: LiveReference | None = None
 
     @property
     def run(self) -> Run:
         """The run, once it has begun."""
         if self.trainer.run is None:
-            self.trainer.evaluate()  # builds it, and scores the held-out rows
+            with self._working() as run:
+                run.build()
         assert self.trainer.run is not None
         return self.trainer.run
+
+    @property
+    def steps(self) -> GivenSchedule:
+        """The steps of the run."""
+        assert self.trainer.objects.steps is not None
+        return self.trainer.objects.steps
+
+    def batch(self, number: int) -> dict[str, Tensor]:
+        """The rows of a step, from 1, as a batch in NeMo-Aligner's layout."""
+        assert self.trainer.objects.rows is not None
+        rows = [self.trainer.objects.rows[index] for index in self.steps.step(number)]
+        return as_batch(rows)
 
     def figures(self, record: Mapping[str, float], split: str) -> Mapping[str, float]:
         """The published figures of a record that is being written."""
@@ -141,10 +165,12 @@ class Session:
             UsageError: if there is none, because the run has ended early.
         """
         try:
+            self._begun = True
             outcome = next(self._steps)
             assert outcome is not None
+            assert self.trainer.objects.rows is not None
             self.done = outcome.step
-            found = self._of_step(outcome)
+            found = self._of_step(outcome, self.trainer.objects.rows, self.steps)
             self._latest = {outcome.step: self._log("train", found)}
             self.run.evaluator.found = None
             next(self._steps)
@@ -152,6 +178,62 @@ class Session:
             self.result = end.value
             raise UsageError("no update is left: the run has ended") from None
         return found
+
+    def update_on(self, batch: Any) -> MicroBatches:
+        """An update on any batch, outside the steps of the run. The reference must be in memory."""
+        with self._working() as run:
+            rows, steps = self._read(batch, run)
+            planner = replace(run.planner, rows=rows, schedule=steps)
+            return self._of_step(train_step(self._engine(run), planner.packs_of(1)), rows, steps)
+
+    def evaluation_of(self, batch: Any) -> MicroBatches:
+        """The rows of a batch under the policy as it is.
+
+        Raises:
+            UsageError: if the reference is not in memory, and has no scores of these rows.
+        """
+        with self._working() as run:
+            rows, steps = self._read(batch, run)
+            evaluator = Evaluator(rows, run.inputs.numerics.microbatch_tokens, run.inputs.data.max_length, steps.whole)
+            try:
+                found = evaluator.score(self._engine(run), silent)
+            except ReferenceMismatchError:
+                raise UsageError("the reference scores of this batch are not known: only those of the dataloaders are "
+                                 "computed before training. Pass reference='live', or a reference model.") from None
+            return self._of_rows(evaluator, found)
+
+    def _read(self, batch: Any, run: Run) -> tuple[list[EncodedRow], GivenSchedule]:
+        gather = run.world.gather if run.world.size > 1 else None
+        rule: Any = self._door.rule
+        how = ReadSteps("unpaired", rule=rule if isinstance(rule, MicroBatchRule) else MICRO_BATCH, gather=gather)
+        return read_batches([batch], how, lambda text: None)
+
+    @contextmanager
+    def _working(self) -> Iterator[Run]:
+        """The run with its engine, between two updates of it or outside of them."""
+        if self._begun and self.result is None:
+            assert self.trainer.run is not None
+            yield self.trainer.run
+            return
+        with self.trainer.working() as run:
+            run.build()
+            yield run
+
+    def _engine(self, run: Run) -> Engine:
+        """The engine, with the caller's reference in memory, which can score any batch."""
+        engine = run.engine
+        if self._door.reference is None or not isinstance(engine.reference, StoredReference):
+            return engine
+        if self._reference is None:
+            numerics = run.inputs.numerics
+            probes = probe_trees(run.inputs.data.train, numerics.microbatch_tokens)
+            self._reference = LiveReference(numerics.frozen(self._door.reference, probes, "auto", "reference"))
+        return replace(engine, reference=self._reference)
+
+    def leave(self) -> None:
+        """End a run that was not begun."""
+        self._steps.close()
+        self._stack.close()
 
     def finish(self, reason: str | None = None) -> RunResult:
         """Export the model, and end the run after its last update.
@@ -175,31 +257,29 @@ class Session:
 
     def evaluation(self) -> MicroBatches:
         """The held-out rows under the policy as it is. Scores that the run has just computed are used."""
-        run = self.run
-        evaluator, engine = run.evaluator, run.engine
-        if evaluator.found is None:
-            evaluator.found = evaluator.score(engine, silent)
-        if self._evaluated is None or self._evaluated[1] is not evaluator.found:
-            self._evaluated = (self.done, evaluator.found, self._of_rows(evaluator.found))
-        return self._evaluated[2]
+        with self._working() as run:
+            evaluator = run.evaluator
+            if evaluator.found is None:
+                evaluator.found = evaluator.score(run.engine, silent)
+            if self._evaluated is None or self._evaluated[0] is not evaluator.found:
+                self._evaluated = (evaluator.found, self._of_rows(evaluator, evaluator.found))
+            return self._evaluated[1]
 
-    def _of_step(self, outcome: StepOutcome) -> MicroBatches:
-        objects, world = self.trainer.objects, self.run.world
-        assert objects.steps is not None
-        assert objects.rows is not None
-        own = {row: (values[0], values[3]) for table, rows in outcome.losses
-               for row, values in zip(rows, table.T.tolist(), strict=True)}
+    def _of_step(self, outcome: StepOutcome, rows: Sequence[EncodedRow], steps: GivenSchedule) -> MicroBatches:
+        world = self.run.world
+        self.grad_norm, self.learning_rate = float(outcome.grad_norm), outcome.learning_rate
+        own = {row: (values[0], values[3]) for table, members in outcome.losses
+               for row, values in zip(members, table.T.tolist(), strict=True)}
         of_row = {row: values for part in world.of_parts(own) for row, values in part.items()}
-        indices = objects.steps.step(outcome.step)
+        indices = steps.step(outcome.step)
         positive = float(outcome.point.positive) if outcome.point is not None else float("nan")
         table = np.array([of_row[index] for index in indices])
-        parts = objects.steps.parts(outcome.step)
-        return _divided([objects.rows[index] for index in indices], table[:, 0], table[:, 1], parts,
+        parts = steps.parts(outcome.step)
+        return _divided([rows[index] for index in indices], table[:, 0], table[:, 1], parts,
                         [positive] * parts.number)
 
-    def _of_rows(self, found: Mapping[bytes, Any]) -> MicroBatches:
-        run = self.run
-        evaluator, method = run.evaluator, run.engine.method
+    def _of_rows(self, evaluator: Evaluator, found: Mapping[bytes, Any]) -> MicroBatches:
+        method = self.run.engine.method
         rows, parts = evaluator.rows, evaluator.parts
         entries = mismatched_trees(rows, range(len(rows)), evaluator.max_length, parts)
         others = method.compared(Scored.join(found[key] for entry in entries for key in entry.tree.score_keys))
@@ -231,3 +311,21 @@ def optimizer_inside(optimizer: Any) -> Any:
         held = (getattr(optimizer, name, None) for name in ("optim", "optimizer"))
         optimizer = next((one for one in held if hasattr(one, "param_groups")), optimizer)
     return optimizer
+
+
+def as_batch(rows: Sequence[EncodedRow]) -> dict[str, Tensor]:
+    """Rows of token ids as a batch in NeMo-Aligner's layout, padded with 0 and -100."""
+    batch = {"preference": torch.tensor([int(bool(row.desirable)) for row in rows])}
+    for prefix, sides in (("", [row.completions[0] for row in rows]), ("kl_", [row.partner for row in rows])):
+        tokens, labels = [], []
+        for row, side in zip(rows, sides, strict=True):
+            if side is None:  # the batch had no mismatched rows
+                continue
+            prompt, own = (torch.from_numpy(part.astype(np.int64)) for part in (row.prompt_ids, side.ids))
+            tokens.append(torch.cat((prompt, own)))
+            labels.append(torch.cat((torch.full_like(prompt, -100), own.masked_fill(~torch.tensor(side.loss_mask), -100))))
+        if tokens:
+            batch[f"{prefix}samples"] = pad_sequence(tokens, batch_first=True)
+            batch[f"{prefix}sample_labels"] = pad_sequence(labels, batch_first=True, padding_value=-100)
+            batch[f"{prefix}sample_length"] = torch.tensor([len(text) for text in tokens])
+    return batch
