@@ -91,7 +91,10 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         number = len(self.passes)
         self.passes.append(0)
-        for batch in islice(self.loader, None if self.most is None else self.most[number]):
+        most = None if self.most is None else self.most[number]
+        if most is not None and most >= len(self.loader):  # type: ignore[arg-type]
+            most = None  # a pass to its end: some samplers draw their next order there
+        for batch in islice(self.loader, most):
             self.passes[number] += 1
             yield self.change(batch)
 
