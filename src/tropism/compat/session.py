@@ -1,5 +1,6 @@
 """A run that a published trainer drives update by update, with the figures that it would log of each micro-batch."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -113,6 +114,8 @@ class Session:
 
     Attributes:
         done: updates so far.
+        grad_norm, learning_rate: of the last update.
+        seconds: that the last evaluation took.
         result: of the run, after its end.
     """
 
@@ -127,7 +130,7 @@ class Session:
         self._steps = self.trainer.steps()
         self._stack.enter_context(variables(environment))
         self.done = 0
-        self.grad_norm = self.learning_rate = 0.0
+        self.grad_norm = self.learning_rate = self.seconds = 0.0
         self.result: RunResult | None = None
         self._begun = False
         self._latest: dict[int, Mapping[str, float]] = {}
@@ -176,7 +179,9 @@ class Session:
             found = self._of_step(outcome, self.trainer.objects.rows, self.steps)
             self._latest = {outcome.step: self._log("train", found)}
             self.run.evaluator.found = None
+            began = time.monotonic()
             next(self._steps)
+            self.seconds = time.monotonic() - began
         except StopIteration as end:
             self.result = end.value
             raise UsageError("no update is left: the run has ended") from None
@@ -263,7 +268,9 @@ class Session:
         with self._working() as run:
             evaluator = run.evaluator
             if evaluator.found is None:
+                began = time.monotonic()
                 evaluator.found = evaluator.score(run.engine, silent)
+                self.seconds = time.monotonic() - began
             if self._evaluated is None or self._evaluated[0] is not evaluator.found:
                 self._evaluated = (evaluator.found, self._of_rows(evaluator, evaluator.found))
             return self._evaluated[1]

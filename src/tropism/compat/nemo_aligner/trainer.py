@@ -245,10 +245,12 @@ class KTOTrainer:
         if type(self).validation_step is not KTOTrainer.validation_step or self._session is None or self._live:
             loader = Batches(self.val_dataloader, most=[self.limit_val_batches])
             each = [self.validation_step(batch)[1] for batch in loader]
+            seconds = time.monotonic() - began
         else:
             each = self._batchwise(self._session.evaluation())
+            seconds = self._session.seconds
         means = {name: _mean([found[name] for found in each]) for name in each[0]}
-        means["validation_step_time"] = (time.monotonic() - began) / len(each)
+        means["validation_step_time"] = seconds / len(each)
         return means["loss"], means
 
     def save(self, extra_candidates: Mapping[str, Any] | None = None, is_train_end: bool = False) -> None:
