@@ -195,8 +195,9 @@ class _Reading:
 def announce_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of whatever shuffles a dataloader, so that every epoch has its own order."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    for one in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None),
-                getattr(loader, "dataset", None)):
+    found = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None),
+             getattr(loader, "dataset", None))
+    for one in {id(one): one for one in found}.values():
         if callable(set_epoch := getattr(one, "set_epoch", None)):
             set_epoch(epoch)
 
