@@ -141,7 +141,7 @@ def baselines(rows: Sequence[EncodedRow], scored: Scored) -> dict[str, float]:
     """
     members = units_of(rows, scored).members[:, :2]
     found: dict[str, float] = {}
-    for name, value in (("logps", scored.logps), ("logps_per_token", scored.logps / scored.lengths),
+    for name, value in (("logps", scored.logps), ("logps_per_token", scored.logps / scored.lengths.clamp(min=1)),
                         ("length", scored.lengths.double())):
         ranked = ranking(rows, value[members].numpy(), with_ends=False)
         found |= {f"{BASELINES}{name}": share for share in ranked.values()}
