@@ -1,5 +1,4 @@
-"""NeMo-Aligner's published KTO training in plain torch, for one process: padded forward passes, autograd, and nothing of
-Tropism."""
+"""NeMo-Aligner's published KTO training in plain torch, for one process: padded forward passes and autograd."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -2,8 +2,8 @@
 
     python examples/coming_from/coati_kto.py MODEL [--save_dir DIR] [--log_dir DIR]
 
-colossalai_stand_ins.py and coati_data.py replace colossalai and coati's dataset module, so that the example runs without
-them. With both installed, import theirs.
+colossalai_stand_ins.py and coati_data.py replace colossalai and coati's dataset module, so that the example runs
+without them. With both installed, import theirs.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def train(args: argparse.Namespace) -> None:
     )
     if args.save_dir is not None:
         booster.save_model(model, os.path.join(args.save_dir, "modeling"), shard=True)
-        coordinator.print_on_master(f"Saved final model checkpoint at epoch {args.max_epochs} at folder {args.save_dir}")
+        coordinator.print_on_master(f"Saved final model checkpoint at folder {args.save_dir}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 
-
 class DistCoordinator:
     """Prints on the main process, as colossalai's does."""
 

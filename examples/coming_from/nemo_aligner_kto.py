@@ -2,8 +2,8 @@
 
     python examples/coming_from/nemo_aligner_kto.py MODEL [--log_dir DIR] [--max_time_per_run DD:HH:MM:SS]
 
-nemo_stand_ins.py replaces NeMo, NeMo-Aligner's models and datasets, and OmegaConf, so that the example runs without them.
-The model inside is a transformers model: Tropism does not train Megatron's.
+nemo_stand_ins.py replaces NeMo, NeMo-Aligner's models and datasets, and OmegaConf, so that the example runs without
+them. The model inside is a transformers model: Tropism does not train Megatron's.
 """
 
 import argparse

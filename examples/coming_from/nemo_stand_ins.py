@@ -1,4 +1,4 @@
-"""What nemo_aligner_kto.py uses of NeMo, NeMo-Aligner and OmegaConf, in small: enough to run the script without them."""
+"""What nemo_aligner_kto.py uses of NeMo, NeMo-Aligner and OmegaConf, in small: the script runs without them."""
 
 import json
 import time
@@ -23,10 +23,7 @@ class DictConfig(dict[str, Any]):
                           for key, value in content.items()})
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        return self.get(name)
 
 
 class MegatronGPTKTOModel(torch.nn.Module):
@@ -113,8 +110,8 @@ class Timer:
 
     def __init__(self, duration: str | None) -> None:
         days, hours, minutes, seconds = map(int, (duration or "0:0:0:0").split(":"))
-        limit = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
-        self.limit, self.began = limit if duration else float("inf"), 0.0
+        limit = timedelta(days, seconds, minutes=minutes, hours=hours)
+        self.limit, self.began = limit.total_seconds() if duration else float("inf"), 0.0
 
     def start_time(self) -> None:
         self.began = time.monotonic()

@@ -22,7 +22,7 @@ from tropism.errors import UsageError
 from tropism.observe.console import Voice
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "coming_from"))
-from colossalai_stand_ins import Booster, LowLevelZeroPlugin  # noqa: E402
+from colossalai_stand_ins import Booster, LowLevelZeroPlugin
 
 ARGUMENTS = ("actor ref_model booster actor_optim plugin actor_lr_scheduler tokenizer max_epochs beta desirable_weight "
              "undesirable_weight apply_loss_mask accumulation_steps start_epoch save_interval save_dir coordinator")
@@ -36,8 +36,8 @@ def loader_of(count: int, size: int = 3, seed: int = 1) -> DataLoader[Any]:
 
 
 @pytest.fixture
-def make(tiny_model_dir: Path, exact_model_dir: Path, tmp_path: Path, fixture_tokenizer: Any, monkeypatch: pytest.MonkeyPatch,
-         ) -> Callable[..., Any]:
+def make(tiny_model_dir: Path, exact_model_dir: Path, tmp_path: Path, fixture_tokenizer: Any,
+         monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A trainer as coati's script makes one, and twins of its objects for the reference."""
     monkeypatch.chdir(tmp_path)
 
@@ -83,8 +83,9 @@ class Writer:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float64, 1e-8)])
 @pytest.mark.parametrize(("accumulation", "count"), [(1, 29), (3, 92)])
-def test_the_weights_are_those_of_the_published_code(accumulation: int, count: int, dtype: torch.dtype, bound: float,
-                                                     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_are_those_of_the_published_code(
+        accumulation: int, count: int, dtype: torch.dtype, bound: float, make: Any, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs of uneven rows, with a smaller last batch; 31 batches an epoch leave one over, which is carried on."""
     made = make(dtype, max_epochs=2, accumulation_steps=accumulation, undesirable_weight=1.33, save_interval=15)
     expected = published.train(made.twin, made.reference, *made.theirs, loader_of(count), epochs=2,

@@ -137,7 +137,7 @@ def _check_calls(made: Any, last: dict[str, float], result: Any) -> None:
 
 
 def test_rows_without_labels_count_as_zero_rows(make: Any) -> None:
-    """An overlong row adds its loss without a gradient, and its pieces to the mismatched rows; two in one global batch."""
+    """An overlong row adds its loss without a gradient, and its pieces to the mismatched rows."""
     loader = list(loader_of(12))
     for batch, rows in zip(loader, ([1], [0, 4]), strict=True):
         batch["sample_labels"][rows] = -100

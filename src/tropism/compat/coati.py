@@ -31,8 +31,8 @@ class KTOTrainer:
 
     Args:
         actor, ref_model: models; boosted ones are unwrapped. Default of `ref_model`: the actor before training.
-        booster, plugin, coordinator: replaced by Tropism's engine. Only the gradient clipping of the plugin is read, and
-            `print_on_master` of the coordinator is called.
+        booster, plugin, coordinator: replaced by Tropism's engine. Only the gradient clipping of the plugin is read,
+            and `print_on_master` of the coordinator is called.
         actor_optim, actor_lr_scheduler: boosted ones are unwrapped. The scheduler is stepped after each update.
         tokenizer: of the actor.
         max_epochs, start_epoch: epochs from `start_epoch` to `max_epochs` - 1 are trained.
@@ -88,11 +88,9 @@ class KTOTrainer:
 
     def _notes(self, clip: float, reference_point: Any) -> list[str]:
         """What a user of coati should know."""
-        notes = [*parallel_note("The booster")] + [
-            "booster, plugin and coordinator are replaced by Tropism's engine. Gradients are clipped to norm "
-            f"{clip:g}, which the plugin says." if clip else
-            "booster, plugin and coordinator are replaced by Tropism's engine. Gradients are not clipped, because the "
-            "plugin has no max_norm."]
+        clipped = f"clipped to norm {clip:g}, as the plugin says" if clip else "not clipped: the plugin has no max_norm"
+        notes = [*parallel_note("The booster"),
+                 f"booster, plugin and coordinator are replaced by Tropism's engine. Gradients are {clipped}."]
         if reference_point == "published":
             notes.append("the numbers are coati's: a reference point for each micro-batch, pairs from the reversed "
                          "micro-batch, added gradients, the same row order in each epoch. reference_point='step' makes "
@@ -177,7 +175,7 @@ class KTOTrainer:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_text(message, encoding="utf-8")
             except OSError as error:
-                raise OutputError(OutputError.because(place, error)) from error
+                raise OutputError.because(place, error) from error
 
     def _begin(self) -> Session:
         """The session of this fit; the first call reads the dataloaders."""
@@ -205,7 +203,7 @@ class KTOTrainer:
         return {**window(found[self._carried :], self.beta), "lr": float(self._optimizer.param_groups[0]["lr"])}
 
     def _save(self, epoch: int, step: int, rows: int) -> None:
-        """Write a checkpoint in the published layout: the model, the states of optimizer and scheduler, the position."""
+        """Write a checkpoint in the published layout: model, states of optimizer and scheduler, position."""
         if not self._is_main:
             return
         assert self.save_dir is not None
@@ -226,9 +224,12 @@ class KTOTrainer:
             (partial / "running_states.json").write_text(json.dumps(states, indent=4), encoding="utf-8")
             shutil.rmtree(place, ignore_errors=True)
             partial.replace(place)
+        except OutputError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise OutputError(OutputError.because(place, error)) from error
+            raise OutputError.because(place, error) from error
         self._print(f"Saved checkpoint at epoch {epoch} step {step} at folder {self.save_dir}")
 
     def _print(self, text: str) -> None:

@@ -333,7 +333,8 @@ def as_batch(rows: Sequence[EncodedRow]) -> dict[str, Tensor]:
                 continue
             prompt, own = (torch.from_numpy(part.astype(np.int64)) for part in (row.prompt_ids, side.ids))
             tokens.append(torch.cat((prompt, own)))
-            labels.append(torch.cat((torch.full_like(prompt, -100), own.masked_fill(~torch.tensor(side.loss_mask), -100))))
+            marked = own.masked_fill(~torch.tensor(side.loss_mask), -100)
+            labels.append(torch.cat((torch.full_like(prompt, -100), marked)))
         if tokens:
             batch[f"{prefix}samples"] = pad_sequence(tokens, batch_first=True)
             batch[f"{prefix}sample_labels"] = pad_sequence(labels, batch_first=True, padding_value=-100)

@@ -105,9 +105,9 @@ class TrainingLoop:
             pass
 
     def steps(self) -> Generator[StepOutcome | None, str | None]:
-        """Train until the schedule, an observer or a request ends the run. Yields twice in each step: its outcome, before
-        its record; and None, when its record, evaluation and checkpoint are done. The run ends with the step if it is
-        then sent a reason.
+        """Train until the schedule, an observer or a request ends the run. Yields twice in each step: its outcome,
+        before its record; and None, when its record, evaluation and checkpoint are done. The run ends with the step if
+        it is then sent a reason.
 
         Raises:
             NothingLearnedError: if the first step with a learning rate above 0 changes no weight.

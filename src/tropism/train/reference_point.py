@@ -100,5 +100,6 @@ def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack], part
             leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
             scored = Scored(engine.model.logps(batch, leaf_pass), engine.reference.score(pack.trees, batch),
                             batch.lengths)
-            moments += reference_moments(engine.method.compared(scored).logratios, sent(pack.counts, batch.lengths.device))
+            logratios = engine.method.compared(scored).logratios
+            moments += reference_moments(logratios, sent(pack.counts, batch.lengths.device))
     return pool(engine.world.sum(moments), parts)

@@ -12,8 +12,8 @@ _UNSUPERVISED = -100
 
 def kto_custom_collate(batch: Sequence[Mapping[str, Any]], eos_id: int, reset_position_ids: bool = False,
                        reset_attention_mask: bool = False, eod_mask_loss: bool = False) -> dict[str, Tensor]:
-    """Collate rows as NeMo-Aligner's function of this name does. The mismatched row of each prompt has the response of the
-    next row, and the last one that of the first.
+    """Collate rows as NeMo-Aligner's function of this name does. The mismatched row of each prompt has the response of
+    the next row, and the last one that of the first.
 
     Args:
         batch: S rows with `prompt_tokens`, `response_tokens`, `sample_labels` (1-d tensors), `sample_length` and
@@ -25,8 +25,8 @@ def kto_custom_collate(batch: Sequence[Mapping[str, Any]], eos_id: int, reset_po
 
     Returns:
         `samples`, `kl_samples`, `sample_labels`, `kl_sample_labels` and `position_ids` `[S, L]`, `sample_length` and
-        `preference` `[S]`, `attention_mask` `[S, 1, L, L]`, True where attention is masked. Tropism reads the tokens and
-        labels only.
+        `preference` `[S]`, `attention_mask` `[S, 1, L, L]`, True where attention is masked. Tropism reads the tokens
+        and labels only.
     """
     prompts, responses = ([torch.as_tensor(row[f"{name}_tokens"]) for row in batch] for name in ("prompt", "response"))
     tokens, labels = [], []

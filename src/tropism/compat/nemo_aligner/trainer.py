@@ -35,17 +35,17 @@ class KTOTrainer:
             `limit_val_batches` and `gradient_clip_val`; OmegaConf's, a dict or an object with attributes.
         model: a transformers model, or a module that holds one. Its `cfg` has `micro_batch_size`, `global_batch_size`
             and `kto` (`ref_policy_kl_penalty`, `desirable_loss_weight`, `undesirable_loss_weight`,
-            `preference_average_log_probs`), its `tokenizer` the tokenizer, its `ref_policy_state_dict` the weights of the
-            reference. Defaults: the whole batch, NeMo-Aligner's, the tokenizer at the model's name, and the model before
-            training.
+            `preference_average_log_probs`), its `tokenizer` the tokenizer, its `ref_policy_state_dict` the weights of
+            the reference. Defaults: the whole batch, NeMo-Aligner's, the tokenizer at the model's name, and the model
+            before training.
         optimizer, scheduler: over the model's weights.
         train_dataloader, val_dataloader, test_dataloader: global batches, or each process's part of them, as
             `kto_custom_collate` makes them. The test data is not used.
         logger: its `log_metrics(metrics, step=, prefix=)` and `finalize()` are called; None for none.
         ckpt_callback: its `custom_save(monitor_candidates=, is_train_end=)` is called; None for none.
         run_timer: an object with `start_time()` and `is_finished()`, "DD:HH:MM:SS", or None for no limit.
-        reference_point: `published` takes z0 from each micro-batch, clamped before it is averaged over processes, with the
-            pairs of the batch, as NeMo-Aligner does. `step` and `micro_batch` are those of `tropism.KTOTrainer`.
+        reference_point: `published` takes z0 from each micro-batch, clamped before it is averaged over processes, with
+            the pairs of the batch, as NeMo-Aligner does. `step` and `micro_batch` are those of `tropism.KTOTrainer`.
         voice: receives all output, instead of the terminal.
         options: of `tropism.KTOTrainer`.
 
@@ -104,14 +104,14 @@ class KTOTrainer:
         """What a user of NeMo-Aligner should know."""
         notes = parallel_note("Megatron")
         if notes:
-            notes.append("rewards are divided into chosen and rejected by their own labels. NeMo-Aligner uses the labels "
-                         "of one process for the rewards of all of them")
+            notes.append("rewards are divided into chosen and rejected by their own labels. NeMo-Aligner uses the "
+                         "labels of one process for the rewards of all of them")
         notes += [f"model.cfg.kto.{name} is ignored, as in NeMo-Aligner" for name, default in _IGNORED.items()
                   if read(self._kto, name, default) != default]
         if self._published:
             notes.append("the numbers are NeMo-Aligner's: a reference point for each micro-batch, clamped before it is "
-                         "averaged over processes, with the pairs of the batch. reference_point='step' makes the result "
-                         "independent of micro-batches and processes")
+                         "averaged over processes, with the pairs of the batch. reference_point='step' makes the "
+                         "result independent of micro-batches and processes")
         return notes
 
     def _from_session(self, split: str, name: str) -> Any:
@@ -205,8 +205,8 @@ class KTOTrainer:
         """One update.
 
         Args:
-            global_batch: as `kto_custom_collate` makes it. `fit` passes the batches of `train_dataloader` in their order;
-                any other batch is trained on too.
+            global_batch: as `kto_custom_collate` makes it. `fit` passes the batches of `train_dataloader` in their
+                order; any other batch is trained on too.
 
         Returns:
             The mean loss, and the metrics.
@@ -263,7 +263,7 @@ class KTOTrainer:
     @torch.no_grad()
     def augment_dataloader(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Batches with the reference's log-probs of each token but the first, as `ref_policy_log_probs_samples` and
-        `ref_policy_log_probs_kl_samples` `[S, L - 1]`. Training does not need them: it computes the sums itself, once."""
+        `ref_policy_log_probs_kl_samples` `[S, L - 1]`. Training does not need them: it computes the sums once."""
         reference = self._door.reference
         if reference is None:
             if self.step:
@@ -293,13 +293,13 @@ class KTOTrainer:
         train = Batches(loader, most=[1] if live else self._passes(), announce=not self._published)
         evaluation, self._sizes = None, []
         if self.limit_val_batches and (live or self.val_check_interval):
-            evaluation = Batches(_Augmented(self.augment_dataloader, held_out) if augmented else held_out, self._counted,
-                                 [self.limit_val_batches])
+            held_out = _Augmented(self.augment_dataloader, held_out) if augmented else held_out
+            evaluation = Batches(held_out, self._counted, [self.limit_val_batches])
         changes: dict[str, Any] = {"reference": "live"} if live and self._door.reference is None else {}
         if not live and self.val_check_interval:
             changes["eval_every"] = self.val_check_interval
-        self._session = Session(self._door, train, evaluation, self._logged, output=Path("tropism-run"), environment={},
-                                epochs=len(train.most or [1]), **changes)
+        self._session = Session(self._door, train, evaluation, self._logged, output=Path("tropism-run"),
+                                environment={}, epochs=len(train.most or [1]), **changes)
         self._live = live
         return self._session
 

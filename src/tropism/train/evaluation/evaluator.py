@@ -80,7 +80,8 @@ class Evaluator:
         if engine.method.needs_reference_point and has_partners(self.rows, range(len(self.rows))):
             entries = mismatched_trees(self.rows, range(len(self.rows)), self.max_length, self.parts)
             partners = Scored.join(found[key] for entry in entries for key in entry.tree.score_keys)
-            point = pool(reference_moments(engine.method.compared(partners).logratios, users_of_parts(entries, self.parts)), self.parts)
+            logratios = engine.method.compared(partners).logratios
+            point = pool(reference_moments(logratios, users_of_parts(entries, self.parts)), self.parts)
         record = summarize(self.rows, engine.method, scored, engine.noise(scored), point, engine.shift.value.cpu(),
                            self.parts)
         if engine.method.view != "single":
