@@ -194,7 +194,8 @@ class KTOTrainer:
         if held_out is not None:
             self._speaker.warn(f"each epoch is evaluated on the {count_of(held_out.passes[0], 'batch', 'batches')} of "
                             "eval_preference_dataloader. coati's trainer evaluates on the "
-                            f"{count_of(self._batches.passes[0], 'batch', 'batches')} of its training data instead")
+                            f"{count_of(self._batches.passes[0], 'batch', 'batches')} of its training data instead, "
+                            "which looks better: loss 0.40 for 0.47 in examples/coming_from/coati_kto.py")
         return self._session
 
     def _logged(self, split: str, found: MicroBatches) -> Mapping[str, float]:

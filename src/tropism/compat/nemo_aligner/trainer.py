@@ -105,7 +105,7 @@ class KTOTrainer:
         notes = parallel_note("Megatron")
         if notes:
             notes.append("rewards are divided into chosen and rejected by their own labels. NeMo-Aligner uses the "
-                         "labels of one process for the rewards of all of them")
+                         "labels of one process for the rewards of all of them, which can halve rewards_margin")
         notes += [f"model.cfg.kto.{name} is ignored, as in NeMo-Aligner" for name, default in _IGNORED.items()
                   if read(self._kto, name, default) != default]
         if self._published:
