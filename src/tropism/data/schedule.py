@@ -22,8 +22,7 @@ class MicroBatchRule:
             micro-batch by its own counts, and then averaged over processes, and averaged (`mean`) or added (`sum`) over
             micro-batches.
         leftover: what becomes of micro-batches that an epoch leaves over: they `close` it as a last step, or they are
-            `carry`-ed into the next step as its first micro-batches. Then nothing is done with those that the last
-            epoch leaves over.
+            `carry`-ed into the next step as its first micro-batches. Those of the last epoch are then left out.
         size: rows of a micro-batch. Default: a batch of the dataloader is one.
         published: pair completions as the batch does, and keep rows without a supervised token. Their log-ratio is 0.
         first_epoch: number of the first pass over the dataloader.
