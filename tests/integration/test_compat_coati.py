@@ -81,8 +81,10 @@ class Writer:
         Writer.logged.append(("closed", 0.0, 0))
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float64, 1e-8)])
-@pytest.mark.parametrize(("accumulation", "count"), [(1, 29), (3, 92)])
+@pytest.mark.parametrize(("accumulation", "count", "dtype", "bound"), [
+    (1, 29, torch.float32, 1e-4), (3, 92, torch.float64, 1e-8),
+    pytest.param(1, 29, torch.float64, 1e-8, marks=pytest.mark.slow),
+    pytest.param(3, 92, torch.float32, 1e-4, marks=pytest.mark.slow)])
 def test_the_weights_are_those_of_the_published_code(
         accumulation: int, count: int, dtype: torch.dtype, bound: float, make: Any, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch) -> None:
