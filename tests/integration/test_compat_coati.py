@@ -173,6 +173,26 @@ def test_overridden_methods_act_between_epochs(make: Any, tmp_path: Path) -> Non
     assert made.policy.config._attn_implementation == "sdpa"
 
 
+class OwnLoop(KTOTrainer):
+    """A loop of the user's, with the published attributes."""
+
+    def _train(self, epoch: int) -> None:
+        for batch in self.train_dataloader:
+            published.micro_batch_loss(self.model, self.ref_model, batch, self.beta, 1.0, 1.0)[0].backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.actor_scheduler.step()
+
+
+def test_an_own_training_loop(make: Any, tmp_path: Path) -> None:
+    """Its epochs are evaluated; there is no run to return."""
+    made = make(kind=OwnLoop)
+    assert made.trainer.fit(loader_of(6), loader_of(3, seed=2)) is None
+    published.train(made.twin, made.reference, *made.theirs, loader_of(6), epochs=1, accumulation=1)
+    assert apart(made.policy, made.twin, made.start) < 1e-6
+    assert "loss: 0." in (tmp_path / "saved" / "eval_result_epoch0.txt").read_text()
+
+
 def test_what_would_crash_means_off(make: Any, tmp_path: Path) -> None:
     """`save_interval` 0 saves nothing, and without `save_dir` an evaluation is printed only."""
     made = make(save_interval=0)

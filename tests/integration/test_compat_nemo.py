@@ -237,6 +237,21 @@ def models_copy(model: Any) -> Any:
     return copy.deepcopy(model)
 
 
+def test_other_reference_points(make: Any, tmp_path: Path) -> None:
+    """The step's: the result no longer depends on micro-batches; the validation is that of all batches together."""
+    found = []
+    for micro in (2, 6):
+        made = make(loader_of(12), validation=loader_of(12, seed=2), kto={"micro": micro}, val_check_interval=2)
+        other = made.trainer
+        trainer = KTOTrainer(other.cfg, made.model, other.optimizer, other.scheduler, loader_of(12),
+                             loader_of(12, seed=2), None, made.log, None, None, voice=Voice(loud=False), store="store",
+                             reference_point="step", output=str(tmp_path / f"own{micro}"))
+        assert trainer.fit().directory == tmp_path / f"own{micro}"
+        found.append((weights_of(made.policy), made.log.of("val/")[0][2]["loss"]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
 class Own(KTOTrainer):
     """Overrides what users override."""
 

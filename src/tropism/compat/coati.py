@@ -31,8 +31,8 @@ class KTOTrainer:
 
     Args:
         actor, ref_model: models; boosted ones are unwrapped. Default of `ref_model`: the actor before training.
-        booster, plugin, coordinator: replaced by Tropism's engine. Only the gradient clipping of the plugin is read,
-            and `print_on_master` of the coordinator is called.
+        booster, plugin, coordinator: replaced by Tropism's engine. The plugin says how gradients are clipped, and that
+            the run computes in float32 if its precision is fp32. `print_on_master` of the coordinator is called.
         actor_optim, actor_lr_scheduler: boosted ones are unwrapped. The scheduler is stepped after each update.
         tokenizer: of the actor.
         max_epochs, start_epoch: epochs from `start_epoch` to `max_epochs` - 1 are trained.
@@ -76,7 +76,8 @@ class KTOTrainer:
         self._door = Door(PlainTrainer, actor, rule, ref_model, None, tokenizer, self._optimizer, actor_lr_scheduler,
                           names, self._notes(clip, reference_point), {
                               "beta": beta, "desirable_weight": desirable_weight, "undesirable_weight":
-                              undesirable_weight, "max_grad_norm": clip, "log_every": 1, "eval_every": 0, **options},
+                              undesirable_weight, "max_grad_norm": clip, "log_every": 1, "eval_every": 0,
+                              **_precision(plugin, booster), **options},
                           voice)
         self._is_main = os.environ.get("RANK", "0") == "0"
         self._speaker = voice or Voice(loud=self._is_main)
@@ -122,7 +123,7 @@ class KTOTrainer:
         finally:
             if self.writer is not None:
                 self.writer.close()
-        return self._session.finish() if self._session is not None and self._session.done else None
+        return self._session.finish() if self._session is not None else None
 
     def _before_fit(self, train_preference_dataloader: Iterable[Any] | None = None,
                     eval_preference_dataloader: Iterable[Any] | None = None, log_dir: str | Path | None = None,
@@ -201,7 +202,9 @@ class KTOTrainer:
     def _logged(self, split: str, found: MicroBatches) -> Mapping[str, float]:
         if split == "eval":
             return window(found, self.beta)
-        return {**window(found[self._carried :], self.beta), "lr": float(self._optimizer.param_groups[0]["lr"])}
+        assert self._session is not None
+        rate = self._optimizer.param_groups[0]["lr"] if self._optimizer is not None else self._session.learning_rate
+        return {**window(found[self._carried :], self.beta), "lr": float(rate)}
 
     def _save(self, epoch: int, step: int, rows: int) -> None:
         """Write a checkpoint in the published layout: model, states of optimizer and scheduler, position."""
@@ -273,6 +276,13 @@ def without_loss_mask(batch: Mapping[str, Any]) -> dict[str, Any]:
         first = inside.long().cumsum(1) == 1
         changed |= {f"{prefix}attention_mask": inside, f"{prefix}loss_mask": (inside & ~first).long()}
     return changed
+
+
+def _precision(*sources: Any) -> dict[str, str]:
+    """The option for a plugin, or the plugin of a booster, that computes in float32."""
+    owners = [owner for source in sources for owner in (source, getattr(source, "plugin", None))]
+    named = next(filter(None, (getattr(owner, "precision", None) for owner in owners)), None)
+    return {"precision": "fp32"} if named == "fp32" else {}
 
 
 def clipping(*sources: Any) -> float:

@@ -108,7 +108,7 @@ class Session:
         loader, evaluation: the dataloaders; `evaluation` is None for none.
         log: makes the published figures of the micro-batches of an update (`train`) or evaluation (`eval`), which
             `figures` gives to the record.
-        output: run directory; the next free name if it exists.
+        output: run directory, unless the options of the door have one; the next free name if it exists.
         environment: variables for the trackers, while the run lasts. They are not recorded.
         options: of the plain trainer.
 
@@ -124,9 +124,10 @@ class Session:
                  environment: Mapping[str, str], **options: Any) -> None:
         door.announce()
         self._door, self._log, self._stack = door, log, ExitStack()
+        chosen = door.options.get("output") or free_name(output)
         self.trainer: Trainer = door.plain(
             door.rule, train_dataloader=loader, eval_dataloader=evaluation, optimizer=door.optimizer,
-            scheduler=door.scheduler, output=str(free_name(output)), **options)
+            scheduler=door.scheduler, **{**options, "output": str(chosen)})
         self._steps = self.trainer.steps()
         self._stack.enter_context(variables(environment))
         self.done = 0
@@ -239,23 +240,25 @@ class Session:
         return replace(engine, reference=self._reference)
 
     def leave(self) -> None:
-        """End a run that was not begun."""
+        """End without a result."""
         self._steps.close()
         self._stack.close()
 
-    def finish(self, reason: str | None = None) -> RunResult:
-        """Export the model, and end the run after its last update.
+    def finish(self, reason: str | None = None) -> RunResult | None:
+        """Export the model, and end the run after its last update. None if there was no update.
 
         Args:
             reason: why it ends early.
         """
+        if not self.done:
+            self.leave()
+            return None
         if self.result is None:
             try:
                 self._steps.send(reason)
             except StopIteration as end:
                 self.result = end.value
             self._stack.close()
-        assert self.result is not None
         return self.result
 
     def fail(self, error: BaseException) -> None:

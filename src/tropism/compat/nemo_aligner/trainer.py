@@ -315,8 +315,10 @@ class KTOTrainer:
 
     def _batchwise(self, found: MicroBatches) -> list[dict[str, float]]:
         """The metrics of each validation batch."""
-        size = self._door.rule.size if isinstance(self._door.rule, MicroBatchRule) else None
-        each, start = [], 0
+        rule, each, start = self._door.rule, [], 0
+        if not self._published:  # they are evaluated together
+            return [figures(found)]
+        size = rule.size
         for rows in self._sizes:
             count = -(-rows // (size or rows))
             each.append(figures(found[start : start + count]))
