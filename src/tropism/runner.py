@@ -1,6 +1,7 @@
 """One call that runs a method from options to a model directory. The command line is this call."""
 
 import time
+from collections.abc import Generator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from tropism.train.engine import Engine
 from tropism.train.evaluation.evaluator import Evaluator
 from tropism.train.evaluation.samples import Sampler
 from tropism.train.failure import record_failure
-from tropism.train.loop import Plan, TrainingLoop
+from tropism.train.loop import Plan, TrainingLoop, exhaust
 from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Observers
@@ -49,7 +50,11 @@ from tropism.train.setup.inputs import Named, check_start, read_inputs
 from tropism.train.setup.parallel import parallelize
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.setup.resolve import resolve
+from tropism.train.step_log import StepOutcome
 from tropism.train.step_packs import StepPlanner
+
+Steps = Generator[StepOutcome | None, str | None, RunResult]
+"""A run that trains while it is iterated over, as in `TrainingLoop.steps`, and returns its result."""
 
 
 def run(options: MethodOptions, voice: Voice | None = None, began: float | None = None) -> RunResult:
@@ -116,12 +121,13 @@ class Run:
     def fit(self, began: float | None = None) -> RunResult:
         """Train or resume, and write the run directory. A `Run` trains once, because training changes the model.
 
-        Args:
-            began: as in `run`.
-
         Raises:
             StoppedEarly: if a signal or the time limit stopped it; it can be resumed.
         """
+        return exhaust(self.steps(began))
+
+    def steps(self, began: float | None = None) -> Steps:
+        """As `fit`, for a caller that acts between optimizer steps. `began` is that of `run`."""
         if self.trained:
             raise UsageError("this trainer has already trained. Create a new one. To resume the run, pass the new one "
                              "the same model, by name or as a newly loaded module, and call fit(resume='auto').")
@@ -132,9 +138,9 @@ class Run:
             ownership.callback(store.release)
             if self.options.resume != "never":  # no other process may change it while it is read
                 self.world.on_main(lambda: ownership.take() if directory.holds_run else None)
-            return self._fit(directory, ownership, began)
+            return (yield from self._steps(directory, ownership, began))
 
-    def _fit(self, directory: RunDirectory, ownership: Ownership, began: float) -> RunResult:
+    def _steps(self, directory: RunDirectory, ownership: Ownership, began: float) -> Steps:
         options, inputs = self.options, self.inputs
         self.preemption = Preemption(self.world, options.max_seconds, began)
         origin = self.world.broadcast(self.world.on_main(
@@ -154,7 +160,7 @@ class Run:
             with self.preemption.listening():
                 manifest, initial = self._build_and_restore(directory, manifest, origin)
                 self.trained = True
-                return self._train(directory, manifest, origin, initial, began)
+                return (yield from self._train(directory, manifest, origin, initial, began))
         except BaseException as error:
             record_failure(directory, manifest, error, self.world, inputs.numerics.microbatch_tokens,
                            self.objects == PythonObjects())
@@ -197,7 +203,7 @@ class Run:
         return manifest, initial
 
     def _train(self, directory: RunDirectory, manifest: Manifest | None, origin: Origin | None,
-               initial: dict[str, torch.Tensor] | None, began: float) -> RunResult:
+               initial: dict[str, torch.Tensor] | None, began: float) -> Steps:
         """Train, and export the model.
 
         Raises:
@@ -236,7 +242,7 @@ class Run:
                             lambda settings, sentence: self._lowered(manifest, settings, sentence), profiler)
         try:
             with observers.showing(inputs.schedule.total_steps, options, self._resolved()), profiler:
-                loop.run()
+                yield from loop.steps()
         except Exception:  # not KeyboardInterrupt: a second Ctrl-C does not wait
             if saver is not None:
                 saver.leave()

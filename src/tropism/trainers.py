@@ -21,7 +21,8 @@ from tropism.model.wrapped_module import uncompiled
 from tropism.observe.console import Voice
 from tropism.observe.metrics import OtherNames
 from tropism.observe.rundir import free_name
-from tropism.runner import PythonObjects, Run, RunResult
+from tropism.runner import PythonObjects, Run, RunResult, Steps
+from tropism.train.loop import exhaust
 from tropism.trainer_arguments import (
     OBJECT_OF,
     RENDERING,
@@ -197,7 +198,7 @@ class Trainer:
         (self.voice or Voice()).warn(text)
 
     @contextmanager
-    def _working(self) -> Iterator[Run]:
+    def working(self) -> Iterator[Run]:
         """The run. Afterwards modules that were passed in get their own attention, experts and matrix products back, so
         that they can generate and be stored."""
         objects = self.objects
@@ -232,14 +233,23 @@ class Trainer:
             TropismError: a subclass that names the problem and the remedy, before the first step where possible.
                 `StoppedEarly` if the run was stopped and can be resumed.
         """
+        return exhaust(self.steps(resume))
+
+    @property
+    def run(self) -> Run | None:
+        """The run, once it was built."""
+        return self._run
+
+    def steps(self, resume: bool | str | Path | None = None) -> Steps:
+        """As `fit`, for a caller that acts between optimizer steps."""
         began = time.monotonic()
         if resume is not None:
             given = self.options.model_dump(exclude_unset=True)
             self.options = make_options(self.options_class, given | canonical({"resume": resume}))
         if self.objects.model is not None:  # gradients of an earlier backward pass must not enter step 1
             self.objects.model.zero_grad(set_to_none=True)
-        with self._working() as run:
-            return run.fit(began)
+        with self.working() as run:
+            return (yield from run.steps(began))
 
     def train(self, resume: bool | str | Path | None = None, *,
               resume_from_checkpoint: bool | str | Path | None = None) -> RunResult:
@@ -258,7 +268,7 @@ class Trainer:
         Raises:
             UsageError: if there are no held-out rows.
         """
-        with self._working() as run:
+        with self.working() as run:
             return EvalResult(run.evaluate(), len(run.inputs.held_out))
 
 

@@ -40,6 +40,20 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def exact_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that computes in float64 throughout. The norms of most families are in float32."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = tmp_path_factory.mktemp("models") / "exact"
+    torch.manual_seed(4)
+    GPT2LMHeadModel(GPT2Config(
+        vocab_size=102, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def data_of(feedback: Path, pairs: Path) -> dict[str, Path]:
     """The data of each method."""
     return {"kto": feedback, "dpo": pairs}

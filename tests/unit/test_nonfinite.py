@@ -28,7 +28,7 @@ ROWS: Any = [Row(f"row-{index}", f"data.jsonl:{index + 1}") for index in range(4
 
 def outcome(step: int = 3, values: Any = ((0.5, 0.5), (0.0, 0.0), (0.0, 0.0)), norm: float = NAN,
             raw: float | None = None, rows: tuple[int, ...] = (4, 7)) -> StepOutcome:
-    point = None if raw is None else ReferencePoint(*(torch.tensor(raw) for _ in range(3)))
+    point = None if raw is None else ReferencePoint(*(torch.tensor(raw) for _ in range(4)))
     return StepOutcome(step, None, torch.tensor(norm), torch.tensor(False), point,  # type: ignore[arg-type]
                        [(torch.tensor(values, dtype=torch.float64), rows)])
 

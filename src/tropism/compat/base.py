@@ -75,7 +75,7 @@ class Door:
         if not resume:
             output = free_name(Path(output))
         with variables(environment or {}):
-            trainer = self._plain(rule or self.rule, train_dataloader=loader, eval_dataloader=evaluation or None,
+            trainer = self.plain(rule or self.rule, train_dataloader=loader, eval_dataloader=evaluation or None,
                                   optimizer=self.optimizer, scheduler=self.scheduler, epochs=epochs,
                                   accumulation_steps=accumulation, output=str(output), **options)
             return trainer.fit(resume=True if resume else None)
@@ -84,7 +84,7 @@ class Door:
         """Evaluate the model as it is on a dataloader: the published metrics, and ours."""
         self.announce()
         batches = list(loader)
-        trainer = self._plain(replace(self.rule, first_epoch=0, done=0), train_dataloader=batches,
+        trainer = self.plain(replace(self.rule, first_epoch=0, done=0), train_dataloader=batches,
                               eval_dataloader=batches)
         metrics = trainer.evaluate().metrics
         return {**metrics, **renamed(metrics, self.names.get("eval", {}))}
@@ -103,7 +103,8 @@ class Door:
     def _speaker(self) -> Voice:
         return self.voice or Voice(loud=os.environ.get("RANK", "0") == "0")
 
-    def _plain(self, rule: MicroBatchRule, **options: Any) -> Trainer:
+    def plain(self, rule: MicroBatchRule, **options: Any) -> Trainer:
+        """The plain trainer over these objects."""
         objects = {"ref_model": self.reference, "teacher_model": self.teacher}
         defaults: dict[str, Any] = {"samples": 0, "max_grad_norm": 0.0}
         if next(self.model.parameters()).dtype == torch.float64:

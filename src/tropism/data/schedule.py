@@ -27,6 +27,7 @@ class MicroBatchRule:
         published: pair completions as the batch does, and keep rows without a supervised token. Their log-ratio is 0.
         first_epoch: number of the first pass over the dataloader.
         done: optimizer steps at the beginning that were done before.
+        average: compare completions, mismatched ones too, by their mean log-prob per token.
     """
 
     point: Literal["step", "micro_batch", "process"] = "step"
@@ -36,6 +37,7 @@ class MicroBatchRule:
     published: bool = False
     first_epoch: int = 0
     done: int = 0
+    average: bool = False
 
 
 STEP = MicroBatchRule()

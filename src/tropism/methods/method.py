@@ -97,6 +97,7 @@ class Method:
             with the sampled alignment of section 3.2).
         divisor: of the losses of rows with weights: the `count` that they have without weights, or the `sum` of the
             weights of what is counted; empty if the weights of rows are 1.
+        average: compare single completions by their mean log-prob per token.
     """
 
     view: View
@@ -104,6 +105,14 @@ class Method:
     ld_alpha: float | None = None
     wpo: bool = False
     divisor: Literal["", "count", "sum"] = ""
+    average: bool = False
+
+    def compared(self, scored: Scored) -> Scored:
+        """Completions with the log-probs that are compared: sums, or means per token if `average`."""
+        if not self.average:
+            return scored
+        tokens = scored.lengths.clamp(min=1)
+        return replace(scored, logps=scored.logps / tokens, reference_logps=scored.reference_logps / tokens)
 
     def needs(self, step_input: str) -> bool:
         """True if a term needs this field of `StepInputs`."""
@@ -181,7 +190,7 @@ class Method:
             if self.view == "paired":  # `ld_alpha` applies to preferences; a likelihood is that of every token
                 args = self.sides(scored, units, all_tokens=term.row.reward is None)
             else:
-                single = scored.take(units.members[:, 0])
+                single = self.compared(scored.take(units.members[:, 0]))
                 args = (single, units.desirable) if self.view == "unpaired" else (single,)
             from_step = {name: getattr(step_inputs, name) for name in term.row.step_inputs}
             losses = term.row.function(*args, **term.row.arguments(term.options), **from_step)
@@ -214,7 +223,7 @@ class Method:
         return torch.stack([self._reward(side) for side in sides], dim=1)
 
     def _reward(self, side: Scored) -> PerCompletion:
-        kind = self._reward_kind
+        kind, side = self._reward_kind, self.compared(side)
         total = self.beta * (side.logps if kind.endswith("logp") else side.logratios)
         return total / side.lengths if kind.startswith("mean") else total
 

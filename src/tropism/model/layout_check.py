@@ -66,7 +66,8 @@ def _differences(model: LanguageModel, trees: Sequence[PromptTree]) -> tuple[flo
     tree_pass = model.tree_pass(batch)
     together = model.logps(batch, tree_pass)
     gaps = (together - plain).abs()
-    per_token = float((gaps / batch.lengths).max())
+    tokens = batch.lengths.clamp(min=1)  # a completion may have no supervised token
+    per_token = float((gaps / tokens).max())
     if model.precision == "bf16":
         single = [PromptTree(tree.prompt_ids, (completion,)) for tree in trees for completion in tree.completions]
         for part in (single[::2], single[1::2], *([one] for one in single)):
@@ -74,7 +75,7 @@ def _differences(model: LanguageModel, trees: Sequence[PromptTree]) -> tuple[flo
                 alone = model.logps(collate(part, model.layout).to(model.device))
                 places = [next(i for i, one in enumerate(single) if one is tree) for tree in part]
                 gaps[places] = torch.maximum(gaps[places], (alone - together[places]).abs())
-    return per_token, float((gaps / batch.lengths.sqrt()).max()), tree_pass
+    return per_token, float((gaps / tokens.sqrt()).max()), tree_pass
 
 
 def _unserved(model: LanguageModel, tree: TreePass) -> str | None:

@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from tropism.errors import StoppedEarly
 from tropism.train.checkpoints.saver import Saver
@@ -30,6 +31,19 @@ Lowered = Callable[[Settings, str], None]
 """Learns of the settings that a run keeps after it ran out of memory, and the sentence for the log."""
 Observe = Callable[[Record], str | None]
 """Looks at a record. Returns why the run ends with this step, or None to continue."""
+
+
+T = TypeVar("T")
+
+
+def exhaust(steps: Generator[Any, None, T]) -> T:
+    """Run a generator to its end. Returns what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,14 @@ class TrainingLoop:
     profiler: StepProfiler | None = None
 
     def run(self) -> None:
-        """Train until the schedule, an observer or a request ends the run.
+        """Train to the end; see `steps`."""
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Generator[StepOutcome | None, str | None]:
+        """Train until the schedule, an observer or a request ends the run. Yields twice in each step: its outcome,
+        before its record; and None, when its record, evaluation and checkpoint are done. The run ends with the step if
+        it is then sent a reason.
 
         Raises:
             NothingLearnedError: if the first step with a learning rate above 0 changes no weight.
@@ -107,6 +128,7 @@ class TrainingLoop:
             state.add(outcome, packs)
             first.look(outcome)
             self.preemption.record_time("step", time.monotonic() - began)
+            yield outcome
             due = timers.after(state.step, self.preemption, self.saver, self.evaluate is not None)
             if due.log:
                 self._log()
@@ -118,6 +140,7 @@ class TrainingLoop:
             if due.stop:
                 self._stop(due.stop)
             self._close(due.save)
+            state.ending = (yield None) or state.ending
             if state.ending:
                 break
         self._wait()

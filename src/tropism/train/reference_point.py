@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tropism.data.batching.transfer import sent
 from tropism.data.schedule import ONE, Parts
+from tropism.losses.scored import Scored
 from tropism.model.attention import TreePass
 from tropism.train.engine import Engine
 from tropism.train.out_of_memory import naming
@@ -24,11 +25,13 @@ class ReferencePoint:
         values: `[M]` z0 of each micro-batch that has its own; else one, for the step.
         raw: mean log-ratio of the mismatched completions, over the units of all processes.
         stderr: its standard error over the distinct mismatched pairs; NaN if there are fewer than two.
+        positive: mean over the units of the log-ratios above 0, with 0 for the others.
     """
 
     values: Tensor
     raw: Tensor
     stderr: Tensor
+    positive: Tensor
 
     @property
     def value(self) -> Tensor:
@@ -37,7 +40,8 @@ class ReferencePoint:
 
 
 def reference_moments(logratios: Tensor, counts: Tensor) -> Tensor:
-    """`[..., 5]` sums that pool over packs and processes: S and n over units; m, sum and sum of squares over pairs.
+    """`[..., 6]` sums that pool over packs and processes: S and n over units; m, sum and sum of squares over pairs; the
+    part of S above 0.
 
     Args:
         logratios: `[C]` of the mismatched completions.
@@ -46,29 +50,29 @@ def reference_moments(logratios: Tensor, counts: Tensor) -> Tensor:
     logratios = logratios.double()  # the spread of large log-ratios is a small difference of large squares
     pairs = (counts > 0).double()
     return torch.stack(((counts * logratios).sum(-1), counts.sum(-1), pairs.sum(-1), (pairs * logratios).sum(-1),
-                        (pairs * logratios * logratios).sum(-1)), dim=-1)
+                        (pairs * logratios * logratios).sum(-1), (counts * logratios.clamp(min=0)).sum(-1)), dim=-1)
 
 
 def pool(moments: Tensor, parts: Parts = ONE) -> ReferencePoint:
     """The reference point from pooled sums.
 
     Args:
-        moments: `[5]`, or `[J, 5]` for J parts.
+        moments: `[6]`, or `[J, 6]` for J parts.
         parts: of the step. Their rule says where the point is pooled, and whether parts are averaged before the result
             is clamped, or clamped before.
     """
-    moments = moments.reshape(-1, 5)
-    total, units, pairs, pair_sum, pair_squares = moments.sum(0).unbind()
+    moments = moments.reshape(-1, 6)
+    total, units, pairs, pair_sum, pair_squares, positive = moments.sum(0).unbind()
     raw = total / units
     variance = (pair_squares - pair_sum * pair_sum / pairs).clamp(min=0) / (pairs - 1)
     stderr = torch.where(pairs > 1, (variance / pairs).sqrt(), torch.full_like(raw, math.nan))
     if parts.rule.point == "step":
-        return ReferencePoint(raw.clamp(min=0)[None], raw, stderr)
+        return ReferencePoint(raw.clamp(min=0)[None], raw, stderr, positive / units)
     each = moments[:, 0] / moments[:, 1]
     if parts.rule.point == "process":
         each = each.clamp(min=0)
     values = torch.stack([own.mean() for own in each.split([len(sizes) for sizes in parts.sizes])])
-    return ReferencePoint(values.clamp(min=0), raw, stderr)
+    return ReferencePoint(values.clamp(min=0), raw, stderr, positive / units)
 
 
 def point_record(point: ReferencePoint) -> dict[str, float]:
@@ -88,12 +92,14 @@ def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack], part
         parts: of the step; `pool` says how z0 follows from them.
         prompts: the pass that has computed their prompts already, if one has.
     """
-    moments = torch.zeros(parts.number, 5, dtype=torch.float64, device=engine.model.device)
+    moments = torch.zeros(parts.number, 6, dtype=torch.float64, device=engine.model.device)
     assert engine.reference is not None
     for pack in packs:
         with naming(pack.trees):
             batch = pack.batch.to(engine.model.device)
             leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
-            logratios = engine.model.logps(batch, leaf_pass) - engine.reference.score(pack.trees, batch)
+            scored = Scored(engine.model.logps(batch, leaf_pass), engine.reference.score(pack.trees, batch),
+                            batch.lengths)
+            logratios = engine.method.compared(scored).logratios
             moments += reference_moments(logratios, sent(pack.counts, batch.lengths.device))
     return pool(engine.world.sum(moments), parts)

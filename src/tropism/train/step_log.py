@@ -25,8 +25,9 @@ class StepOutcome:
     finite: Tensor
     point: ReferencePoint | None
     losses: list[tuple[Tensor, tuple[int, ...]]] = field(default_factory=list)
-    """`[3, U]` for the units of each of this process's packs, with their rows: the loss, NaN if a log-prob is not
-    finite; then 0, or NaN if a log-prob of the policy, or of the reference, is not finite."""
+    """`[4, U]` for the units of each of this process's packs, with their rows: the loss, NaN if a log-prob is not
+    finite; then 0, or NaN if a log-prob of the policy, or of the reference, is not finite; then the log-ratio, of the
+    chosen side of a pair."""
     learning_rate: float = 0.0
     size: Tensor | None = None
     """Sum of the absolute losses of this process's packs; 0 if there is nothing to learn."""
@@ -63,7 +64,8 @@ class StepLog:
                              for logps in (scored.logps, scored.reference_logps))
         values = torch.stack(list(losses)).detach().sum(0) + policy + reference
         self._nonfinite += (~torch.isfinite(values)).sum()
-        self._losses.append((torch.stack((values, policy, reference)), pack.rows))
+        ratios = method.compared(scored).logratios.detach()[units.members[:, 0]]
+        self._losses.append((torch.stack((values, policy, reference, ratios)), pack.rows))
 
     def finite(self) -> Tensor:
         """True if the losses of all units on all processes are finite; a scalar on the device."""

@@ -52,10 +52,12 @@ class Evaluator:
         """Completions of all rows, row after row, under the initial policy."""
         self.last: Scored | None = None
         """The same under the policy that was evaluated last."""
+        self.found: dict[bytes, CompletionScore] | None = None
+        """The scores of the last evaluation, mismatched completions included."""
 
     def __call__(self, engine: Engine, report: ReportProgress = silent) -> dict[str, float]:
         """The evaluation record of the policy as it is; every rank gets the same."""
-        found = self.score(engine, report)
+        found = self.found = self.score(engine, report)
         self.last = self.own(found)
         self.first = self.first or self.last
         world = engine.world
@@ -78,7 +80,8 @@ class Evaluator:
         if engine.method.needs_reference_point and has_partners(self.rows, range(len(self.rows))):
             entries = mismatched_trees(self.rows, range(len(self.rows)), self.max_length, self.parts)
             partners = Scored.join(found[key] for entry in entries for key in entry.tree.score_keys)
-            point = pool(reference_moments(partners.logratios, users_of_parts(entries, self.parts)), self.parts)
+            logratios = engine.method.compared(partners).logratios
+            point = pool(reference_moments(logratios, users_of_parts(entries, self.parts)), self.parts)
         record = summarize(self.rows, engine.method, scored, engine.noise(scored), point, engine.shift.value.cpu(),
                            self.parts)
         if engine.method.view != "single":
@@ -139,7 +142,7 @@ def baselines(rows: Sequence[EncodedRow], scored: Scored) -> dict[str, float]:
     """
     members = units_of(rows, scored).members[:, :2]
     found: dict[str, float] = {}
-    for name, value in (("logps", scored.logps), ("logps_per_token", scored.logps / scored.lengths),
+    for name, value in (("logps", scored.logps), ("logps_per_token", scored.logps / scored.lengths.clamp(min=1)),
                         ("length", scored.lengths.double())):
         ranked = ranking(rows, value[members].numpy(), with_ends=False)
         found |= {f"{BASELINES}{name}": share for share in ranked.values()}

@@ -71,7 +71,7 @@ def diagnose(world: World, outcome: StepOutcome, rows: Sequence[EncodedRow]) -> 
     """
     found: list[tuple[Cause, int]] = []
     for values, indices in outcome.losses:
-        for loss, policy, reference, index in zip(*values.tolist(), indices, strict=True):
+        for loss, policy, reference, index in zip(*values[:3].tolist(), indices, strict=True):
             if not math.isfinite(reference):
                 found.append(("reference", index))
             elif not math.isfinite(policy):

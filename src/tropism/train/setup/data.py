@@ -158,7 +158,8 @@ def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
             what = "of the model" if options.max_length is None else "max_length"
             raise DataError(f"{row.place}: {tokens} tokens exceed the limit {what} ({longest} tokens). Truncate the "
                             "rows before you pass them.")
-        needed = max(needed, tokens)
+        mismatched = 0 if row.partner is None else len(row.prompt_ids) + len(row.partner.ids)
+        needed = max(needed, tokens, mismatched if longest is None else min(mismatched, longest))
     audits = [Audit(source="token ids from Python", read=len(part), rows=part) for part in (rows, evaluation)]
     if not rows:
         raise DataError("no rows to train on: the training data is empty")

@@ -92,6 +92,8 @@ def read_inputs(options: Any, world: World, voice: Voice, objects: PythonObjects
                "Pass all rows to every process, without a DistributedSampler. Tropism divides each step over them.")
     method = build_method(options.view, options.values, labels_of(data.train),
                           check_row_weights(data, options.weight_divisor))
+    if objects.steps is not None and objects.steps.rule.average:
+        method = replace(method, average=True)
     if method.ld_alpha is not None:
         data = replace(data, train=[row.with_shared_lengths() for row in data.train],
                        evaluation=[row.with_shared_lengths() for row in data.evaluation])
