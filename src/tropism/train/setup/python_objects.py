@@ -6,6 +6,7 @@ from typing import Any
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule
 from tropism.data.sources.resolve import DataSource
+from tropism.train.optimizer import UpdateRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +20,8 @@ class PythonObjects:
         train, evaluation: rows as dicts, or a file.
         rows, eval_rows: rows as token ids.
         steps: which of `rows` each step takes.
+        rule: in place of the options of schedule and warmup.
+        listener: a `train.listener.Listener`, attached to the training loop.
     """
 
     model: Any = None
@@ -32,6 +35,8 @@ class PythonObjects:
     rows: list[EncodedRow] | None = None
     eval_rows: list[EncodedRow] = field(default_factory=list)
     steps: GivenSchedule | None = None
+    rule: UpdateRule | None = None
+    listener: Any = None
 
     def __eq__(self, other: object) -> bool:
         """True if all objects are the same ones. Tables and arrays would compare element by element."""
