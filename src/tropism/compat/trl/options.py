@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as _LORA_TARGETS
 from transformers import get_scheduler
 
 from tropism.compat.trl.order import Batches
@@ -102,8 +103,11 @@ def intervals(args: Any, steps: int, evaluates: bool) -> dict[str, Any]:
     return found
 
 
-def lora_of(peft_config: Any, quantization: Any) -> dict[str, Any]:
+def lora_of(peft_config: Any, quantization: Any, model_type: str) -> dict[str, Any]:
     """Options of adapters from a `peft.LoraConfig` and a `BitsAndBytesConfig`, or objects like them.
+
+    Args:
+        model_type: of the model's config. It decides which modules get an adapter if none are named, as in peft.
 
     Raises:
         UsageError: for another kind of adapter or quantization.
@@ -118,7 +122,11 @@ def lora_of(peft_config: Any, quantization: Any) -> dict[str, Any]:
             if getattr(peft_config, name, None):
                 raise UsageError(f"peft_config: {name} is not supported. Build the adapter with peft.get_peft_model, "
                                  "and pass the result as model.")
-        targets, saved = peft_config.target_modules, peft_config.modules_to_save
+        targets = peft_config.target_modules or _LORA_TARGETS.get(model_type)
+        if isinstance(targets, str) and targets != "all-linear":
+            raise UsageError(f"peft_config: target_modules={targets!r} is a pattern, which is not supported. Pass a "
+                             "list of names, or all-linear.")
+        saved = peft_config.modules_to_save
         found = {"rank": peft_config.r, "alpha": peft_config.lora_alpha, "dora": peft_config.use_dora,
                  "rslora": peft_config.use_rslora, "modules_to_save": ",".join(saved) if saved else None,
                  "targets": targets if targets is None or isinstance(targets, str) else ",".join(sorted(targets))}
@@ -175,7 +183,8 @@ def _of_method(args: Any, method: str) -> dict[str, Any]:
         return {"loss": args.loss_type, "beta": args.beta, "desirable_weight": args.desirable_weight,
                 "undesirable_weight": args.undesirable_weight}
     if method == "dpo":
-        losses = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
+        given = [args.loss_type] if isinstance(args.loss_type, str) else args.loss_type
+        losses = ["ipo_mean" if loss == "ipo" else loss for loss in given]  # TRL divides by lengths
         found = {"loss": ",".join(losses), "beta": args.beta, "ld_alpha": args.ld_alpha, "wpo": args.use_weighting,
                  "loss_weights": ",".join(map(str, args.loss_weights)) if args.loss_weights else None,
                  "label_smoothing": args.label_smoothing if any(loss in _SMOOTHED for loss in losses) else None,

@@ -71,14 +71,14 @@ class _Trainer:
         if quantization is not None and inner is not None:
             raise UsageError("quantization_config is passed twice: as an argument and in args.model_init_kwargs. Pass "
                              "one of them.")
-        lora = lora_of(peft_config, quantization or inner)
-        if lora.get("quantize") and not named:
-            raise UsageError("quantization_config has no effect on a model that is loaded already. Pass the model by "
-                             "name.")
         source = ModelSource.of(str(model) if named else model.config.name_or_path)
         self.processing_class = tokenizer or load_tokenizer(source, trust_remote_code=options["trust_remote_code"])
         self.processing_class = getattr(self.processing_class, "tokenizer", self.processing_class)
         config = load_config(source, trust_remote_code=options["trust_remote_code"]) if named else model.config
+        lora = lora_of(peft_config, quantization or inner, config.model_type)
+        if lora.get("quantize") and not named:
+            raise UsageError("quantization_config has no effect on a model that is loaded already. Pass the model by "
+                             "name.")
         options |= {"router_aux_weight": _router_weight(args, config), "lora": lora}
         self._rules = _rules(args, self.method, formatting)
         most = None
@@ -100,9 +100,13 @@ class _Trainer:
         directory = RunDirectory(Path(options["output"]).expanduser())
         self._events = Events(args, directory, callbacks or [], self.processing_class, steps.total_steps)
         optimizer, scheduler = optimizers
-        name = options.pop("optimizer")
+        if optimizer is not None:  # it has its own rate; as in TRL, the schedule of the config changes it
+            for name in ("optimizer", "learning_rate", "weight_decay"):
+                options.pop(name)
+            scheduler = scheduler or torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: plan.rule.factor(step + 1, steps.total_steps))
         self._ours = self.trainer(
-            model, tokenizer=self.processing_class, optimizer=name if optimizer is None else optimizer,
+            model, tokenizer=self.processing_class, optimizer=options.pop("optimizer", optimizer),
             scheduler=scheduler, quiet=quiet,
             train_dataset=[{}], eval_dataset=[{}] if held_out else None,
             **{name: value for name, value in (options | models).items() if value is not None and value != {}})
