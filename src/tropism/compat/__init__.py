@@ -1,1 +1,1 @@
-"""The constructors and methods of published trainers. Code written for one runs after its import is changed."""
+"""The classes of published trainers, under their names and with their numbers: code written for them runs here."""

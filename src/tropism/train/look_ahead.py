@@ -35,7 +35,7 @@ class LookAhead:
         self.engine, self.step = engine, step
         self.point: ReferencePoint | None = None
         if step.mismatched:
-            self.point = pooled_reference_point(engine, step.mismatched)
+            self.point = pooled_reference_point(engine, step.mismatched, step.parts)
         self._router = engine.router_loss and engine.router_loss.of_step(engine.model, engine.world, step.packs)
         self._inputs = self._from_all_packs(step.packs)
 
@@ -54,8 +54,12 @@ class LookAhead:
             prompts: the pack's own pass; mismatched completions of a step of one pack continue it.
         """
         if self.step.leaves is not None:
-            self.point = pooled_reference_point(self.engine, [self.step.leaves], prompts)
-        return replace(self._inputs[number], reference_point=self.point.value if self.point else None)
+            self.point = pooled_reference_point(self.engine, [self.step.leaves], self.step.parts, prompts)
+        if self.point is None:
+            return self._inputs[number]
+        own = self.step.packs[number].units.micro_batches
+        return replace(self._inputs[number], reference_point=self.point.value if own is None else
+                       self.point.values[own.to(self.point.values.device)])
 
     def router_share(self, routed: RouterLogits | None, pack: Pack, tally: Tally) -> Tensor | float:
         """What the router loss adds to the scalar that is differentiated for a pack; 0 without one."""

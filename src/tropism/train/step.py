@@ -20,7 +20,7 @@ def train_step(engine: Engine, step: StepPacks) -> StepOutcome:
             prompts, routed = ahead.tree_pass(batch), ahead.routed()
             scored = engine.score(pack.trees, batch, prompts, routed)
             losses = method.losses(scored, units, ahead.inputs(number, prompts))
-            share = method.total(losses, step.counts) + ahead.router_share(routed, pack, log.tally)
+            share = method.total(losses, step.counts, units.shares) + ahead.router_share(routed, pack, log.tally)
             model.backward(share, last=number == len(step.packs) - 1)
             log.add(pack, units, scored, losses, share)
     owned.collect(engine.world)

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import GivenSchedule
+from tropism.data.schedule import GivenSchedule, Parts
 from tropism.data.sources.resolve import DataSource
+from tropism.observe.metrics import OtherNames
 from tropism.train.optimizer import UpdateRule
 
 
@@ -22,6 +23,8 @@ class PythonObjects:
         steps: which of `rows` each step takes.
         rule: in place of the options of schedule and warmup.
         listener: a `train.listener.Listener`, attached to the training loop.
+        eval_parts: the micro-batches of `eval_rows`; None if they are evaluated together.
+        other_names: further names of metrics.
     """
 
     model: Any = None
@@ -37,6 +40,8 @@ class PythonObjects:
     steps: GivenSchedule | None = None
     rule: UpdateRule | None = None
     listener: Any = None
+    eval_parts: Parts | None = None
+    other_names: OtherNames | None = None
 
     def __eq__(self, other: object) -> bool:
         """True if all objects are the same ones. Tables and arrays would compare element by element."""
