@@ -12,6 +12,7 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as _LO
 from transformers import get_scheduler
 
 from tropism.compat.trl.order import Batches
+from tropism.data.schedule import STEP, MicroBatchRule
 from tropism.errors import UsageError
 from tropism.train.optimizer import UpdateRule
 
@@ -33,6 +34,8 @@ class Plan:
         epochs: passes over the data.
         max_steps: optimizer steps; None for all epochs.
         rule: learning rate and AdamW.
+        micro_batches: what the micro-batches of a step decide.
+        published: pair KTO's completions as TRL does.
     """
 
     options: dict[str, Any]
@@ -40,6 +43,8 @@ class Plan:
     epochs: float
     max_steps: int | None
     rule: UpdateRule
+    micro_batches: MicroBatchRule = STEP
+    published: bool = False
 
 
 def plan_of(args: Any, method: str, processes: int) -> Plan:
@@ -72,7 +77,13 @@ def plan_of(args: Any, method: str, processes: int) -> Plan:
         "offload_checkpoints": bool(args.activation_offloading),
         "track": ",".join(args.report_to) or None, "samples": 0, **_of_method(args, method)}
     maximum = args.max_steps if args.max_steps and args.max_steps > 0 else None
-    return Plan({**values, **own}, batches, float(args.num_train_epochs), maximum, _rule(args))
+    point = own.pop("reference_point", "step")
+    if point not in (("step", "published") if method == "kto" else ("step",)):
+        raise UsageError(f"tropism_options: reference_point must be step or, for KTO, published (got {point!r})")
+    rule = (MicroBatchRule("micro_batch", "mean") if point == "published" else
+            MicroBatchRule("step", "mean") if method == "dpo" else STEP)
+    return Plan({**values, **own}, batches, float(args.num_train_epochs), maximum, _rule(args), rule,
+                point == "published")
 
 
 def intervals(args: Any, steps: int, evaluates: bool) -> dict[str, Any]:

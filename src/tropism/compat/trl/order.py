@@ -8,7 +8,7 @@ from itertools import chain, islice
 import torch
 
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import GivenSchedule
+from tropism.data.schedule import STEP, GivenSchedule, MicroBatchRule
 from tropism.errors import UsageError
 
 
@@ -60,51 +60,53 @@ class Batches:
         numbers = range(math.ceil(total / per_epoch))
         return list(islice(chain.from_iterable(self.epoch(entries, number) for number in numbers), total))
 
-    def weights(self, step: Sequence[int]) -> list[float]:
-        """Factors that make each micro-batch of a step count the same, as their means do in TRL. With several
-        processes, TRL fills the last one with rows of the beginning; here every row counts the same."""
-        if self.processes > 1 or len(step) % self.size == 0:
-            return [1.0] * len(step)
-        parts = math.ceil(len(step) / self.size)
-        return [len(step) / (parts * min(self.size, len(step) - index // self.size * self.size))
-                for index in range(len(step))]
+    def sizes(self, step: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Entries that each process has of each micro-batch of a step."""
+        full, rest = divmod(len(step), self.size)
+        own = [self.size] * full + [rest] * bool(rest)
+        return tuple(tuple(own[start : start + self.processes]) for start in range(0, len(own), self.processes))
 
 
-def schedule_of(rows: Sequence[EncodedRow], batches: Batches, epochs: float, max_steps: int | None, *,
-                equal_micro_batches: bool = False, needs_partners: bool = False,
-                blocks: Sequence[Sequence[int]] | None = None) -> tuple[list[EncodedRow], GivenSchedule]:
-    """The rows and steps of a run.
+def schedule_of(rows: Sequence[EncodedRow], batches: Batches, epochs: float, max_steps: int | None,
+                rule: MicroBatchRule = STEP, *, needs_partners: bool = False,
+                blocks: Sequence[Sequence[int]] | None = None) -> GivenSchedule:
+    """The steps of a run.
 
     Args:
-        equal_micro_batches: rows of a shorter micro-batch weigh more. These become rows of their own.
+        rule: what the micro-batches of a step decide.
         needs_partners: a step whose rows have one prompt is merged into the one before it (KTO).
         blocks: rows of each entry that the sampler orders; by default each row is one.
     """
-    found = list(rows)
-    entries = len(rows) if blocks is None else len(blocks)
-    steps: list[list[int]] = []
-    for step in batches.steps(entries, epochs, max_steps):
-        members = step if blocks is None else [row for entry in step for row in blocks[entry]]
-        if equal_micro_batches and len(set(weights := batches.weights(step))) > 1:
-            members = list(range(len(found), len(found) + len(step)))
-            found += [replace(rows[row], weight=rows[row].weight * weight)
-                      for row, weight in zip(step, weights, strict=True)]
-        steps.append(members)
+    steps = batches.steps(len(rows if blocks is None else blocks), epochs, max_steps)
+    sizes = tuple(batches.sizes(step) for step in steps) if rule != STEP else ()
+    if blocks is not None:
+        steps = [[row for entry in step for row in blocks[entry]] for step in steps]
     if needs_partners:
         steps = list(_merged(steps, rows))
-    return found, GivenSchedule(tuple(map(tuple, steps)), len(rows))
+    return GivenSchedule(tuple(map(tuple, steps)), len(rows), sizes, rule)
+
+
+def with_partners(rows: Sequence[EncodedRow], size: int, max_length: int | None) -> list[EncodedRow]:
+    """Rows with the mismatched completions that TRL gives them: of `size` consecutive rows, each gets the completion
+    of the row before it, and the first one that of the last."""
+    found: list[EncodedRow] = []
+    for start in range(0, len(rows), size):
+        own = rows[start : start + size]
+        for index, row in enumerate(own):
+            partner = own[index - 1].completions[0]
+            room = None if max_length is None else max_length - len(row.prompt_ids)
+            found.append(replace(row, partner=partner if room is None else partner.cut(room)))
+    return found
 
 
 def _merged(steps: Sequence[list[int]], rows: Sequence[EncodedRow]) -> Iterator[list[int]]:
-    """Steps with at least two prompts each, as far as there are any."""
+    """Steps of which each has at least two prompts, as far as there are any."""
     held: list[int] = []
     for step in steps:
-        if held and len({rows[row].prompt_key for row in step}) > 1 and len({rows[row].prompt_key
-                                                                            for row in held}) > 1:
+        if min(len({rows[row].prompt_key for row in part}) for part in (held, step)) > 1:
             yield held
-            held = list(step)
-        else:
-            held = held + step
+            held = []
+        held = held + step
     yield held
 
 

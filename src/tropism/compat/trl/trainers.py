@@ -17,7 +17,7 @@ from tropism.compat.trl.config import CONFIGS, check_refused
 from tropism.compat.trl.encode import Rules, encode
 from tropism.compat.trl.events import Events, prefixed
 from tropism.compat.trl.options import intervals, lora_of, plan_of, quantization_of, resume_of
-from tropism.compat.trl.order import packed, per_chunk, schedule_of
+from tropism.compat.trl.order import packed, per_chunk, schedule_of, with_partners
 from tropism.compat.trl.process import Process
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import score_key
@@ -92,9 +92,11 @@ class _Trainer:
         if not rows:
             raise UsageError(f"train_dataset: no row is left. All prompts have max_length={args.max_length} tokens or "
                              "more. Raise max_length.")
-        rows, steps = schedule_of(
-            rows, plan.batches, plan.epochs, plan.max_steps, equal_micro_batches=self.method == "dpo",
-            needs_partners=self.method == "kto" and options["loss"] == "kto", blocks=_blocks(args, self.method, rows))
+        if plan.published:
+            rows = with_partners(rows, plan.batches.size, args.max_length)
+        steps = schedule_of(
+            rows, plan.batches, plan.epochs, plan.max_steps, plan.micro_batches, blocks=_blocks(args, self.method, rows),
+            needs_partners=self.method == "kto" and options["loss"] == "kto" and not plan.published)
         options |= {name: value for name, value in intervals(args, steps.total_steps, bool(held_out)).items()
                     if name not in options}
         directory = RunDirectory(Path(options["output"]).expanduser())
