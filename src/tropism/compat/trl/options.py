@@ -58,6 +58,9 @@ def plan_of(args: Any, method: str, processes: int) -> Plan:
     Raises:
         UsageError: for a value that is not supported.
     """
+    if args.use_cpu and torch.cuda.is_available():
+        raise UsageError("use_cpu=True is not supported on a machine with a GPU. Hide the GPU with "
+                         "CUDA_VISIBLE_DEVICES=''")
     own = dict(args.tropism_options or {}) if hasattr(args, "tropism_options") else {}
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     if "batch_size" in own:  # the same on any number of processes

@@ -63,8 +63,7 @@ class _Trainer:
             raise UsageError(f"{'model' if model is None else 'train_dataset'} is required")
         self.args = args = CONFIGS[self.method]() if args is None else args
         check_refused(args, self.method)
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        plan, inner = plan_of(args, self.method, processes), quantization_of(args)
+        plan, inner = plan_of(args, self.method, _processes()), quantization_of(args)
         options = dict(plan.options)
         quiet = bool(options.pop("quiet", False))
         named = isinstance(model, str | Path)
@@ -365,6 +364,11 @@ def _refuse(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise UsageError(f"{name} is not supported: {_REASONS[name]}.")
+
+
+def _processes() -> int:
+    """Processes that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _rules(args: Any, method: str, formatting: Any) -> Rules:
