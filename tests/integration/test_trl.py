@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from transformers import (
     TrainerCallback,
     get_cosine_schedule_with_warmup,
 )
-from trl_data import rows_for
 
+from trl_data import rows_for
 from tropism.compat import trl as ours
+from tropism.compat.trl import prepare
 from tropism.compat.trl.encode import Rules, encode
 from tropism.errors import UsageError
 
@@ -91,8 +92,8 @@ def test_the_history_has_trl_s_names(run: Any) -> None:
 
 def test_callbacks_see_the_events_in_order(run: Any) -> None:
     seen = run[2].seen
-    steps = [("log", 1)], [("log", 2)], [("epoch_end", 3), ("log", 3), ("evaluate", 3), ("save", 3)], [("log", 4)], [], [
-        ("epoch_end", 6), ("log", 6), ("log", 6), ("evaluate", 6), ("save", 6)]
+    steps = [[("log", 1)], [("log", 2)], [("epoch_end", 3), ("log", 3), ("evaluate", 3), ("save", 3)], [("log", 4)], [],
+             [("epoch_end", 6), ("log", 6), ("log", 6), ("evaluate", 6), ("save", 6)]]
     expected = [("init_end", 0), ("train_begin", 0), ("epoch_begin", 0)]
     for number, after in enumerate(steps, start=1):
         expected += [("epoch_begin", 3)] * (number == 4)
@@ -110,7 +111,7 @@ def test_evaluate_and_predict_take_rows_that_the_reference_has_scored(run: Any) 
     scores = trainer.predict(HELD_OUT[:3])
     assert scores.predictions.shape == (3, 2)
     assert "test_rewards/margins" in scores.metrics
-    with pytest.raises(UsageError, match="without reference scores.*eval_dataset.*tropism evaluate"):
+    with pytest.raises(UsageError, match=r"without reference scores.*eval_dataset.*tropism evaluate"):
         trainer.predict(rows_for("dpo", 2, seed=9))
 
 
@@ -264,7 +265,7 @@ def test_what_cannot_be_served_is_refused_by_name(method: str, arguments: dict[s
 
 def test_the_batch_size_follows_the_processes_unless_it_is_named(
         tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours.trainers, "_processes", lambda: 2, raising=True)
+    monkeypatch.setattr(prepare, "_processes", lambda: 2, raising=True)
     for options, size in (({}, 8), ({"batch_size": 5}, 5)):
         args = config("dpo", tmp_path, tropism_options=options)
         trainer = ours.DPOTrainer(str(tiny_model_dir), args=args, train_dataset=ROWS)
@@ -293,7 +294,7 @@ def test_arguments_come_from_the_command_line_over_a_file(tmp_path: Path, monkey
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_dir: Path) -> Iterator[Callable[..., None]]:
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_dir: Path) -> Callable[..., None]:
     """Run a script of the installed TRL with its imports redirected."""
     trl = pytest.importorskip("trl", reason="TRL is not installed, so its scripts cannot be run")
     monkeypatch.setenv("TROPISM_STORE", str(tmp_path / "store"))
@@ -305,7 +306,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_dir: Path
         code = path.read_text(encoding="utf-8").replace("from trl import", "from tropism.compat.trl import")
         exec(compile(code, str(path), "exec"), {"__name__": "__main__"})
 
-    yield go
+    return go
 
 
 @pytest.mark.parametrize("method", ["kto", "dpo", "sft"])
@@ -324,8 +325,8 @@ def test_the_scripts_of_trl_run(method: str, script: Callable[..., None], tmp_pa
 @pytest.mark.parametrize(("method", "changes"), [
     ("dpo", {}), ("dpo", {"loss_type": ["ipo"], "gradient_accumulation_steps": 1}), ("dpo", {"max_length": 60}),
     ("dpo", {"lr_scheduler_type": "cosine", "warmup_steps": 0.3, "dataloader_drop_last": True, "seed": 7}),
-    ("sft", {}), ("sft", {"packing": True, "max_length": 300}), ("kto", {"tropism_options": {"reference_point": "published"}}),
-    ("kto", {"loss_type": "apo_zero_unpaired"})])
+    ("sft", {}), ("sft", {"packing": True, "max_length": 300}),
+    ("kto", {"tropism_options": {"reference_point": "published"}}), ("kto", {"loss_type": "apo_zero_unpaired"})])
 def test_weights_are_those_of_trl(method: str, changes: dict[str, Any], tiny_model_dir: Path, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="TRL is not installed, so its weights cannot be compared")
     datasets = pytest.importorskip("datasets")

@@ -1,6 +1,7 @@
 """Token ids, order and blocks are those of TRL."""
 
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
-from trl_data import rows_for
 
+from trl_data import rows_for
 from tropism.compat.trl.encode import Rules, encode
 from tropism.compat.trl.order import Batches, packed, schedule_of, with_partners
 from tropism.data.rows import EncodedRow
@@ -149,7 +150,7 @@ def test_the_order_is_that_of_the_trainer_of_transformers(shuffle: bool, drop_la
         if shuffle:
             sampler.set_epoch(epoch)
         micro = list(BatchSampler(sampler, 3, drop_last))
-        expected += [sum(micro[start : start + 2], []) for start in range(0, len(micro), 2)]
+        expected += [list(chain(*micro[start : start + 2])) for start in range(0, len(micro), 2)]
     assert batches.steps(23, 3, None) == expected
     assert batches.steps(23, 2.5, None) == expected[: -(-len(expected) * 5 // 6)]
     assert batches.steps(23, 1, 7) == expected[:7]
@@ -200,7 +201,8 @@ def test_micro_batches_decide_only_where_a_rule_says_so(tokenizer: Any) -> None:
 # With TRL
 
 
-def trl_rows(tokenizer: Any, method: str, kind: str, limit: int | None, directory: Path, model: str, **changes: Any) -> Any:
+def trl_rows(tokenizer: Any, method: str, kind: str, limit: int | None, directory: Path, model: str,
+             **changes: Any) -> Any:
     """The data set that TRL's trainer prepares."""
     trl = pytest.importorskip("trl", reason="TRL is not installed, so its token ids cannot be compared")
     datasets = pytest.importorskip("datasets")

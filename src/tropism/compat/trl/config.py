@@ -23,6 +23,7 @@ class _Config(TrainingArguments):
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs",
                                                "tropism_options"]
 
+    output_dir: str | None = None
     logging_steps: float = 10
     gradient_checkpointing: bool | None = True
     bf16: bool | None = None
@@ -40,7 +41,7 @@ class _Config(TrainingArguments):
 
     def __post_init__(self) -> None:
         check_refused(self, self.method)
-        if self.output_dir is None:
+        if not self.output_dir:
             self.output_dir = str(free_name(Path("trainer_output")))
         if getattr(self, "activation_checkpointing", self.gradient_checkpointing) is None:  # not the deprecated name
             self.activation_checkpointing = self.gradient_checkpointing

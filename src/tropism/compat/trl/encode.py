@@ -135,8 +135,9 @@ class _Encoder:
         if not border and len({ids[0] for ids in joint if ids}) == 1:
             border = 1  # as in TRL, no token before the first one predicts it
         if not border or any(len(ids) <= border for ids in joint):
-            raise DataError(f"{place}: " + ("a completion has no tokens" if border else "no token before the completion "
-                                            "predicts its first one. Give the tokenizer a BOS, or the row a prompt."))
+            why = ("a completion has no tokens" if border else
+                   "no token predicts the first one of a completion. Give the tokenizer a BOS, or the row a prompt.")
+            raise DataError(f"{place}: {why}")
         sides = tuple(Completion.supervised(ids[border : self.rules.max_length]) for ids in joint)
         ids = token_ids(joint[0][:border])
         return EncodedRow(place, place, ids, sides, label, ids.tobytes())

@@ -192,9 +192,9 @@ _OF_METHOD: dict[str, dict[str, Field]] = {
     },
 }
 
-SHARED: dict[str, Field] = {name: Field(fate, text) for fate, names in (
-    ("taken", _TAKEN), ("replaced", _REPLACED), ("no effect", _NO_EFFECT),
-    ("refused", _REFUSED)) for name, text in names.items()}  # type: ignore[misc]
+_FATES: dict[Fate, dict[str, str]] = {
+    "taken": _TAKEN, "replaced": _REPLACED, "no effect": _NO_EFFECT, "refused": _REFUSED}
+SHARED: dict[str, Field] = {name: Field(fate, text) for fate, names in _FATES.items() for name, text in names.items()}
 """Fields of `TrainingArguments`, and those that several of TRL's configs have."""
 
 

@@ -205,7 +205,8 @@ def _of_method(args: Any, method: str) -> dict[str, Any]:
                  "discopop_tau": args.discopop_tau if "discopop" in losses else None}
         if args.f_divergence_type != "reverse_kl":
             alpha = args.f_divergence_type == "alpha_divergence"
-            found |= {"f_divergence": args.f_divergence_type, "f_alpha": args.f_alpha_divergence_coef if alpha else None}
+            found |= {"f_divergence": args.f_divergence_type,
+                      "f_alpha": args.f_alpha_divergence_coef if alpha else None}
         return found
     if method == "sft":
         if args.loss_type not in ("nll", "chunked_nll"):

@@ -98,7 +98,7 @@ class TrlParser(HfArgumentParser):
         unknown: list[str] = []
         if "--config" in words:
             place = words.index("--config")
-            path = (words[place : place + 2] + [""])[1]
+            path = [*words[place : place + 2], ""][1]
             del words[place : place + 2]
             unknown = self._take_defaults(Path(path))
         found = self.parse_args_into_dataclasses(words, return_remaining_strings=return_remaining_strings)
