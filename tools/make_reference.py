@@ -15,6 +15,8 @@ from pathlib import Path
 
 from tropism import config
 from tropism.cli.table import COMMANDS, HEADINGS, in_order
+from tropism.compat.trl.config import CONFIGS
+from tropism.compat.trl.fields import fields_of
 from tropism.config import METHODS
 from tropism.methods import LOSSES
 from tropism.methods.loss_table import LossRow
@@ -22,7 +24,7 @@ from tropism.observe.metrics import METRICS
 from tropism.options import Option, shown
 
 DOCS = Path(__file__).parents[1] / "docs"
-FILES = ("options.md", "run-directory.md")
+FILES = ("options.md", "run-directory.md", "coming-from/trl.md")
 _BLOCK = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -138,13 +140,25 @@ def metrics_table() -> str:
                  ([f"`{metric.key}`", metric.unit, metric.per, metric.meaning] for metric in METRICS.values()))
 
 
+def trl_table() -> str:
+    """What each field of TRL's config classes is here; one row for each description."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for method, kind in CONFIGS.items():
+        for name, entry in fields_of(method).items():
+            if name in kind.__dataclass_fields__:
+                found.setdefault((name, entry.fate, entry.text), []).append(kind.__name__)
+    rows = [[f"`{name}`" + (f" ({', '.join(names)})" if len(names) < len(CONFIGS) else ""), fate, text]
+            for (name, fate, text), names in found.items()]
+    return table(("field", "fate", "here"), sorted(rows))
+
+
 def _make(name: str) -> str:
     makers: dict[str, Callable[[], str]] = {
         **{f"options {heading}": lambda heading=heading: options_table(heading) for heading in HEADINGS},
         **{f"losses {method}": lambda method=method: losses_table(method) for method in ("kto", "dpo")},
         **{f"commands {command.group}": lambda group=command.group: commands_table(group)
            for command in COMMANDS.values()},
-        "metrics": metrics_table}
+        "metrics": metrics_table, "trl fields": trl_table}
     return makers[name]()
 
 
