@@ -44,7 +44,8 @@ def test_the_examples_run(tiny_model_dir: Path, place: Path, monkeypatch: pytest
     for name, arguments, said in (
             ("trl_dpo", [str(tiny_model_dir)], [r"step 4: margin [+-]\d\.\d{3}", r"evaluation accuracy: \d\.\d\d"]),
             ("trl_kto", ["--model_name_or_path", str(tiny_model_dir), "--output_dir", "kto-out", "--use_peft",
-                         "--lora_r", "4", "--max_steps", "2", "--per_device_train_batch_size", "4"], [r"2 steps, z0 \d\.\d{3}"])):
+                         "--lora_r", "4", "--max_steps", "2", "--per_device_train_batch_size", "4"],
+             [r"2 steps, z0 \d\.\d{3}"])):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         runpy.run_path(str(ROOT / "examples" / "coming_from" / f"{name}.py"), run_name="__main__")
         out = capsys.readouterr().out
