@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 import published_reference as published
 from compat_helpers import Actor, apart, loader_of, models, optimizer_of, rows_of, strategy_of, weights_of
+from integration.test_invariance import run_ranks
+from integration.test_sharding import whole_norms
 from published_batches import openrlhf_dpo, openrlhf_kto, openrlhf_sft
 from tropism.compat.openrlhf import DPOTrainer, KDTrainer, KTOTrainer
 
@@ -46,6 +49,8 @@ def trained(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         trainer = kind(model=Actor(policy), **{frozen_name: Actor(copy.deepcopy(frozen))}, strategy=strategy, **own,
                        optim=optimizer, train_dataloader=loader, eval_dataloader=None, scheduler=scheduler,
                        max_epochs=epochs, **given)
+        if accumulation > 1:  # several packs, which have rows of several micro-batches
+            trainer.door.options = {**trainer.door.options, "microbatch_tokens": 60}
         result = trainer.fit(strategy.args, 0, len(rows) // (size * accumulation))
         other, schedule = optimizer_of(theirs)
         rates = published.train(theirs, frozen, other, schedule, [loader_of(rows, collate, size)], loss, epochs=epochs,
@@ -55,14 +60,55 @@ def trained(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return go
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_weights_are_the_published_ones(name: str, accumulation: int, trained: Callable[..., Any]) -> None:
-    """20 updates over two epochs in different orders, a shorter last micro-batch, and with accumulation one micro-batch
-    carried into the next epoch and one that is left over at the end."""
-    for dtype, close in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
+RUNS = [pytest.param(name, accumulation, dtype, close, marks=[] if (name, accumulation, close) in (
+            ("kto", 3, 1e-8), ("nll", 3, 1e-8), ("kd", 3, 1e-4)) else pytest.mark.slow)
+        for name in CASES for accumulation in (1, 3) for dtype, close in ((torch.float64, 1e-8), (torch.float32, 1e-4))]
+
+
+@pytest.mark.parametrize(("name", "accumulation", "dtype", "close"), RUNS)
+def test_weights_are_the_published_ones(name: str, accumulation: int, dtype: torch.dtype, close: float,
+                                        trained: Callable[..., Any]) -> None:
+    """20 updates over two epochs in different orders, with shorter last micro-batches; with accumulation, one of them
+    is carried into the next epoch, and two are left over at the end."""
+    with whole_norms():
         policy, theirs, start, result, rates = trained(name, accumulation, dtype, 29 if accumulation == 1 else 92)
-        assert result.steps == len(rates) == 20
-        far = apart(policy, theirs, start)
-        print(name, accumulation, dtype, far)
-        assert far < 1, (name, accumulation, dtype)
+    assert result.steps == len(rates) == 20
+    assert apart(policy, theirs, start) < close
+    lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/lr"] for line in lines if line["split"] == "train"] == pytest.approx(rates)
+
+
+def one_process(rank: int, size: int, port: int, directory: str, folder: str, dtype: str) -> None:
+    """A process of a run in which each reads its own micro-batches."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                   "TROPISM_STORE": f"{folder}/store"}
+    rows, (policy, frozen) = rows_of(45), models(directory, getattr(torch, dtype))
+    strategy = strategy_of(2, ckpt_path=f"{folder}/ckpt", train_batch_size=12)
+    optimizer, scheduler = optimizer_of(policy)
+    loaders = [loader_of(rows, openrlhf_kto, 3, rank, size, shuffle) for shuffle in (True, False)]
+    with whole_norms():
+        trainer = KTOTrainer(Actor(policy), Actor(frozen), strategy, None, optimizer, *loaders, scheduler, beta=0.3)
+        trainer.fit(strategy.args, 0, 4)
+        metrics = trainer.evaluate(loaders[1])
+    torch.save((policy.state_dict(), metrics), f"{folder}/{rank}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "close"), [("float64", 1e-8), ("float32", 1e-4)])
+def test_two_processes_give_what_two_published_processes_gave(tiny_model_dir: Path, tmp_path: Path, dtype: str,
+                                                              close: float) -> None:
+    """z0 of micro-batch j is the mean over both processes' rows, and both processes end with the same weights."""
+    assert run_ranks(2, one_process, str(tiny_model_dir), str(tmp_path), dtype) == [0, 0]
+    policy, frozen = models(tiny_model_dir, getattr(torch, dtype))
+    start, rows, loss = weights_of(policy), rows_of(45), published.kto(0.3)
+    ours = copy.deepcopy(policy)
+    with whole_norms():
+        published.train(policy, frozen, *optimizer_of(policy), [loader_of(rows, openrlhf_kto, 3, rank, 2)
+                                                                for rank in range(2)], loss, epochs=2, accumulation=2)
+        loaders = [loader_of(rows, openrlhf_kto, 3, rank, 2, shuffle=False) for rank in range(2)]
+        evaluated = [float(loss(policy, frozen, batches)) for batches in zip(*loaders, strict=True)]
+    for rank in range(2):
+        state, metrics = torch.load(tmp_path / f"{rank}.pt")
+        ours.load_state_dict(state)
+        assert apart(ours, policy, start) < close
+        assert metrics["eval/eval_loss"] == pytest.approx(sum(evaluated) / len(evaluated), rel=1e-5)
