@@ -17,6 +17,8 @@ from pathlib import Path
 from tropism import config
 from tropism.argument_names import PUBLISHED, answer
 from tropism.cli.table import COMMANDS, HEADINGS, in_order
+from tropism.compat.trl.config import CONFIGS
+from tropism.compat.trl.fields import fields_of
 from tropism.config import METHODS
 from tropism.methods import LOSSES
 from tropism.methods.loss_table import LossRow
@@ -25,7 +27,8 @@ from tropism.options import Option, shown
 from tropism.trainers import Trainer
 
 DOCS = Path(__file__).parents[1] / "docs"
-FILES = ("options.md", "run-directory.md", *(f"coming-from/{trainer}.md" for trainer in PUBLISHED))
+FILES = ("options.md", "run-directory.md", "coming-from/trl.md",
+         *(f"coming-from/{trainer}.md" for trainer in PUBLISHED))
 _BLOCK = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -161,6 +164,16 @@ def names_table(trainer: str) -> str:
             parts.append(table(("argument" if classes else "option", *(["of"] if len(groups) > 1 else []), "", "here"),
                                rows))
     return "\n".join(parts)
+def trl_table() -> str:
+    """What each field of TRL's config classes is here; one row for each description."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for method, kind in CONFIGS.items():
+        for name, entry in fields_of(method).items():
+            if name in kind.__dataclass_fields__:
+                found.setdefault((name, entry.fate, entry.text), []).append(kind.__name__)
+    rows = [[f"`{name}`" + (f" ({', '.join(names)})" if len(names) < len(CONFIGS) else ""), fate, text]
+            for (name, fate, text), names in found.items()]
+    return table(("field", "fate", "here"), sorted(rows))
 
 
 def _make(name: str) -> str:
@@ -170,7 +183,7 @@ def _make(name: str) -> str:
         **{f"commands {command.group}": lambda group=command.group: commands_table(group)
            for command in COMMANDS.values()},
         **{f"names {trainer}": lambda trainer=trainer: names_table(trainer) for trainer in PUBLISHED},
-        "metrics": metrics_table}
+        "metrics": metrics_table, "trl fields": trl_table}
     return makers[name]()
 
 

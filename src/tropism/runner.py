@@ -239,7 +239,8 @@ class Run:
         profiler = StepProfiler(options.profile, inputs.schedule.total_steps - state.step, world, directory, self.voice)
         loop = TrainingLoop(engine, self.planner, Plan.of(options, inputs.schedule.total_steps), self.preemption,
                             observers.see, self._evaluate if evaluator is not None else None, saver, state,
-                            lambda settings, sentence: self._lowered(manifest, settings, sentence), profiler)
+                            lambda settings, sentence: self._lowered(manifest, settings, sentence), profiler,
+                            self.objects.listener)
         try:
             with observers.showing(inputs.schedule.total_steps, options, self._resolved()), profiler:
                 yield from loop.steps()

@@ -11,6 +11,7 @@ from tropism.errors import StoppedEarly
 from tropism.train.checkpoints.saver import Saver
 from tropism.train.engine import Engine
 from tropism.train.interval import Due, Interval
+from tropism.train.listener import Asked, Listener
 from tropism.train.memory import reset_peak
 from tropism.train.monitor.first_update import FirstUpdate
 from tropism.train.optimizer import reserve
@@ -86,6 +87,7 @@ class TrainingLoop:
         state: where to start; by default before step 1.
         lowered: learns how a step is repeated that ran out of memory.
         profiler: of `--profile`.
+        listener: attached by a Python caller.
     """
 
     engine: Engine
@@ -98,6 +100,7 @@ class TrainingLoop:
     state: RunState = field(default_factory=RunState)
     lowered: Lowered = lambda settings, sentence: None
     profiler: StepProfiler | None = None
+    listener: Listener | None = None
 
     def run(self) -> None:
         """Train to the end; see `steps`."""
@@ -121,15 +124,22 @@ class TrainingLoop:
         self._catch_up(timers.total)
         reserve(self.engine.updater)
         reset_peak(self.engine.model.device)
+        if self.listener:
+            self.listener.begins(state)
         first = FirstUpdate(self.engine.model.module, state.step > 0, self.engine.world.sum, self.engine.world.max)
         for packs in self.profiler.fetched(self._prepared()) if self.profiler else self._prepared():
             began = time.monotonic()
+            if self.listener:
+                self.listener.step_begins(state)
             outcome, packs = self._step(packs)
             state.add(outcome, packs)
             first.look(outcome)
             self.preemption.record_time("step", time.monotonic() - began)
             yield outcome
-            due = timers.after(state.step, self.preemption, self.saver, self.evaluate is not None)
+            asked = self._asked()
+            due = timers.after(state.step, asked, self.preemption, self.saver, self.evaluate is not None)
+            if due.end:
+                state.ending = "it was asked to end"
             if due.log:
                 self._log()
             if self.profiler:
@@ -144,6 +154,12 @@ class TrainingLoop:
             if state.ending:
                 break
         self._wait()
+
+    def _asked(self) -> Asked:
+        """What the listener asks for after this step."""
+        if self.listener is None:
+            return Asked()
+        return self.listener.step_ended(self.state, self.planner.schedule.epochs_after(self.state.step))
 
     def _catch_up(self, total: int) -> None:
         """Emit the record, evaluation or checkpoint that the step before the first one has not produced yet."""
@@ -185,8 +201,8 @@ class TrainingLoop:
     def _emit(self, record: Record) -> None:
         """Hand a record to the observers and act on their answer."""
         self.state.see(record)
-        reason = self.observe(record)
-        self.state.ending = self.state.ending or reason
+        reasons = [self.observe(record), self.listener.recorded(record) if self.listener else None]
+        self.state.ending = self.state.ending or next(filter(None, reasons), None)
 
     def _log(self) -> None:
         """Emit the train record of the window, and begin a new window."""
@@ -230,6 +246,9 @@ class TrainingLoop:
         self.state.window.settle(self.engine, self.planner.rows, self.state.tolerance)
         if self.saver is not None:
             self.saver.save(self.state)
+            if self.listener and self.listener.follows_saves:
+                self._wait()
+                self.listener.saved(self.state)
         self._pause("stall", began)
 
     def _wait(self) -> None:
@@ -266,6 +285,7 @@ class _Now:
     evaluate: bool
     save: bool
     failed: bool
+    end: bool
     stop: int
 
 
@@ -278,17 +298,19 @@ class _Timers:
                      for every in (plan.log_every, plan.eval_every, plan.save_every)]
         self.world = planner.world
 
-    def after(self, step: int, preemption: Preemption, saver: Saver | None, evaluates: bool) -> _Now:
+    def after(self, step: int, asked: Asked, preemption: Preemption, saver: Saver | None, evaluates: bool) -> _Now:
         """All processes call this together. The main process decides what depends on a clock; any process can request
         a stop."""
         last = step == self.total
         found = [last or (one.after(step) and (self.world.is_main or one.interval.unit != "seconds"))
                  for one in self.dues]
         found[2] = found[2] and self.dues[2].interval.every > 0
+        found = [now or more for now, more in zip(found, (asked.log, asked.evaluate, asked.save), strict=True)]
         request = preemption.request(last, evaluates and found[1])
         failed = saver is not None and saver.failed
-        log, evaluate, save, failing, stop = self.world.max([*map(int, found), int(failed), request])
+        log, evaluate, save, failing, end, stop = self.world.max(
+            [*map(int, found), int(failed), int(asked.stop), request])
         for one, now in zip(self.dues, (log, evaluate, save), strict=True):
             if now:
                 one.done()
-        return _Now(bool(log), bool(evaluate), bool(save), bool(failing), stop)
+        return _Now(bool(log), bool(evaluate), bool(save), bool(failing), bool(end), stop)

@@ -1,6 +1,7 @@
 """Optimizer and learning rate. The rate is a function of the step number and needs no state."""
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +20,22 @@ from tropism.train.options import RunOptions
 from tropism.train.out_of_memory import ADVICE
 
 
-def build_optimizer(name: str, owned: Owned, weight_decay: float,
-                    embeddings: Collection[int] = ()) -> torch.optim.Optimizer:
+@dataclass(frozen=True)
+class UpdateRule:
+    """How a Python caller sets the updates, in place of the options of schedule and warmup.
+
+    Args:
+        factor: share of the peak learning rate, from the step (from 1) and the number of steps.
+        betas, eps: of AdamW.
+    """
+
+    factor: Callable[[int, int], float]
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+def build_optimizer(name: str, owned: Owned, weight_decay: float, embeddings: Collection[int] = (),
+                    rule: UpdateRule | None = None) -> torch.optim.Optimizer:
     """AdamW or SGD over this process's parts of the trainable weights; decay acts on matrices, not on norms and biases.
 
     Those of torch are the fused kernels, which take `found_inf`: a step with a non-finite gradient is then a no-op on
@@ -31,6 +46,7 @@ def build_optimizer(name: str, owned: Owned, weight_decay: float,
         owned: the weights.
         weight_decay: of matrices.
         embeddings: ids of weights that keep float32 moments. Few rows of an embedding have a gradient in a step.
+        rule: sets betas and eps of AdamW.
 
     Raises:
         UsageError: if nothing is trainable.
@@ -46,7 +62,8 @@ def build_optimizer(name: str, owned: Owned, weight_decay: float,
         return AdamW8bit(groups, narrow, paged=name.startswith("paged"))
     if name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, fused=True)
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    betas, eps = (rule.betas, rule.eps) if rule else ((0.9, 0.999), 1e-8)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
 
 def trainable(module: Any) -> Owned:
@@ -169,7 +186,7 @@ def why_not_kept(updater: Updater) -> str | None:
 
 
 def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any = None,
-                  scheduler: Any = None) -> tuple[Updater, list[torch.nn.Parameter]]:
+                  scheduler: Any = None, rule: UpdateRule | None = None) -> tuple[Updater, list[torch.nn.Parameter]]:
     """The updater of a model: our optimizer and schedule, or the user's.
 
     Args:
@@ -177,15 +194,18 @@ def build_updater(module: Any, options: RunOptions, steps: int, optimizer: Any =
         options: of the run.
         steps: planned optimizer steps.
         optimizer, scheduler: the user's own.
+        rule: the user's, for our optimizer.
 
     Returns:
         The updater, and the weights that were frozen because the user's optimizer does not hold them.
     """
     if optimizer is None:
-        rate = learning_rates(options.schedule, options.learning_rate, steps, options.warmup_ratio)
+        rate = (learning_rates(options.schedule, options.learning_rate, steps, options.warmup_ratio) if rule is None
+                else lambda step: options.learning_rate * rule.factor(step, steps))
         owned = trainable(module)
         embeddings = {id(layer.weight) for layer in module.modules() if isinstance(layer, torch.nn.Embedding)}
-        return Scheduled(build_optimizer(options.optimizer, owned, options.weight_decay, embeddings), owned, rate), []
+        optimizer = build_optimizer(options.optimizer, owned, options.weight_decay, embeddings, rule)
+        return Scheduled(optimizer, owned, rate), []
     updater = Given(optimizer, scheduler)
     held = {id(parameter) for parameter in updater.owned.weights}
     idle = [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in held]

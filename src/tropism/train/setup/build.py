@@ -146,7 +146,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
     planner = replace(planner, microbatch_tokens=settings.microbatch_tokens)
     teacher, reference = _frozen_models(inputs, model, planner, probes, preemption)
     updater, idle = build_updater(module, options, inputs.schedule.total_steps, inputs.objects.optimizer,
-                                  inputs.objects.scheduler)
+                                  inputs.objects.scheduler, inputs.objects.rule)
     engine = Engine(model, reference, method, updater, world, options.max_grad_norm, teacher,
                     rounding=probe.per_root_token,
                     router_loss=build_router_loss(options.router_aux_weight, model, probes))

@@ -7,6 +7,7 @@ from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule, Parts
 from tropism.data.sources.resolve import DataSource
 from tropism.observe.metrics import OtherNames
+from tropism.train.optimizer import UpdateRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +21,8 @@ class PythonObjects:
         train, evaluation: rows as dicts, or a file.
         rows, eval_rows: rows as token ids.
         steps: which of `rows` each step takes.
+        rule: in place of the options of schedule and warmup.
+        listener: a `train.listener.Listener`, attached to the training loop.
         eval_parts: the micro-batches of `eval_rows`; None if they are evaluated together.
         other_names: further names of metrics.
     """
@@ -35,6 +38,8 @@ class PythonObjects:
     rows: list[EncodedRow] | None = None
     eval_rows: list[EncodedRow] = field(default_factory=list)
     steps: GivenSchedule | None = None
+    rule: UpdateRule | None = None
+    listener: Any = None
     eval_parts: Parts | None = None
     other_names: OtherNames | None = None
 
