@@ -108,7 +108,7 @@ def counted(name: str, config: Any, lora: LoraOptions, device: str, method: str,
     count = blueprint.count([step], choice.settings.checkpointing, gpu.clock)
     least = count if choice.settings.checkpointing == "none" else blueprint.count([step])
     supervised = sum(len(pack.batch.target_ids) for pack in step.packs)
-    looked = sum(len(pack.batch.target_ids) for pack in (*step.mismatched, *filter(None, (step.leaves,))))
+    looked = sum(len(pack.batch.target_ids) for pack in (*step.mismatched, *step.leaves))
     head = 2 * config.hidden_size * config.vocab_size * ((2 if policy.adapts else 3) * supervised + looked)
     necessary = least.costs["products"].flops + least.costs["attention"].flops + head
     total = count.total()

@@ -40,6 +40,7 @@ class Pack:
         units: the rows that use them.
         rows: which rows those are.
         counts: the denominator of each term of the method, over these rows.
+        leaves: mismatched completions that continue its prompts; None if these are computed in packs of their own.
     """
 
     trees: tuple[PromptTree, ...]
@@ -47,6 +48,7 @@ class Pack:
     units: Units
     rows: tuple[int, ...]
     counts: tuple[float, ...]
+    leaves: "Leaves | None" = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class MismatchedPack:
 
 @dataclass(frozen=True)
 class Leaves(MismatchedPack):
-    """Mismatched completions that continue the prompts of the step's only pack, which are not computed again."""
+    """Mismatched completions that continue the prompts of a pack, which are not computed again."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class StepPacks:
         units: units of the step over all processes.
         counts: the denominator of each term of the method: units or tokens of the step, over all processes.
         packs, mismatched: of this process; every process has the same number, including empty ones.
-        leaves: in place of `mismatched`, if the step is one pack per process.
+        rows: all rows of the step over all processes, in ascending order.
+        forwards_first: the forward passes of all packs come before the backward passes, so that what the losses need
+            from the whole step is known without further passes.
         flat_tokens: prompt + completion tokens of the rows of all processes, without prompt sharing.
         computed_tokens: tokens of the packs of all processes.
     """
@@ -82,9 +86,15 @@ class StepPacks:
     counts: tuple[float, ...]
     packs: tuple[Pack, ...]
     mismatched: tuple[MismatchedPack, ...]
-    leaves: Leaves | None
+    rows: tuple[int, ...]
+    forwards_first: bool
     flat_tokens: int
     computed_tokens: int
+
+    @property
+    def leaves(self) -> tuple[Leaves, ...]:
+        """Mismatched completions that continue the prompts of packs, of all packs."""
+        return tuple(pack.leaves for pack in self.packs if pack.leaves is not None)
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,20 @@ class StepPlanner:
     """Let mismatched completions continue the main pass's prompts where they can (not with a live reference,
     which would need its own)."""
     balanced: bool = False
-    """Steps of several packs begin with a pass for the routers' load-balancing loss."""
+    """The losses of a step need its expert load, for the routers' load-balancing loss."""
+    forwards_first_tokens: int = 0
+    """Tokens of a process's largest step of several packs whose forward passes may all come before the backward
+    passes."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether mismatched completions can continue the prompts of packs."""
+        return self.method.needs_reference_point and self.layout == "tree" and self.reuse_prompts
+
+    @property
+    def saves(self) -> bool:
+        """Whether steps of several packs need fewer passes if all forward passes come first."""
+        return self.method.looks_ahead or self.balanced or self.continues
 
     def survey(self, report: Callable[[int, int], None] = lambda done, total: None) -> tuple[list[PromptTree], int]:
         """Every tree of the schedule that the reference will score, mismatched ones included; and how many prompts
@@ -147,23 +170,24 @@ class StepPlanner:
         # Trees and mismatched trees stand in the same order, one of each per prompt, and stay together.
         costs = [3 * cost(planted[i].tree) + (cost(partners[i].tree) if partners else 0) for i in range(len(planted))]
         shares = assign_to_ranks(costs, self.world.parts)
-        own = shares[self.world.part]
         packs = self._packs([entry.tree for entry in planted], shares)
-        leaves = None
-        lone: list[list[int]] = []
-        if partners and self.layout == "tree" and self.reuse_prompts and len(packs) == 1:
-            leaves = make_leaves([partners[i] for i in own], [planted[i] for i in own])
-        elif partners:
-            lone = self._packs([entry.tree for entry in partners], shares)
-        passes = 2 if self.method.looks_ahead or (self.balanced and len(packs) > 1) else 1
+        together = len(packs) == 1 or (self.saves and self._largest(planted, shares) <= self.forwards_first_tokens)
+        continues = together and self.continues
+        lone = self._packs([entry.tree for entry in partners], shares) if partners and not continues else []
+        passes = 2 if (self.method.looks_ahead or self.balanced) and not together else 1
         trees = passes * [entry.tree for entry in planted] + [entry.tree for entry in partners]
-        saved = sum(len(entry.tree.prompt_ids) for entry in partners) if leaves else 0
+        saved = sum(len(entry.tree.prompt_ids) for entry in partners) if continues else 0
         return StepPacks(
             step, len(indices), self.method.counts(self.rows[index] for index in indices),
-            tuple(make_pack([planted[i] for i in pack], self.rows, self.layout, self.method) for pack in packs),
-            tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone), leaves,
-            sum(self.rows[index].flat_tokens for index in indices),
+            tuple(make_pack([planted[i] for i in pack], self.rows, self.layout, self.method,
+                            [partners[i] for i in pack] if continues else None) for pack in packs),
+            tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone),
+            tuple(sorted({*indices})), together, sum(self.rows[index].flat_tokens for index in indices),
             sum(tokens_in_layout(tree, self.layout) for tree in trees) - saved)
+
+    def _largest(self, planted: Sequence[PlacedTree], shares: Sequence[Sequence[int]]) -> int:
+        """Tokens of the process that has most of them."""
+        return max(sum(tokens_in_layout(planted[i].tree, self.layout) for i in rank) for rank in shares)
 
     def _packs(self, trees: Sequence[PromptTree], shares: Sequence[Sequence[int]]) -> list[list[int]]:
         """This process's packs as indices of trees: as many as on the process that needs most, of similar size."""
@@ -208,8 +232,13 @@ def check_partners(steps: GivenSchedule, rows: Sequence[EncodedRow], method: Met
     return steps
 
 
-def make_pack(planted: Sequence[PlacedTree], rows: Sequence[EncodedRow], layout: Layout, method: Method) -> Pack:
-    """Trees with their rows as a pack."""
+def make_pack(planted: Sequence[PlacedTree], rows: Sequence[EncodedRow], layout: Layout, method: Method,
+              partners: Sequence[Mismatched] | None = None) -> Pack:
+    """Trees with their rows as a pack.
+
+    Args:
+        partners: mismatched trees that continue its prompts, one of each.
+    """
     members: list[tuple[int, ...]] = []
     indices: list[int] = []
     offset = 0
@@ -224,7 +253,8 @@ def make_pack(planted: Sequence[PlacedTree], rows: Sequence[EncodedRow], layout:
     trees = tuple(entry.tree for entry in planted)
     return Pack(trees, collate(trees, layout),
                 Units(torch.tensor(members, dtype=torch.int64).reshape(-1, width), desirable, weights), tuple(indices),
-                method.counts(rows[index] for index in indices))
+                method.counts(rows[index] for index in indices),
+                None if partners is None else make_leaves(partners, planted))
 
 
 def make_mismatched_pack(entries: Sequence[Mismatched], layout: Layout) -> MismatchedPack:
