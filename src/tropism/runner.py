@@ -208,7 +208,8 @@ class Run:
         sampler = Sampler(inputs.data.evaluation or inputs.data.train, held_out=bool(inputs.data.evaluation),
                           count=options.samples, tokenizer=inputs.tokenizer, stop_ids=self._stop_ids,
                           max_positions=max_positions(engine.model.module.config))
-        observers = Observers.of(options, inputs.method, bool(inputs.data.evaluation), world, directory, self.voice)
+        observers = Observers.of(options, inputs.method, bool(inputs.data.evaluation), world, directory, self.voice,
+                                 self.objects.other_names)
         saver = make_saver(engine, directory, options, self._checkpoint_facts(), self.preemption, self.voice,
                            observers.state, inputs.tokenizer)
         world.on_main(lambda: check_saved_files(engine.model.module, inputs.tokenizer))
@@ -359,7 +360,8 @@ class Run:
     @cached_property
     def evaluator(self) -> Evaluator:
         """Evaluates the held-out rows; its first call also finds the initial policy's baselines."""
-        return Evaluator(self.inputs.held_out, self.inputs.numerics.microbatch_tokens, self.inputs.data.max_length)
+        return Evaluator(self.inputs.held_out, self.inputs.numerics.microbatch_tokens, self.inputs.data.max_length,
+                         self.objects.eval_parts)
 
     def _score_held_out(self) -> Scored:
         """The held-out rows' scores under the current policy."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import chain, islice
 from pathlib import Path
@@ -23,9 +23,10 @@ from tropism.config import (
     place_of,
     takes_bool,
 )
-from tropism.data.dataloaders.steps import read_batches
+from tropism.data.dataloaders.steps import ReadSteps, read_batches, rule_of
 from tropism.data.formats.options import FormatOptions
 from tropism.data.rows_from_trees import rows_of_trees
+from tropism.data.schedule import STEP, MicroBatchRule
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tree import PromptTree
 from tropism.distributed import connect
@@ -33,6 +34,7 @@ from tropism.errors import UsageError
 from tropism.model.cpu_products import products_of, use_products
 from tropism.model.options import RATE_OF_ADAPTERS
 from tropism.observe.console import Voice
+from tropism.observe.metrics import OtherNames
 from tropism.observe.rundir import free_name
 from tropism.runner import PythonObjects, Run, RunResult
 
@@ -79,9 +81,15 @@ class Trainer:
         accumulation_steps: batches of `train_dataloader` per optimizer step.
         kl_source: `step` pairs each completion with another row of its step; `batch` uses the mismatched rows in the
             batches of the dataloader.
+        reference_point: scope of KTO's reference point with a dataloader. `step` pools it over the optimizer step,
+            `micro_batch` over each batch. `published` does what the trainer did whose layout the batches have: it pairs
+            completions as the batch does, pools and divides per micro-batch, and accumulates as that trainer did.
+            Or the rule itself.
         use_wandb: same as `track="wandb"`.
         quiet: print nothing.
         voice: receives all output, instead of the terminal.
+        metric_names: further names of metrics in `train` and `eval` records, each with ours or with a function of the
+            record.
         options: any option of the command line, by its name or by its name in other trainers (`ALIASES`; `ARGUMENTS`
             for the arguments above).
 
@@ -94,8 +102,10 @@ class Trainer:
     def __init__(self, model: Any = None, ref_model: Any = None, teacher_model: Any = None, *, tokenizer: Any = None,
                  optimizer: Any = None, scheduler: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
                  train_dataloader: Iterable[Any] | None = None, eval_dataloader: Iterable[Any] | None = None,
-                 accumulation_steps: int = 1, kl_source: Literal["step", "batch"] = "step", use_wandb: bool = False,
-                 quiet: bool = False, voice: Voice | None = None, **options: Any) -> None:
+                 accumulation_steps: int = 1, kl_source: Literal["step", "batch"] = "step",
+                 reference_point: Literal["step", "micro_batch", "published"] | MicroBatchRule = "step",
+                 use_wandb: bool = False, quiet: bool = False, voice: Voice | None = None,
+                 metric_names: OtherNames | None = None, **options: Any) -> None:
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "tokenizer": tokenizer}
         model, optimizer, scheduler, tokenizer = arguments(given, options).values()
         values = canonical(options)
@@ -136,19 +146,24 @@ class Trainer:
         if getattr(objects.get("model"), "peft_config", None) and objects["optimizer"] is None:
             values.setdefault("learning_rate", RATE_OF_ADAPTERS)
         values.setdefault("output", str(free_name(Path("tropism-run"))))
-        self._check_data(values, objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source)
+        self._check_data(values, objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source,
+                         reference_point)
         self.options = make_options(self.options_class, values)  # before the dataloader is read
-        self._read(objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source == "batch")
+        self._read(objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source == "batch",
+                   rule_of(reference_point, self.options_class.view))
+        objects["other_names"] = metric_names
         self.objects = PythonObjects(**objects)
         self._run: Run | None = None
 
     def _check_data(self, values: dict[str, Any], objects: dict[str, Any], train: Iterable[Any] | None,
-                    evaluation: Iterable[Any] | None, accumulation_steps: int, kl_source: str) -> None:
+                    evaluation: Iterable[Any] | None, accumulation_steps: int, kl_source: str,
+                    reference_point: Any) -> None:
         """Find where the data comes from, and check that the options for it have an effect."""
         if kl_source not in ("step", "batch"):
             raise UsageError(f"kl_source: must be step or batch (got {kl_source!r})")
         if train is None:
             for name, value in (("accumulation_steps", accumulation_steps != 1), ("kl_source", kl_source != "step"),
+                                ("reference_point", reference_point != "step"),
                                 ("eval_dataloader", evaluation is not None)):
                 if value:
                     raise UsageError(f"{name} has no effect without train_dataloader")
@@ -167,17 +182,22 @@ class Trainer:
             values["eval_data"] = "batches of a dataloader"
 
     def _read(self, objects: dict[str, Any], train: Iterable[Any] | None, evaluation: Iterable[Any] | None,
-              accumulation_steps: int, own_partners: bool) -> None:
+              accumulation_steps: int, own_partners: bool, rule: MicroBatchRule | Literal["published"]) -> None:
         """Read batches and trees as rows of token ids, batches with their steps."""
         options, view = self.options, self.options_class.view
         for source, name in (("train", "rows"), ("evaluation", "eval_rows")):
             if (trees := objects.pop(f"{source}_trees", None)) is not None:
                 objects[name] = rows_of_trees(trees, view)
-        if train is not None:
-            objects["rows"], objects["steps"] = read_batches(
-                train, view, options.epochs, accumulation_steps, options.max_steps, own_partners, self._say)
-        if evaluation is not None:
-            objects["eval_rows"] = read_batches(evaluation, view, 1, 1, None, own_partners, self._say)[0]
+        if train is None:
+            return
+        with connect(stay=True) as world:
+            how = ReadSteps(view, options.epochs, accumulation_steps, options.max_steps, own_partners, rule,
+                            world.gather if rule != STEP and world.size > 1 else None)
+            objects["rows"], objects["steps"] = read_batches(train, how, self._say)
+            if evaluation is not None:
+                how = replace(how, epochs=1, accumulation_steps=1, max_steps=None)
+                objects["eval_rows"], steps = read_batches(evaluation, how, self._say)
+                objects["eval_parts"] = steps.whole if steps.rule.published else None
 
     def _say(self, text: str) -> None:
         (self.voice or Voice()).warn(text)

@@ -3,11 +3,89 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from itertools import chain
+from typing import Literal, Protocol
 
 import numpy as np
 
 from tropism.errors import UsageError
+
+
+@dataclass(frozen=True)
+class MicroBatchRule:
+    """How a step is formed from the micro-batches of a dataloader, and what its micro-batches decide.
+
+    Args:
+        point: where KTO's z0 is pooled: over the `step`; over each `micro_batch`, averaged over its processes and then
+            clamped at 0; or over each `process`'s part of a micro-batch, clamped and then averaged.
+        division: the losses of a step are divided by the counts of the `step`; or those of each process's part of a
+            micro-batch by its own counts, and then averaged over processes, and averaged (`mean`) or added (`sum`) over
+            micro-batches.
+        leftover: what becomes of micro-batches that an epoch leaves over: they `close` it as a last step; they are
+            `carry`-ed into the next step as its first micro-batches; or they `join` it in addition to its own. In the
+            latter two ways nothing is done with those that the last epoch leaves over.
+        size: rows of a micro-batch. Default: a batch of the dataloader is one.
+        published: pair completions as the batch does, and keep rows without a supervised token. Their log-ratio is 0.
+        first_epoch: number of the first pass over the dataloader.
+        done: optimizer steps at the beginning that were done before.
+    """
+
+    point: Literal["step", "micro_batch", "process"] = "step"
+    division: Literal["step", "mean", "sum"] = "step"
+    leftover: Literal["close", "carry", "join"] = "close"
+    size: int | None = None
+    published: bool = False
+    first_epoch: int = 0
+    done: int = 0
+
+
+STEP = MicroBatchRule()
+"""Micro-batches decide nothing."""
+MICRO_BATCH = MicroBatchRule("micro_batch")
+"""The reference point is pooled over each micro-batch."""
+PUBLISHED: dict[str, MicroBatchRule] = {
+    "OpenRLHF": MicroBatchRule("micro_batch", "mean", "carry", published=True),
+    "coati": MicroBatchRule("micro_batch", "sum", "join", published=True),
+    "NeMo-Aligner": MicroBatchRule("process", "mean", "close", published=True),
+}
+"""The rules of published trainers."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The rows of a step, in its order, as the parts of micro-batches that its processes contribute.
+
+    Args:
+        sizes: rows of each part, in the order of the step; micro-batch after micro-batch.
+        rule: what they decide.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+    rule: MicroBatchRule = STEP
+
+    @property
+    def number(self) -> int:
+        """How many parts there are."""
+        return sum(map(len, self.sizes))
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """Rows of each part."""
+        return tuple(chain.from_iterable(self.sizes))
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """The micro-batch of each part."""
+        return [number for number, parts in enumerate(self.sizes) for _ in parts]
+
+    def ranges(self) -> list[range]:
+        """The places in the step of the rows of each part."""
+        ends = np.cumsum(self.flat).tolist()
+        return [range(end - size, end) for size, end in zip(self.flat, ends, strict=True)]
+
+
+ONE = Parts(((0,),))
+"""One part, of any size."""
 
 
 class Steps(Protocol):
@@ -22,6 +100,10 @@ class Steps(Protocol):
         """Rows of step `number` (from 1), in step order."""
         ...
 
+    def parts(self, number: int) -> Parts:
+        """The parts of step `number`."""
+        ...
+
     def epochs_after(self, number: int) -> float:
         """Epochs completed after step `number`, as a fraction of rows."""
         ...
@@ -34,10 +116,14 @@ class GivenSchedule:
     Args:
         steps: rows of each step.
         rows_per_epoch: rows of one pass over the dataloader.
+        sizes: of the parts of each step, as in `Parts`; empty if micro-batches decide nothing.
+        rule: what they decide.
     """
 
     steps: tuple[tuple[int, ...], ...]
     rows_per_epoch: int
+    sizes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    rule: MicroBatchRule = STEP
 
     @property
     def total_steps(self) -> int:
@@ -47,6 +133,17 @@ class GivenSchedule:
     def step(self, number: int) -> list[int]:
         """See `Steps`."""
         return list(self.steps[number - 1])
+
+    def parts(self, number: int) -> Parts:
+        """See `Steps`."""
+        if not self.sizes:
+            return Parts(((len(self.steps[number - 1]),),))
+        return Parts(self.sizes[number - 1], self.rule)
+
+    @property
+    def whole(self) -> Parts:
+        """The parts of all steps together."""
+        return Parts(tuple(chain.from_iterable(self.sizes)), self.rule)
 
     def epochs_after(self, number: int) -> float:
         """See `Steps`."""
@@ -152,6 +249,10 @@ class Schedule:
         """Rows of step `number` (from 1), in step order."""
         epoch, offset = self._locate(number)
         return self.epoch(epoch)[offset]
+
+    def parts(self, number: int) -> Parts:
+        """The only part of step `number`."""
+        return Parts(((len(self.step(number)),),))
 
     def epochs_after(self, number: int) -> float:
         """Epochs completed after step `number`, as a fraction of rows."""

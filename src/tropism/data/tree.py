@@ -44,7 +44,7 @@ class Completion:
         if self.ids.ndim != 1 or self.ids.shape != self.loss_mask.shape:
             raise ValueError(f"ids and loss_mask must be 1-d of equal length, not {self.ids.shape} and "
                              f"{self.loss_mask.shape}")
-        if not self.loss_mask.any():
+        if not self.loss_mask.any() and not isinstance(self, Unsupervised):
             raise ValueError("a completion needs at least one supervised token")
 
     @classmethod
@@ -67,7 +67,7 @@ class Completion:
 
     def cut(self, limit: int) -> "Completion | None":
         """The first `limit` tokens; None if none of them is supervised."""
-        if len(self.ids) <= limit:
+        if len(self.ids) <= limit or isinstance(self, Unsupervised):
             return self
         if not self.loss_mask[:limit].any():
             return None
@@ -79,6 +79,19 @@ class Completion:
             return self
         end = int(np.flatnonzero(self.loss_mask)[supervised - 1]) + 1
         return Completion(self.ids[:end], self.loss_mask[:end])
+
+
+class Unsupervised(Completion):
+    """A completion without a supervised token: its log-prob is 0. Published trainers keep such rows.
+
+    Args:
+        ids, loss_mask: as in `Completion`; the mask may be all False.
+    """
+
+    @classmethod
+    def of(cls, ids: TokenIds) -> "Unsupervised":
+        """The last of some ids, unsupervised."""
+        return cls(token_ids(ids[-1:]), np.zeros(1, dtype=np.bool_))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from tropism.shapes import Labels, PerUnit, Scalar
 def kto(
     scored: Scored,
     desirable: Labels,
-    reference_point: Scalar,
+    reference_point: Scalar | PerUnit,
     *,
     beta: float,
     desirable_weight: float,
@@ -26,7 +26,8 @@ def kto(
     Args:
         scored: `[U]` one completion per unit.
         desirable: `[U]` True for desirable units.
-        reference_point: scalar z0 >= 0 in nats, pooled over the whole step; no gradient flows into it.
+        reference_point: z0 >= 0 in nats, a scalar pooled over the whole step, or `[U]` that of each unit's micro-batch;
+            no gradient flows into it.
         beta: how fast the utility saturates, per nat; > 0.
         desirable_weight: lambda_D, dimensionless.
         undesirable_weight: lambda_U, dimensionless.

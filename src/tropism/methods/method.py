@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tropism.data.batching.transfer import sent
@@ -33,16 +33,20 @@ class Units:
             the beginnings of both sides in the length of the shorter side.
         desirable: `[U]` labels; None without labels.
         weights: `[U]` factors of the losses; None for 1 each.
+        micro_batches: `[U]` the micro-batch of each unit, if the step's have a reference point each.
+        shares: `[U, terms]` what each unit's loss contributes of each term's, in place of one over the step's count.
     """
 
     members: Int[Tensor, "U m"]
     desirable: Bool[Tensor, " U"] | None
     weights: PerUnit | None = None
+    micro_batches: Int[Tensor, " U"] | None = None
+    shares: Float[Tensor, "U t"] | None = None
 
     def to(self, device: torch.device) -> "Units":
         """The same units on a device."""
-        desirable, weights = (None if part is None else sent(part, device) for part in (self.desirable, self.weights))
-        return Units(sent(self.members, device), desirable, weights)
+        return Units(sent(self.members, device), *(None if part is None else sent(part, device) for part in (
+            self.desirable, self.weights, self.micro_batches, self.shares)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,13 @@ class StepInputs:
     """Inputs of losses that depend on the whole step. No gradient flows into them.
 
     Args:
-        reference_point: KTO's z0.
+        reference_point: KTO's z0; `[U]` if micro-batches have one each.
         shift: BCO's running mean of the rewards.
         partner: `[U]` AOT's reference margin of equal rank.
         chosen_partner, rejected_partner: `[U]` log-ratio of equal rank on the other side, for unpaired AOT.
     """
 
-    reference_point: Scalar | None = None
+    reference_point: Scalar | PerUnit | None = None
     shift: Scalar | None = None
     partner: PerUnit | None = None
     chosen_partner: PerUnit | None = None
@@ -145,6 +149,13 @@ class Method:
                          for term in self.terms)
         return tuple(len(rows) if term.row.covers is None else sum(map(term.row.covers, rows)) for term in self.terms)
 
+    def shares(self, rows: Sequence[EncodedRow], factor: float) -> list[tuple[float, ...]]:
+        """For each row of a part of a micro-batch, the factor of its loss in each term: `factor` over the count of the
+        part. The likelihood of a pair is its mean per token there."""
+        counts = [factor / (count or 1) for count in self.counts(rows)]
+        return [tuple(factor / len(rows) / (term.row.covers(row) or 1) if term.row.covers and self.view == "paired"
+                      else count for term, count in zip(self.terms, counts, strict=True)) for row in rows]
+
     def weights(self, rows: Iterable[EncodedRow]) -> PerUnit | None:
         """`[U]` the weight of each row; None if weights have no effect."""
         return torch.tensor([row.weight for row in rows], dtype=torch.float64) if self.divisor else None
@@ -181,11 +192,18 @@ class Method:
             found.append(losses)
         return found
 
-    def total(self, losses: Sequence[PerUnit], counts: Sequence[float]) -> Scalar:
+    def total(self, losses: Sequence[PerUnit], counts: Sequence[float],
+              shares: Float[Tensor, "U t"] | None = None) -> Scalar:
         """The scalar to differentiate: each term divided by its own count, then weighted.
 
         A term with count 0 adds nothing.
+
+        Args:
+            shares: of `Units`, in place of the counts.
         """
+        if shares is not None:
+            return torch.stack([term.weight * (values * share).sum() for term, values, share in zip(
+                self.terms, losses, shares.unbind(1), strict=True)]).sum()
         parts = [term.weight * values.sum() / (count or 1)
                  for term, values, count in zip(self.terms, losses, counts, strict=True)]
         return torch.stack(parts).sum()

@@ -1,8 +1,8 @@
 """The registry of metrics, and their sums, which stay on the device until they are read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,21 @@ class Metric:
     per: str
     meaning: str
     better: Literal["", "lower", "higher"] = ""
+
+
+OtherNames = Mapping[str, Mapping[str, str | Callable[[Mapping[str, float]], float | None]]]
+"""For `train` and `eval` records, further names of metrics: each with the key of ours, or with a function of the
+record."""
+
+
+def renamed(record: Mapping[str, float], names: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a record under further names, except those that it does not have.
+
+    Args:
+        names: of one kind of record in `OtherNames`.
+    """
+    found = {name: record.get(source) if isinstance(source, str) else source(record) for name, source in names.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 BASELINES = "baselines/"

@@ -89,14 +89,15 @@ class Trackers:
                         tracker.store_init_configuration(dict(options))
                 self._running[name] = tracker
 
-    def log(self, record: Mapping[str, Any], step: int, split: str) -> None:
-        """Send the numbers of a record, with keys `split/key`."""
+    def log(self, record: Mapping[str, Any], step: int, split: str, others: Mapping[str, float] | None = None) -> None:
+        """Send the numbers of a record, with keys `split/key`, and others with their own keys."""
         numbers = {key: value if isinstance(value, (int, float)) else float(value)
                    for key, value in record.items() if isinstance(value, Real)}
         for name, tracker in list(self._running.items()):
             border = "_" if name == "clearml" else "/"  # clearml separates titles by train_ and eval_
             with self._guarded(name, f"failed at step {step}"), _without_state():
-                tracker.log({f"{split}{border}{key}": value for key, value in numbers.items()}, step=step)
+                tracker.log({**(others or {}), **{f"{split}{border}{key}": value for key, value in numbers.items()}},
+                            step=step)
 
     def finish(self) -> None:
         """Close all trackers. Safe to call twice."""

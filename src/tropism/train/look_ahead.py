@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tropism.data.batching.transfer import sent
 from tropism.losses.scored import Scored
 from tropism.methods import StepInputs, Units
 from tropism.model.moe_router import RouterLogits
@@ -55,7 +56,7 @@ class LookAhead:
         self.engine, self.step = engine, step
         self.point: ReferencePoint | None = None
         self._router = engine.router_loss and engine.router_loss.of_step(engine.model, engine.world)
-        self._moments = torch.zeros(5, dtype=torch.float64, device=engine.model.device)
+        self._moments = torch.zeros(step.parts.number, 5, dtype=torch.float64, device=engine.model.device)
 
     def forwards(self) -> Iterator[tuple[Forward, StepInputs]]:
         """Each pack after its forward pass, and the inputs of its losses that depend on the whole step. The backward
@@ -111,14 +112,22 @@ class LookAhead:
         """The inputs of each pack, from all of them."""
         engine, method, step = self.engine, self.engine.method, self.step
         if method.needs_reference_point:
-            self.point = pool(engine.world.sum(self._moments))
-        inputs = StepInputs(reference_point=self.point.value if self.point else None)
+            self.point = pool(engine.world.sum(self._moments), step.parts)
+        shift = None
         scored = [(one.scored, one.units) for one in found]
         if method.needs("shift"):
             sums = rewards_of_step(method, scored, engine.model.device)
-            inputs = replace(inputs, shift=engine.shift.propose(engine.world.sum(sums)))
-        if not method.needs_sorting:
-            return [inputs] * len(step.packs)
-        ranked = ranks_of_step(method, scored, [pack.rows for pack in step.packs], step.rows, engine.world,
-                               engine.model.device)
-        return [replace(of_pack, reference_point=inputs.reference_point, shift=inputs.shift) for of_pack in ranked]
+            shift = engine.shift.propose(engine.world.sum(sums))
+        inputs = [StepInputs()] * len(step.packs)
+        if method.needs_sorting:
+            inputs = ranks_of_step(method, scored, [pack.rows for pack in step.packs], step.rows, engine.world,
+                                   engine.model.device)
+        return [replace(of_pack, reference_point=self._point_of(pack), shift=shift)
+                for of_pack, pack in zip(inputs, step.packs, strict=True)]
+
+    def _point_of(self, pack: Pack) -> Tensor | None:
+        """The reference point of a pack, or of each of its units if micro-batches have one each."""
+        own = pack.units.micro_batches
+        if self.point is None or own is None:
+            return self.point and self.point.value
+        return self.point.values[sent(own, self.point.values.device)]

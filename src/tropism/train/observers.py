@@ -9,6 +9,7 @@ from tropism.distributed.world import World
 from tropism.errors import UsageError
 from tropism.methods import Method
 from tropism.observe.console import Voice
+from tropism.observe.metrics import OtherNames, renamed
 from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import Trackers
 from tropism.train.monitor.early_stopping import EarlyStopping, make_rule
@@ -27,31 +28,36 @@ class Observers:
         guards: look at train records.
         early_stopping: looks at evaluations; None to run the whole schedule.
         keep_best: the metric that every evaluation must have; None for none.
+        other_names: further names of metrics.
     """
 
     def __init__(self, world: World, directory: RunDirectory, voice: Voice, guards: Guards,
-                 early_stopping: EarlyStopping | None, keep_best: str | None = None) -> None:
+                 early_stopping: EarlyStopping | None, keep_best: str | None = None,
+                 other_names: OtherNames | None = None) -> None:
         self.world = world
         self.directory = directory
         self.voice = voice
         self.guards = guards
         self.early_stopping = early_stopping
         self.keep_best = keep_best
+        self.other_names = other_names or {}
         self._trackers: Trackers | None = None
         self._total = 0
         self._progress: Callable[[Record], None] = lambda record: None
 
     @classmethod
     def of(cls, options: RunOptions, method: Method, evaluates: bool, world: World, directory: RunDirectory,
-           voice: Voice) -> "Observers":
+           voice: Voice, other_names: OtherNames | None = None) -> "Observers":
         """The observers that the options ask for.
 
         Args:
             evaluates: rows are held out.
+            other_names: further names of metrics.
         """
         rule = make_rule(options.stop_metric, options.stop_patience, options.stop_delta, method, evaluates)
         guards = Guards(Subject.of(method, getattr(options, "reference", None)))
-        return cls(world, directory, voice, guards, EarlyStopping(rule) if rule else None, options.keep_best)
+        return cls(world, directory, voice, guards, EarlyStopping(rule) if rule else None, options.keep_best,
+                   other_names)
 
     @contextmanager
     def showing(self, total: int, options: RunOptions, written: dict[str, Any]) -> Iterator[None]:
@@ -85,9 +91,10 @@ class Observers:
             OutputError: on all processes, if it cannot be written.
             UsageError: if an evaluation lacks the metric of `--keep-best`.
         """
-        self.world.on_main(lambda: self.directory.append_record(record.to_json()))
+        others = renamed(record.metrics | {"step": record.step}, self.other_names.get(record.split, {}))
+        self.world.on_main(lambda: self.directory.append_record(record.to_json() | others))
         if self._trackers is not None:
-            self._trackers.log(record.metrics, record.step, record.split)
+            self._trackers.log(record.metrics, record.step, record.split, others)
         for bad in record.skipped:
             self.voice.warn(f"{bad}. The step was skipped.")
             self._append("skipped.jsonl", bad.to_json())

@@ -17,7 +17,7 @@ def train_step(engine: Engine, step: StepPacks) -> StepOutcome:
     for number, (done, inputs) in enumerate(ahead.forwards()):
         with naming(done.pack.trees):
             losses = method.losses(done.scored, done.units, inputs)
-            share = method.total(losses, step.counts) + ahead.router_share(done, log.tally)
+            share = method.total(losses, step.counts, done.units.shares) + ahead.router_share(done, log.tally)
             model.backward(share, last=number == len(step.packs) - 1)
             log.add(done.pack, done.units, done.scored, losses, share)
     owned.collect(engine.world)

@@ -1,7 +1,8 @@
 """Prepares a step on the host: trees are divided over processes, packed and laid out. No result depends on how."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from tropism.data.batching.pack import (
 )
 from tropism.data.row_facts import facts_of
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import GivenSchedule, Steps
+from tropism.data.schedule import STEP, GivenSchedule, Parts, Steps
 from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import UsageError
@@ -53,7 +54,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class MismatchedPack:
-    """Mismatched trees as one forward pass; `counts[c]` units have completion c as their partner."""
+    """Mismatched trees as one forward pass; `counts[j, c]` units of part j have completion c as their partner."""
 
     trees: tuple[PromptTree, ...]
     batch: Batch
@@ -79,6 +80,7 @@ class StepPacks:
             from the whole step is known without further passes.
         flat_tokens: prompt + completion tokens of the rows of all processes, without prompt sharing.
         computed_tokens: tokens of the packs of all processes.
+        parts: of the step, which decide its reference point.
     """
 
     step: int
@@ -90,6 +92,7 @@ class StepPacks:
     forwards_first: bool
     flat_tokens: int
     computed_tokens: int
+    parts: Parts
 
     @property
     def leaves(self) -> tuple[Leaves, ...]:
@@ -144,7 +147,7 @@ class StepPlanner:
             rows = self.schedule.step(step)
             if not wide and not heavy[rows].any():
                 continue
-            trees = all_trees(self.rows, rows, self.method, self.max_length)
+            trees = all_trees(self.rows, rows, self.method, self.max_length, self.schedule.parts(step))
             oversized |= {tree.prompt_ids.tobytes() for tree in trees
                           if tokens_in_layout(tree, self.layout) > self.microbatch_tokens}
             if wide:  # otherwise a row is scored with the same in every epoch
@@ -162,28 +165,32 @@ class StepPlanner:
 
     def packs_of(self, step: int) -> StepPacks:
         """Prepare everything of a step that does not need the model."""
-        indices = self.schedule.step(step)
+        indices, parts = self.schedule.step(step), self.schedule.parts(step)
+        shares = shares_of_parts(self.rows, indices, parts, self.method)
         planted = build_trees(self.rows, indices)
         partners: list[Mismatched] = []
         if self.method.needs_reference_point:
-            partners = mismatched_trees(self.rows, indices, self.max_length)
+            partners = mismatched_trees(self.rows, indices, self.max_length, parts)
         # Trees and mismatched trees stand in the same order, one of each per prompt, and stay together.
         costs = [3 * cost(planted[i].tree) + (cost(partners[i].tree) if partners else 0) for i in range(len(planted))]
-        shares = assign_to_ranks(costs, self.world.parts)
-        packs = self._packs([entry.tree for entry in planted], shares)
-        together = len(packs) == 1 or (self.saves and self._largest(planted, shares) <= self.forwards_first_tokens)
+        ranks = assign_to_ranks(costs, self.world.parts)
+        packs = self._packs([entry.tree for entry in planted], ranks)
+        together = len(packs) == 1 or (self.saves and self._largest(planted, ranks) <= self.forwards_first_tokens)
         continues = together and self.continues
-        lone = self._packs([entry.tree for entry in partners], shares) if partners and not continues else []
+        lone = self._packs([entry.tree for entry in partners], ranks) if partners and not continues else []
+        made = [make_pack([planted[i] for i in pack], self.rows, self.layout, self.method, shares) for pack in packs]
+        if continues:
+            made = [replace(one, leaves=make_leaves([partners[i] for i in pack], [planted[i] for i in pack], parts))
+                    for one, pack in zip(made, packs, strict=True)]
         passes = 2 if (self.method.looks_ahead or self.balanced) and not together else 1
         trees = passes * [entry.tree for entry in planted] + [entry.tree for entry in partners]
         saved = sum(len(entry.tree.prompt_ids) for entry in partners) if continues else 0
         return StepPacks(
             step, len(indices), self.method.counts(self.rows[index] for index in indices),
-            tuple(make_pack([planted[i] for i in pack], self.rows, self.layout, self.method,
-                            [partners[i] for i in pack] if continues else None) for pack in packs),
-            tuple(make_mismatched_pack([partners[i] for i in pack], self.layout) for pack in lone),
+            tuple(made),
+            tuple(make_mismatched_pack([partners[i] for i in pack], self.layout, parts) for pack in lone),
             tuple(sorted({*indices})), together, sum(self.rows[index].flat_tokens for index in indices),
-            sum(tokens_in_layout(tree, self.layout) for tree in trees) - saved)
+            sum(tokens_in_layout(tree, self.layout) for tree in trees) - saved, parts)
 
     def _largest(self, planted: Sequence[PlacedTree], shares: Sequence[Sequence[int]]) -> int:
         """Tokens of the process that has most of them."""
@@ -204,11 +211,12 @@ def own_trees(rows: Sequence[EncodedRow], schedule: Steps) -> list[PromptTree]:
     return [build_trees(rows, [index])[0].tree for index in sorted(taken)]
 
 
-def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method, max_length: int) -> list[PromptTree]:
+def all_trees(rows: Sequence[EncodedRow], indices: Sequence[int], method: Method, max_length: int,
+              parts: Parts | None = None) -> list[PromptTree]:
     """Trees of some rows, and their mismatched trees if the method needs them and they exist."""
     trees = [entry.tree for entry in build_trees(rows, indices)]
     if method.needs_reference_point and has_partners(rows, indices):
-        trees += [entry.tree for entry in mismatched_trees(rows, indices, max_length)]
+        trees += [entry.tree for entry in mismatched_trees(rows, indices, max_length, parts)]
     return trees
 
 
@@ -225,19 +233,40 @@ def check_partners(steps: GivenSchedule, rows: Sequence[EncodedRow], method: Met
         UsageError: for the first step that has not.
     """
     for number, own in enumerate(steps.steps, start=1):
-        if method.needs_reference_point and not has_partners(rows, own):
-            raise UsageError(f"step {number}: all {len(own)} rows have the same prompt, but KTO needs completions of "
-                             "another prompt in the same step. Shuffle the rows before batching, raise "
-                             "accumulation_steps, or use kl_source='batch'.")
+        for places in steps.parts(number).ranges() if method.needs_reference_point else ():
+            if not has_partners(rows, [own[place] for place in places]):
+                scope, remedy = (("micro-batch", "use larger batches") if steps.sizes else
+                                 ("step", "raise accumulation_steps"))
+                raise UsageError(f"step {number}: all {len(places)} rows {'of a micro-batch ' * bool(steps.sizes)}have "
+                                 f"the same prompt, but KTO needs completions of another prompt in the same {scope}. "
+                                 f"Shuffle the rows before batching, {remedy}, or use kl_source='batch'.")
     return steps
 
 
+Shares = Mapping[int, tuple[int, tuple[float, ...] | None]]
+"""For each row of a step, its micro-batch, and its `Units.shares`."""
+
+
+def shares_of_parts(rows: Sequence[EncodedRow], indices: Sequence[int], parts: Parts, method: Method) -> Shares:
+    """What the parts of a step decide about its rows; nothing for a step that is pooled as a whole."""
+    if parts.rule == STEP:
+        return {}
+    found: dict[int, tuple[int, tuple[float, ...] | None]] = {}
+    for places, number in zip(parts.ranges(), parts.micro_batches, strict=True):
+        own = [indices[place] for place in places]
+        equal = 1 / len(parts.sizes[number]) / (1 if parts.rule.division == "sum" else len(parts.sizes))
+        shares = method.shares([rows[index] for index in own], equal)
+        found |= {index: (number, share if parts.rule.division != "step" else None)
+                  for index, share in zip(own, shares, strict=True)}
+    return found
+
+
 def make_pack(planted: Sequence[PlacedTree], rows: Sequence[EncodedRow], layout: Layout, method: Method,
-              partners: Sequence[Mismatched] | None = None) -> Pack:
+              shares: Shares = MappingProxyType({})) -> Pack:
     """Trees with their rows as a pack.
 
     Args:
-        partners: mismatched trees that continue its prompts, one of each.
+        shares: of `shares_of_parts`.
     """
     members: list[tuple[int, ...]] = []
     indices: list[int] = []
@@ -251,21 +280,31 @@ def make_pack(planted: Sequence[PlacedTree], rows: Sequence[EncodedRow], layout:
     weights = method.weights(rows[index] for index in indices)
     width = len(members[0]) if members else 4  # an empty pack has no units of any view
     trees = tuple(entry.tree for entry in planted)
-    return Pack(trees, collate(trees, layout),
-                Units(torch.tensor(members, dtype=torch.int64).reshape(-1, width), desirable, weights), tuple(indices),
-                method.counts(rows[index] for index in indices),
-                None if partners is None else make_leaves(partners, planted))
+    units = Units(torch.tensor(members, dtype=torch.int64).reshape(-1, width), desirable, weights)
+    if own := [shares[index] for index in indices if shares]:
+        units = replace(units, micro_batches=torch.tensor([number for number, _ in own], dtype=torch.int64))
+        if own[0][1] is not None:
+            units = replace(units, shares=torch.tensor([share for _, share in own], dtype=torch.float64))
+    return Pack(trees, collate(trees, layout), units, tuple(indices), method.counts(rows[index] for index in indices))
 
 
-def make_mismatched_pack(entries: Sequence[Mismatched], layout: Layout) -> MismatchedPack:
+def make_mismatched_pack(entries: Sequence[Mismatched], layout: Layout, parts: Parts) -> MismatchedPack:
     """Mismatched trees as a pack."""
     trees = tuple(entry.tree for entry in entries)
-    counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
-    return MismatchedPack(trees, collate(trees, layout), counts)
+    return MismatchedPack(trees, collate(trees, layout), users_of_parts(entries, parts))
 
 
-def make_leaves(entries: Sequence[Mismatched], roots: Sequence[PlacedTree]) -> Leaves:
+def make_leaves(entries: Sequence[Mismatched], roots: Sequence[PlacedTree], parts: Parts) -> Leaves:
     """Mismatched completions as the continuation of a pack's prompts."""
     trees = tuple(entry.tree for entry in entries)
-    counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
-    return Leaves(trees, collate_leaves(trees, [root.tree for root in roots]), counts)
+    return Leaves(trees, collate_leaves(trees, [root.tree for root in roots]), users_of_parts(entries, parts))
+
+
+def users_of_parts(entries: Sequence[Mismatched], parts: Parts) -> torch.Tensor:
+    """`[J, C]` number of units of each part that have each completion as their partner."""
+    users = [own for entry in entries for own in entry.parts]
+    counts = torch.zeros(parts.number, len(users), dtype=torch.float64)
+    for completion, own in enumerate(users):
+        for part in own:
+            counts[part, completion] += 1
+    return counts

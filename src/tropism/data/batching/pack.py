@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from tropism.data.rows import EncodedRow
+from tropism.data.schedule import Parts
 from tropism.data.tree import Completion, PromptTree
 
 
@@ -30,11 +31,16 @@ class Mismatched:
 
     Args:
         tree: the tree.
-        counts: for each completion, the number of units of the step that it is the partner of.
+        parts: for each completion, the part of the step of each unit that it is the partner of.
     """
 
     tree: PromptTree
-    counts: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """For each completion, the number of units of the step that it is the partner of."""
+        return tuple(map(len, self.parts))
 
 
 def build_trees(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[PlacedTree]:
@@ -57,27 +63,33 @@ def build_trees(rows: Sequence[EncodedRow], indices: Sequence[int]) -> list[Plac
     return trees
 
 
-def mismatched_trees(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int) -> list[Mismatched]:
+def mismatched_trees(rows: Sequence[EncodedRow], indices: Sequence[int], max_length: int,
+                     parts: Parts | None = None) -> list[Mismatched]:
     """The mismatched trees of a step, in the order of `build_trees`.
 
     The partner of a row is its own one if every row has one, else the completion of a row with another prompt, as the
     prompts are before truncation. It is truncated to fit into `max_length` with the prompt.
+
+    Args:
+        parts: of the step. A partner is in the same part. Default: one part.
     """
     given = all(rows[index].partner is not None for index in indices)
-    partner_of = [] if given else partners([rows[index].prompt_key for index in indices])
-    groups: dict[bytes, tuple[EncodedRow, dict[bytes, Completion], dict[bytes, int]]] = {}
-    for position, index in enumerate(indices):
-        row = rows[index]
-        partner = row.partner if given else rows[indices[partner_of[position]]].completions[0]
-        assert partner is not None
-        completion = partner.cut(max_length - len(row.prompt_ids))
-        if completion is None:  # no supervised token fits: a conversation's first supervised message is too late
-            completion = Completion.supervised(partner.ids[: max_length - len(row.prompt_ids)])
-        _, distinct, counts = groups.setdefault(row.tree_key, (row, {}, {}))
-        distinct.setdefault(completion.key, completion)
-        counts[completion.key] = counts.get(completion.key, 0) + 1
-    return [Mismatched(PromptTree(row.prompt_ids, tuple(distinct.values())), tuple(counts.values()))
-            for row, distinct, counts in groups.values()]
+    groups: dict[bytes, tuple[EncodedRow, dict[bytes, Completion], dict[bytes, list[int]]]] = {}
+    for number, places in enumerate((parts or Parts(((len(indices),),))).ranges()):
+        own = [indices[place] for place in places]
+        partner_of = [] if given else partners([rows[index].prompt_key for index in own])
+        for position, index in enumerate(own):
+            row = rows[index]
+            partner = row.partner if given else rows[own[partner_of[position]]].completions[0]
+            assert partner is not None
+            completion = partner.cut(max_length - len(row.prompt_ids))
+            if completion is None:  # no supervised token fits: a conversation's first supervised message is too late
+                completion = Completion.supervised(partner.ids[: max_length - len(row.prompt_ids)])
+            _, distinct, users = groups.setdefault(row.tree_key, (row, {}, {}))
+            distinct.setdefault(completion.key, completion)
+            users.setdefault(completion.key, []).append(number)
+    return [Mismatched(PromptTree(row.prompt_ids, tuple(distinct.values())), tuple(map(tuple, users.values())))
+            for row, distinct, users in groups.values()]
 
 
 def cost(tree: PromptTree) -> float:

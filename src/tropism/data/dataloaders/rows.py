@@ -8,7 +8,7 @@ import numpy as np
 from tropism.data.dataloaders.published_layouts import BatchContent, Side, recognize_layout
 from tropism.data.formats import View
 from tropism.data.rows import EncodedRow
-from tropism.data.tree import Completion, TokenIds, token_ids
+from tropism.data.tree import Completion, TokenIds, Unsupervised, token_ids
 from tropism.errors import DataError, count_of
 
 _MAX_ID = np.iinfo(np.int32).max
@@ -31,7 +31,8 @@ class BatchRows:
     has_partners: bool
 
 
-def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = False) -> BatchRows:
+def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = False,
+                  keep_unsupervised: bool = False) -> BatchRows:
     """Read one batch of a published trainer's dataloader: tensors on any device, arrays or lists.
 
     The prompt ends before the first supervised token. The completion ends with the last supervised token and may
@@ -42,6 +43,7 @@ def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = 
         view: view that the method needs.
         number: of the batch, for places and errors.
         keep_partners: use the mismatched rows of a KTO batch as partners of its rows.
+        keep_unsupervised: keep sequences without a supervised token, as completions whose log-prob is 0.
 
     Raises:
         DataError: for an unknown layout or one of another view, and for a row without prompt or supervised token, with
@@ -57,26 +59,39 @@ def rows_of_batch(batch: Any, view: View, *, number: int, keep_partners: bool = 
     if len(set(counts.values())) > 1:
         raise DataError(f"{place}: parts have different numbers of rows: "
                         + ", ".join(f"{name} {count}" for name, count in counts.items()))
-    rows = tuple(_row(content, index, f"{place} row {index + 1}", keep_partners)
+    rows = tuple(_row(content, index, f"{place} row {index + 1}", keep_partners, keep_unsupervised)
                  for index in range(len(content.sides[0].ids)))
     return BatchRows(rows, layout.name, content.mismatched is not None)
 
 
-def _row(content: BatchContent, index: int, place: str, keep_partners: bool) -> EncodedRow:
-    prompt, completion = _split(content.sides[0], index, place)
-    completions, partner = [completion], None
-    for side in content.sides[1:]:
-        other, completion = _split(side, index, place)
+def _row(content: BatchContent, index: int, place: str, keep_partners: bool,
+         keep_unsupervised: bool) -> EncodedRow:
+    sides = [*content.sides]
+    if keep_partners and content.mismatched is not None:
+        sides.append(content.mismatched)
+    empty = [keep_unsupervised and not side.supervised[index].any() for side in sides]
+    parts = [_unsupervised(side, index) if none else _split(side, index, place)
+             for side, none in zip(sides, empty, strict=True)]
+    # Without a supervised token it does not show where the prompt ends, and does not matter.
+    prompt = next((own for (own, _), none in zip(parts, empty, strict=True) if not none), parts[0][0])
+    prompts = [prompt if none else own for (own, _), none in zip(parts, empty, strict=True)]
+    completions, partner = [completion for _, completion in parts[: len(content.sides)]], None
+    for other in prompts[1 : len(content.sides)]:
         if not np.array_equal(prompt, other):
             raise DataError(f"{place}: the prompts of chosen and rejected differ: {_difference(prompt, other)}")
-        completions.append(completion)
-    if keep_partners and content.mismatched is not None:
-        other, partner = _split(content.mismatched, index, place)
+    if len(sides) > len(completions):
+        other, partner = prompts[-1], parts[-1][1]
         if not np.array_equal(prompt, other):
             raise DataError(f"{place}: its mismatched row has another prompt: {_difference(prompt, other)} Or set "
                             "kl_source='step', which does not use these rows.")
     return EncodedRow(place, place, prompt, tuple(completions), None if content.labels is None else
                       content.labels[index], prompt.tobytes(), partner=partner)
+
+
+def _unsupervised(side: Side, index: int) -> tuple[TokenIds, Completion]:
+    """First and last token of a row without supervised token."""
+    ids = side.ids[index, side.text[index]] if side.text[index].any() else side.ids[index]
+    return token_ids(ids[:1]), Unsupervised.of(ids)
 
 
 def _split(side: Side, index: int, place: str) -> tuple[TokenIds, Completion]:

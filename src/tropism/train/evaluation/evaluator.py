@@ -10,6 +10,7 @@ from torch import Tensor
 from tropism.data.batching.collate import Batch
 from tropism.data.batching.pack import mismatched_trees
 from tropism.data.rows import EncodedRow
+from tropism.data.schedule import ONE, Parts
 from tropism.data.tree import PromptTree, score_key
 from tropism.losses.scored import CompletionScore, Scored
 from tropism.methods import Method, StepInputs, Units
@@ -19,7 +20,7 @@ from tropism.train.evaluation.bootstrap import Array, accuracy, auc, resamples, 
 from tropism.train.out_of_memory import place_of
 from tropism.train.reference_point import ReferencePoint, point_record, pool, reference_moments
 from tropism.train.score_packs import ReportProgress, score_trees, silent
-from tropism.train.step_packs import all_trees, has_partners
+from tropism.train.step_packs import all_trees, has_partners, shares_of_parts, users_of_parts
 from tropism.train.step_statistics import side_values, sorted_partners
 
 
@@ -37,10 +38,13 @@ class Evaluator:
         rows: the evaluation rows, in file order.
         microbatch_tokens: tokens of a pack.
         max_length: tokens of a prompt with its completion.
+        parts: the micro-batches of the rows, if losses and the reference point are averaged over them.
     """
 
-    def __init__(self, rows: Sequence[EncodedRow], microbatch_tokens: int, max_length: int) -> None:
+    def __init__(self, rows: Sequence[EncodedRow], microbatch_tokens: int, max_length: int,
+                 parts: Parts | None = None) -> None:
         self.rows = rows
+        self.parts = parts or Parts(((len(rows),),))
         self.microbatch_tokens = microbatch_tokens
         self.max_length = max_length
         self.baselines: dict[str, float] = {}
@@ -64,7 +68,7 @@ class Evaluator:
 
     def score(self, engine: Engine, report: ReportProgress) -> dict[bytes, CompletionScore]:
         """The score of every (prompt, completion), mismatched ones included; every rank gets all of them."""
-        trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length)
+        trees = all_trees(self.rows, range(len(self.rows)), engine.method, self.max_length, self.parts)
         return score_trees(engine.model, trees, self.microbatch_tokens, partial(_values, engine), engine.world, report,
                            partial(place_of, self.rows))
 
@@ -72,11 +76,11 @@ class Evaluator:
         """The evaluation record of scores."""
         scored, point = self.own(found), None
         if engine.method.needs_reference_point and has_partners(self.rows, range(len(self.rows))):
-            entries = mismatched_trees(self.rows, range(len(self.rows)), self.max_length)
+            entries = mismatched_trees(self.rows, range(len(self.rows)), self.max_length, self.parts)
             partners = Scored.join(found[key] for entry in entries for key in entry.tree.score_keys)
-            counts = torch.tensor([count for entry in entries for count in entry.counts], dtype=torch.float64)
-            point = pool(reference_moments(partners.logratios, counts))
-        record = summarize(self.rows, engine.method, scored, engine.noise(scored), point, engine.shift.value.cpu())
+            point = pool(reference_moments(partners.logratios, users_of_parts(entries, self.parts)), self.parts)
+        record = summarize(self.rows, engine.method, scored, engine.noise(scored), point, engine.shift.value.cpu(),
+                           self.parts)
         if engine.method.view != "single":
             if not self.baselines:  # the first evaluation is that of the initial policy
                 self.baselines |= baselines(self.rows, scored)  # in place: checkpoints keep this dict
@@ -85,7 +89,8 @@ class Evaluator:
 
 
 def summarize(rows: Sequence[EncodedRow], method: Method, scored: Scored, noise: Tensor,
-              point: ReferencePoint | None = None, shift: Tensor | None = None) -> dict[str, float]:
+              point: ReferencePoint | None = None, shift: Tensor | None = None,
+              parts: Parts = ONE) -> dict[str, float]:
     """Metrics of a set of rows: what training logs of a step, and the ranking of the rewards with its interval.
 
     Args:
@@ -94,21 +99,31 @@ def summarize(rows: Sequence[EncodedRow], method: Method, scored: Scored, noise:
         noise: `[C]` rewards no larger than this count as 0 in the ranking.
         point: reference point over the set; None leaves out the losses that need it.
         shift: running mean of the rewards, for a method that needs it.
+        parts: of the rows, which may have a reference point each.
     """
     units = units_of(rows, scored, method.weights(rows))
     members = units.members
     losses = [torch.zeros(len(members), dtype=torch.float64)] * len(method.terms)
     known = point is not None or not method.needs_reference_point
+    shares = shares_of_parts(rows, range(len(rows)), parts, method)
     if known:
-        inputs = StepInputs(point.value if point else None, shift)
+        own = torch.tensor([number for number, _ in shares.values()], dtype=torch.int64)
+        inputs = StepInputs(point and (point.values[own] if shares else point.value), shift)
         if method.needs_sorting:
             inputs = StepInputs(inputs.reference_point, inputs.shift,
                                 *sorted_partners(side_values(method, scored, units)))
         losses = method.losses(scored, units, inputs)
     sums = method.metrics(scored, units, losses, method.counts(rows), noise)
     terms = {"saturated", *(term.key for term in method.terms)}  # what follows from the losses
-    record = method.combine({key: float(total) / float(count) for key, (total, count) in sums.items()
-                             if float(count) and (known or key not in terms)})
+    means = {key: float(total) / float(count) for key, (total, count) in sums.items()
+             if float(count) and (known or key not in terms)}
+    if known and shares and parts.rule.division != "step":
+        factors = torch.tensor([share for _, share in shares.values()], dtype=torch.float64)
+        if parts.rule.division == "sum":  # which steps accumulate; an evaluation averages
+            factors /= len(parts.sizes)
+        means |= {term.key: float((own * factor).sum())
+                  for term, own, factor in zip(method.terms, losses, factors.unbind(1), strict=True)}
+    record = method.combine(means)
     if point is not None:
         record |= point_record(point)
     if method.view != "single":

@@ -96,7 +96,8 @@ def data_fingerprint(rows: Sequence[EncodedRow]) -> str:
 
 def steps_fingerprint(steps: GivenSchedule) -> str:
     """Hash of the rows of each step, for schedules that seed and options do not determine."""
-    return hashlib.blake2b(repr(steps.steps).encode(), digest_size=16).hexdigest()
+    known = repr(steps.steps) if not steps.sizes else repr(steps)
+    return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
 
 
 def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View,

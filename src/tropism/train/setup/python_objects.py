@@ -4,8 +4,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import GivenSchedule
+from tropism.data.schedule import GivenSchedule, Parts
 from tropism.data.sources.resolve import DataSource
+from tropism.observe.metrics import OtherNames
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +20,8 @@ class PythonObjects:
         train, evaluation: rows as dicts, or a file.
         rows, eval_rows: rows as token ids.
         steps: which of `rows` each step takes.
+        eval_parts: the micro-batches of `eval_rows`; None if they are evaluated together.
+        other_names: further names of metrics.
     """
 
     model: Any = None
@@ -32,6 +35,8 @@ class PythonObjects:
     rows: list[EncodedRow] | None = None
     eval_rows: list[EncodedRow] = field(default_factory=list)
     steps: GivenSchedule | None = None
+    eval_parts: Parts | None = None
+    other_names: OtherNames | None = None
 
     def __eq__(self, other: object) -> bool:
         """True if all objects are the same ones. Tables and arrays would compare element by element."""
