@@ -17,7 +17,9 @@ HELD = {"weights": 500 * MIB, "gradients": 500 * MIB, "optimizer": 1000 * MIB, "
 PER_TOKEN = {"none": 2 * MIB, "selective": MIB, "full": MIB / 4}
 
 
-def needs(level: str) -> Needs:
+def needs(settings: Settings) -> Needs:
+    level = settings.checkpointing
+
     def at(tokens: int) -> Pass:
         return Pass(tokens, {"forward": {"activations": tokens * PER_TOKEN[level]},
                              "backward": {"activations": tokens * PER_TOKEN[level] / 2, "gradients": 500 * MIB}})

@@ -16,6 +16,7 @@ from tropism.train.frozen.teacher import compare_as
 from tropism.train.planning.blueprint import Blueprint
 from tropism.train.planning.count import Count, Counter
 from tropism.train.planning.needs import held_in, measure, one_pack
+from tropism.train.settings import Settings
 from tropism.train.step_packs import StepPlanner
 
 WIDTH, MLP, VOCABULARY, TOKENS = 32, 64, 120, 40
@@ -98,7 +99,7 @@ def test_packs_of_two_sizes_tell_those_between() -> None:
     options = KTOOptions(model="m", data="d", output="o")
     plan = planner("unpaired", options.values, 200)
     drawn = blueprint(4, options, plan.method, reference="stored")
-    needs = measure(drawn, plan, 200, 1000.0, "none")
+    needs = measure(drawn, plan, 200, 1000.0, Settings())
     assert needs.small.tokens < needs.large.tokens
     between = one_pack(planner("unpaired", options.values, 90).packs_of(1))
     count = drawn.count([between])

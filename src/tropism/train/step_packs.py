@@ -27,6 +27,7 @@ from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import UsageError
 from tropism.methods import Method, Units
+from tropism.train.settings import Settings
 
 _REPORT_EVERY = 100  # steps that are surveyed: some tens of milliseconds
 
@@ -119,6 +120,11 @@ class StepPlanner:
     forwards_first_tokens: int = 0
     """Tokens of a process's largest step of several packs whose forward passes may all come before the backward
     passes."""
+
+    def under(self, settings: Settings) -> "StepPlanner":
+        """This planner with the settings of a run."""
+        return replace(self, microbatch_tokens=settings.microbatch_tokens,
+                       forwards_first_tokens=settings.forwards_first_tokens)
 
     @property
     def continues(self) -> bool:
