@@ -102,13 +102,13 @@ def counted(name: str, config: Any, lora: LoraOptions, device: str, method: str,
                           bits=4 if lora.quantize else 0, plain=plain)
     base = base_bytes(torch.device("cuda"), 0)
     choice = choose(tried, gpu.memory_bytes, False,
-                    lambda level: measure(blueprint, planner, tried[0].microbatch_tokens, base, level),
+                    lambda settings: measure(blueprint, planner, tried[0].microbatch_tokens, base, settings),
                     *tree_and_step(planner), "cuda")
     step = replace(planner, microbatch_tokens=choice.settings.microbatch_tokens).packs_of(1)
     count = blueprint.count([step], choice.settings.checkpointing, gpu.clock)
     least = count if choice.settings.checkpointing == "none" else blueprint.count([step])
     supervised = sum(len(pack.batch.target_ids) for pack in step.packs)
-    looked = sum(len(pack.batch.target_ids) for pack in (*step.mismatched, *filter(None, (step.leaves,))))
+    looked = sum(len(pack.batch.target_ids) for pack in (*step.mismatched, *step.leaves))
     head = 2 * config.hidden_size * config.vocab_size * ((2 if policy.adapts else 3) * supervised + looked)
     necessary = least.costs["products"].flops + least.costs["attention"].flops + head
     total = count.total()

@@ -64,7 +64,7 @@ def logps_of(engine: Engine, packs: StepPacks) -> dict[bytes, float]:
 
 def step_flops(engine: Engine, packs: StepPacks) -> float:
     """Necessary FLOPs of a step. Mismatched completions continue the step's prompts, even where packs prevent it."""
-    apart: Sequence[Any] = [packs.leaves] if packs.leaves is not None else packs.mismatched
+    apart: Sequence[Any] = packs.leaves or packs.mismatched
     teacher = engine.modules.get("teacher")
     return necessary(Size.of(engine.model.module), [tree for pack in packs.packs for tree in pack.trees],
                      [tree for pack in apart for tree in pack.trees], Size.of(teacher) if teacher is not None else None)

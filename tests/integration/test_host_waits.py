@@ -65,6 +65,8 @@ def opened(tiny_model_dir: Path, data_of: dict[str, Path], tmp_path: Path) -> Ca
 
 @pytest.mark.parametrize(("method", "changes"), [
     ("kto", {"precision": "bf16"}), ("kto", {"microbatch_tokens": 64, "loss": "kto"}), ("kto", {"loss": "bco"}),
+    ("kto", {"loss": "kto,bco", "microbatch_tokens": 64, "checkpointing": "full"}),
+    ("dpo", {"loss": "aot,aot_unpaired"}), ("dpo", {"loss": "aot", "microbatch_tokens": 64}),
     ("dpo", {"wpo": True, "lora": {"rank": 2}}), ("kd", {"teacher": "self"}), ("kd", {"teacher": "self", "top_k": 4})])
 def test_a_step_reads_nothing(opened: Callable[..., Run], method: str, changes: dict[str, Any]) -> None:
     run = opened(method, **changes)

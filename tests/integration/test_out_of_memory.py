@@ -42,6 +42,7 @@ class Memory:
         first: step from which it is so.
         where: `forward` or `backward`.
         checkpointed: tokens that fit with full checkpointing.
+        waiting: tokens of passes before their backward passes that fit together.
         error: what an allocator raises.
     """
 
@@ -50,6 +51,7 @@ class Memory:
     first: int = 0
     where: str = "forward"
     checkpointed: int = 0
+    waiting: int = 10**9
     error: Exception = field(default_factory=lambda: RuntimeError(CPU_ERROR))
     step: int = 0
     failures: int = 0
@@ -57,11 +59,12 @@ class Memory:
     """Passes of a step that fit whatever their size."""
     passes: int = 0
     held: int = 0
+    open: int = 0
 
     def check(self, model: LanguageModel, tokens: int, learns: bool) -> None:
         most = max(self.tokens, self.checkpointed * (model.checkpointing == "full")) if learns else self.no_grad
         self.passes += 1
-        if tokens > most and self.step >= self.first and self.passes > self.after:
+        if (tokens > most or self.open > self.waiting) and self.step >= self.first and self.passes > self.after:
             self.failures += 1
             raise type(self.error)(*self.error.args)
 
@@ -80,18 +83,19 @@ def install(memory: Memory, setattr: Callable[..., None]) -> None:
     def watched_hidden(model: LanguageModel, batch: Any, *rest: Any) -> Any:
         learns = torch.is_grad_enabled()
         memory.held = batch.tokens
+        memory.open += batch.tokens * learns
         if not learns or memory.where == "forward":
             memory.check(model, batch.tokens, learns)
         return hidden(model, batch, *rest)
 
     def watched_backward(model: LanguageModel, share: Any, last: bool) -> None:
-        tokens = memory.held
+        tokens, memory.open = memory.held, 0  # the first one ends the forward passes
         backward(model, share, last)  # first, so that gradients are there
         if memory.where == "backward":
             memory.check(model, tokens, True)
 
     def watched_step(engine: Any, work: Any) -> Any:
-        memory.step, memory.passes = work.step, 0
+        memory.step, memory.passes, memory.open = work.step, 0, 0
         return step(engine, work)
 
     setattr(LanguageModel, "_hidden", watched_hidden)
@@ -189,6 +193,27 @@ def test_a_pack_of_one_tree_is_repeated_with_full_checkpointing(memory: Memory, 
     out = capsys.readouterr().out
     assert "step 2: out of memory in a pack of one prompt with its completions (" in out
     assert "so it is repeated with --checkpointing full" in out
+
+
+@pytest.mark.parametrize("loss", ["kto", "bco"])
+def test_a_step_with_all_forward_passes_first_is_repeated_pack_by_pack(
+        loss: str, memory: Memory, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """With the packs that it had; a step whose passes fit together before is not touched."""
+    memory.first, memory.waiting = 2, BUDGET
+    options = {"loss": loss, "checkpointing": "full", "max_steps": 3, "microbatch_tokens": BUDGET // 2}
+    ours = start("kto", **options)
+    assert memory.failures == 1
+    kept = manifest(ours.directory)["settings"]
+    assert (kept["forwards_first_tokens"], kept["microbatch_tokens"], kept["asked_tokens"]) == (0, BUDGET // 2, 0)
+    assert "step 2: out of memory with all forward passes before the backward passes" in capsys.readouterr().out
+    memory.first = 10
+    plain = StepPlanner.packs_of
+    monkeypatch.setattr(StepPlanner, "packs_of", lambda planner, number: plain(
+        replace(planner, forwards_first_tokens=0) if number >= 2 else planner, number))
+    theirs = start("kto", **options)
+    same(ours, theirs)
+    assert manifest(theirs.directory)["settings"]["forwards_first_tokens"] > 0
 
 
 def test_a_row_that_does_not_fit_is_named(memory: Memory, start: Callable[..., Any], pairs: Path) -> None:

@@ -29,7 +29,7 @@ def test_what_is_written_is_valid() -> None:
 
 
 @pytest.mark.parametrize("settings", [
-    Settings().state(), Settings(64, "full", True, True, 128, "none", "onednn").state(), {},
+    Settings().state(), Settings(64, "full", True, True, 128, "none", "onednn", 4096).state(), {},
     {"microbatch_tokens": 2048, "checkpointing": "none", "offload": False, "compiled": False}])
 def test_settings_of_this_and_earlier_versions_are_valid(settings: dict[str, Any]) -> None:
     assert invalid_entries(content() | {"settings": settings}) == []
@@ -38,7 +38,8 @@ def test_settings_of_this_and_earlier_versions_are_valid(settings: dict[str, Any
 
 @pytest.mark.parametrize("changes", [
     {"microbatch_tokens": 0}, {"microbatch_tokens": "auto"}, {"checkpointing": []}, {"checkpointing": "half"},
-    {"products": "cublas"}, {"products": None}, {"asked_checkpointing": 1}, {"compiled": 1}, {"later": True}])
+    {"products": "cublas"}, {"products": None}, {"asked_checkpointing": 1}, {"compiled": 1}, {"later": True},
+    {"forwards_first_tokens": -1}])
 def test_odd_settings_are_named(changes: dict[str, Any]) -> None:
     assert invalid_entries(content() | {"settings": Settings().state() | changes}) == ["settings"]
 

@@ -175,9 +175,8 @@ def step_gradient(model: LanguageModel, balance: RouterLoss, packs: Sequence[Pac
     """Gradient of the weighted load-balancing loss of a step of one rank, and its tally."""
     model.module.zero_grad()
     tally = Tally()
-    step = balance.of_step(model, World(0, 1, CPU), packs)
-    with torch.no_grad():
-        step.look_ahead()
+    step = balance.of_step(model, World(0, 1, CPU))
+    step.look_ahead(packs)
     for pack in packs:
         routed = RouterLogits()
         model.hidden(pack.batch, model.tree_pass(pack.batch), routed)

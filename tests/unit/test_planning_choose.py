@@ -9,7 +9,7 @@ import torch
 from tropism.config import SFTOptions
 from tropism.train.planning.choose import candidates, choose, limit_of, unpredicted
 from tropism.train.planning.devices import GPUS, Device
-from tropism.train.planning.memory import Needs, Pass
+from tropism.train.planning.memory import KEPT, Needs, Pass
 from tropism.train.settings import Settings
 
 MIB = 2**20
@@ -17,9 +17,12 @@ HELD = {"weights": 500 * MIB, "gradients": 500 * MIB, "optimizer": 1000 * MIB, "
 PER_TOKEN = {"none": 2 * MIB, "selective": MIB, "full": MIB / 4}
 
 
-def needs(level: str) -> Needs:
+def needs(settings: Settings) -> Needs:
+    level = settings.checkpointing
+
     def at(tokens: int) -> Pass:
         return Pass(tokens, {"forward": {"activations": tokens * PER_TOKEN[level]},
+                             KEPT: {"activations": tokens * MIB / 16, "weights": 500 * MIB},
                              "backward": {"activations": tokens * PER_TOKEN[level] / 2, "gradients": 500 * MIB}})
 
     return Needs(400 * MIB, HELD, at(500), at(2000))
@@ -67,6 +70,41 @@ def test_options_and_kept_choices_win() -> None:
 def test_a_tree_that_no_pack_divides_counts() -> None:
     assert chosen(3_100, largest=1000).settings.checkpointing == "full"
     assert chosen(3_100, largest=100).settings.checkpointing == "selective"
+
+
+@pytest.mark.parametrize(("limit", "tokens"), [(3_000, 5_390), (4_000, 20_000), (20_000, 37_500)])
+def test_forward_passes_come_first_in_steps_of_what_fits(limit: int, tokens: int) -> None:
+    """Those of packs of 512 tokens, which keep 1/16 MiB per token until their backward passes. Steps have 30,000
+    tokens, and later ones may have a quarter more."""
+    given = options(microbatch_tokens=512, checkpointing="full")
+    tried = candidates(given, "cpu", None)
+    apart = choose(tried, limit * MIB, False, needs, 100, 30_000)
+    assert (apart.forwards_first_tokens, apart.with_forwards_first(0)) == (0, apart)
+    found = choose(tried, limit * MIB, False, needs, 100, 30_000, saves=True)
+    assert found.settings == apart.settings
+    assert found.fits
+    assert found.forwards_first_tokens == pytest.approx(tokens, rel=0.02)
+    more = sum(found.components.values()) - sum(apart.components.values())
+    assert more == pytest.approx(1.04 * (found.forwards_first_tokens - 512) * MIB / 16, rel=1e-6)
+    agreed = found.with_forwards_first(1000)
+    assert agreed.settings.forwards_first_tokens == 1000
+    assert agreed.sentence.endswith("all forward passes of a step come before its backward passes")
+
+
+def test_forward_passes_come_first_with_full_checkpointing_only() -> None:
+    for level, saves in (("none", True), ("selective", True), ("full", False)):
+        tried = candidates(options(microbatch_tokens=512, checkpointing=level), "cpu", None)
+        assert choose(tried, 20_000 * MIB, False, needs, 100, 30_000, saves=saves).forwards_first_tokens == 0
+        assert unpredicted(tried, None, 5000).forwards_first_tokens == (5000 if level == "full" else 0)
+    tried = candidates(options(microbatch_tokens=512, checkpointing="full"), "cpu", None)
+    assert choose(tried, 20_000 * MIB, False, needs, 100, 500, saves=True).forwards_first_tokens == 0  # one pack
+    kept = Settings(512, "full", forwards_first_tokens=9000)
+    assert candidates(options(), "cpu", kept) == [kept]
+    assert not any(one.forwards_first_tokens for one in candidates(options(checkpointing="none"), "cpu", kept))
+    resumed = choose([kept], 20_000 * MIB, False, needs, 100, 30_000)
+    assert resumed.settings == kept
+    more = sum(resumed.components.values()) - sum(needs(kept).components(512).values())
+    assert more == pytest.approx(1.04 * (9000 - 512) * MIB / 16, rel=1e-6)
 
 
 def test_limits_and_failures() -> None:

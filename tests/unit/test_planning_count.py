@@ -15,7 +15,9 @@ from tropism.methods.build import build_method
 from tropism.train.frozen.teacher import compare_as
 from tropism.train.planning.blueprint import Blueprint
 from tropism.train.planning.count import Count, Counter
+from tropism.train.planning.memory import KEPT
 from tropism.train.planning.needs import held_in, measure, one_pack
+from tropism.train.settings import Settings
 from tropism.train.step_packs import StepPlanner
 
 WIDTH, MLP, VOCABULARY, TOKENS = 32, 64, 120, 40
@@ -98,12 +100,34 @@ def test_packs_of_two_sizes_tell_those_between() -> None:
     options = KTOOptions(model="m", data="d", output="o")
     plan = planner("unpaired", options.values, 200)
     drawn = blueprint(4, options, plan.method, reference="stored")
-    needs = measure(drawn, plan, 200, 1000.0, "none")
+    needs = measure(drawn, plan, 200, 1000.0, Settings())
     assert needs.small.tokens < needs.large.tokens
     between = one_pack(planner("unpaired", options.values, 90).packs_of(1))
     count = drawn.count([between])
     predicted = needs.components(between.packs[0].batch.tokens, several=False)
     assert sum(predicted.values()) - 1000 == pytest.approx(count.peak, rel=0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [KTOOptions(model="m", data="d", output="o", loss=loss) for loss in ("kto", "bco")],
+                         ids=lambda options: options.loss)
+def test_packs_that_wait_for_their_backward_passes_keep_what_is_predicted(options: Any) -> None:
+    """Between its passes a pack keeps the inputs of layers, and no keys and values of its prompts."""
+    plan = planner("unpaired", options.values, 45)
+    drawn = blueprint(4, options, plan.method, reference="stored")
+    settings = Settings(45, "full", forwards_first_tokens=10_000)
+    step = plan.under(settings).packs_of(1)
+    assert step.forwards_first
+    assert len(step.packs) > 2
+    tokens = [pack.batch.tokens for pack in step.packs]
+    needs = measure(drawn, plan, 90, 0.0, settings)
+    assert needs.large.phases[KEPT].get("prompt keys/values", 0.0) == 0.0
+    inputs = 4 * 4 * WIDTH
+    assert inputs < needs.kept_per_token < 3.5 * inputs  # the head and the last norm too
+    count = drawn.count([step], "full")
+    predicted = sum(needs.components(max(tokens), waiting=sum(tokens) - max(tokens)).values())
+    assert predicted == pytest.approx(count.peak, rel=0.06)
+    assert count.peak > drawn.count([plan.packs_of(1)], "full").peak
 
 
 def test_live_memory_is_followed_until_it_is_freed() -> None:

@@ -122,11 +122,11 @@ class Recorded:
     parts: list[Any]
     telling: bool
 
-    def of_parts(self, value: Any) -> list[Any]:
+    def sum(self, values: Tensor) -> Tensor:
         if self.telling:
-            self.parts.append(value)
+            self.parts.append(values)
             raise Told
-        return self.parts
+        return torch.stack(self.parts).sum(0)
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=1, max_size=9), st.integers(1, 3),
@@ -138,12 +138,13 @@ def test_ranks_depend_on_the_rows_alone(pairs: list[tuple[int, int]], ranks: int
     rows = chance.sample(range(100), len(pairs))
     sides = {row: ([float(a), float(b)], [float(b % 3), float(a % 2)]) for row, (a, b) in zip(rows, pairs, strict=True)}
 
+    whole = sorted(rows)
+
     def ranked(share: list[list[int]], world: Any) -> list[Any]:
         found = [(scored(*([value for row in pack for value in sides[row][model]] for model in (0, 1))),
                   Units(torch.arange(2 * len(pack)).reshape(-1, 2), None)) for pack in share]
-        return ranks_of_step(method, found, [tuple(pack) for pack in share], world, CPU)
+        return ranks_of_step(method, found, [tuple(pack) for pack in share], whole, world, CPU)
 
-    whole = sorted(rows)
     wanted, = ranked([whole], World(0, 1, CPU))
     shares: list[list[list[int]]] = [[[] for _ in range(packs)] for _ in range(ranks)]
     for row in rows:

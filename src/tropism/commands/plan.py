@@ -23,6 +23,7 @@ from tropism.train.planning.choose import Choice, candidates, choose, describe, 
 from tropism.train.planning.devices import GPUS, Device, this_gpu, this_machine
 from tropism.train.planning.memory import BASE, HELD, Needs, available, base_bytes, resident
 from tropism.train.planning.needs import measure
+from tropism.train.settings import Settings
 from tropism.train.setup import models
 from tropism.train.setup.build import RunInputs
 from tropism.train.setup.inputs import check_start, read_inputs
@@ -157,13 +158,15 @@ def _planned(inputs: RunInputs, device: Device, base: float) -> Plan:
     limit = limit_of(options, device.memory_bytes)
     measured: list[Needs] = []
 
-    def needs(level: Any) -> Needs:
-        measured.append(measure(blueprint, planner, tried[0].microbatch_tokens, base, level, shards=shards))
+    def needs(settings: Settings) -> Needs:
+        measured.append(measure(blueprint, planner, tried[0].microbatch_tokens, base, settings, shards=shards))
         return measured[-1]
 
-    choice = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), device.kind)
+    choice = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), device.kind,
+                    planner.saves)
+    choice = choice.with_forwards_first(choice.forwards_first_tokens)
     settings = choice.settings
-    step, share = _typical(replace(planner, microbatch_tokens=settings.microbatch_tokens))
+    step, share = _typical(planner.under(settings))
     count = blueprint.count([step], settings.checkpointing, device.clock)
     seconds, steps = device.seconds(count) / share, inputs.schedule.total_steps
     held = measured[-1].held

@@ -61,6 +61,11 @@ class TreePass:
         """The same pass without a record, for layers that are computed again in the backward pass."""
         return replace(self, record=False, states=None, _kept={})
 
+    def forget(self) -> None:
+        """Let go of the record, which no later pass continues."""
+        self.record, self.states = False, None
+        self._kept.clear()
+
     def with_earlier(self, module: torch.nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, preceded by those of the earlier pass if there is one; kept if recording."""
         if self.record:

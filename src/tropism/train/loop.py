@@ -178,7 +178,7 @@ class TrainingLoop:
             settings, sentence = less_memory(outcome, self.engine, self.planner, packs, self.state.settings)
             self.state.settings = settings
             self.engine = replace(self.engine, model=replace(self.engine.model, checkpointing=settings.checkpointing))
-            self.planner = replace(self.planner, microbatch_tokens=settings.microbatch_tokens)
+            self.planner = self.planner.under(settings)
             self.lowered(settings, sentence)
             packs = self.planner.packs_of(packs.step)
         return outcome, packs

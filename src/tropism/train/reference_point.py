@@ -1,7 +1,6 @@
 """KTO's reference point z0: pooled over the units of a step on all processes, then clamped at 0."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,23 +82,16 @@ def point_record(point: ReferencePoint) -> dict[str, float]:
 
 
 @torch.no_grad()
-def pooled_reference_point(engine: Engine, packs: Sequence[MismatchedPack], parts: Parts,
-                           prompts: TreePass | None = None) -> ReferencePoint:
-    """z0 = max(0, S / n) with S and n summed over all units of the step on all processes (KTO paper, section 4.1).
+def mismatched_moments(engine: Engine, pack: MismatchedPack, prompts: TreePass | None = None) -> Tensor:
+    """`[J, 6]` sums of a pack of mismatched trees, for each part of its step. Those of all packs of a step on all
+    processes give z0 = max(0, S / n) (KTO paper, section 4.1), as `pool` says.
 
     Args:
-        packs: mismatched trees of this process.
-        parts: of the step; `pool` says how z0 follows from them.
         prompts: the pass that has computed their prompts already, if one has.
     """
-    moments = torch.zeros(parts.number, 6, dtype=torch.float64, device=engine.model.device)
     assert engine.reference is not None
-    for pack in packs:
-        with naming(pack.trees):
-            batch = pack.batch.to(engine.model.device)
-            leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
-            scored = Scored(engine.model.logps(batch, leaf_pass), engine.reference.score(pack.trees, batch),
-                            batch.lengths)
-            logratios = engine.method.compared(scored).logratios
-            moments += reference_moments(logratios, sent(pack.counts, batch.lengths.device))
-    return pool(engine.world.sum(moments), parts)
+    with naming(pack.trees):
+        batch = pack.batch.to(engine.model.device)
+        leaf_pass = engine.model.tree_pass(batch, earlier=prompts)
+        scored = Scored(engine.model.logps(batch, leaf_pass), engine.reference.score(pack.trees, batch), batch.lengths)
+        return reference_moments(engine.method.compared(scored).logratios, sent(pack.counts, batch.lengths.device))

@@ -74,13 +74,18 @@ def less_memory(found: Shortage, engine: Engine, planner: StepPlanner, step: Ste
                 settings: Settings) -> tuple[Settings, str]:
     """The settings with which a step that ran out of memory is repeated, and the sentence for the log.
 
-    The budget becomes half of the pack that did not fit. If that pack is a single tree, the step is repeated with full
-    checkpointing, unless no decoder layers are known. All processes call this together.
+    If all forward passes came first, they no longer do. Otherwise, the budget becomes half of the pack that did not
+    fit. If that pack is a single tree, the step is repeated with full checkpointing, unless no decoder layers are
+    known. All processes call this together.
 
     Raises:
         TropismError: if nothing is left to try. It names the row.
     """
     world, before = engine.world, planner.microbatch_tokens
+    if step.forwards_first and len(step.packs) > 1:
+        return replace(settings, forwards_first_tokens=0), (
+            f"step {step.step}: out of memory with all forward passes before the backward passes, so it is repeated "
+            "pack by pack, as is the rest of the run (results do not change)")
     size = partial(_tokens, layout=planner.layout)
     packs = [pack.trees for pack in step.packs] + [pack.trees for pack in step.mismatched]
     suspects = ([found.trees] if found.trees else packs) if found.here else []

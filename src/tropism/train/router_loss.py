@@ -33,9 +33,9 @@ class RouterLoss:
     weight: float
     experts: Experts
 
-    def of_step(self, model: LanguageModel, world: World, packs: Sequence[Pack]) -> "StepRouterLoss":
+    def of_step(self, model: LanguageModel, world: World) -> "StepRouterLoss":
         """Begin a step."""
-        return StepRouterLoss(self, model, world, packs)
+        return StepRouterLoss(self, model, world)
 
     def with_loss(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """A train record whose `loss` includes the weighted load-balancing loss."""
@@ -47,40 +47,39 @@ class RouterLoss:
 class StepRouterLoss:
     """The loss of one step. The gradient of each pack depends on the expert load of the whole step.
 
-    A pass without gradients finds that load; a step of one pack per process takes it from its only pass. All
-    processes have the same number of packs, and call everything here together.
+    `see` all packs, then take the `share` of each. All processes have the same number of packs, and call everything
+    here together.
 
     Args:
         balance: of the run.
         model: the policy.
         world: the processes that share the step.
-        packs: of this process.
     """
 
-    def __init__(self, balance: RouterLoss, model: LanguageModel, world: World, packs: Sequence[Pack]) -> None:
-        self.balance, self.model, self.world, self.packs = balance, model, world, packs
+    def __init__(self, balance: RouterLoss, model: LanguageModel, world: World) -> None:
+        self.balance, self.model, self.world = balance, model, world
         self._own = torch.zeros(balance.experts.number + 1, dtype=torch.float64, device=model.device)
         self._pooled: Tensor | None = None
 
-    def look_ahead(self) -> None:
-        """Find the expert load by a pass over the packs, if there are several."""
-        if len(self.packs) > 1:
-            for pack in self.packs:
-                with naming(pack.trees):
-                    routed, batch = RouterLogits(), pack.batch.to(self.model.device)
-                    self.model.hidden(batch, self.model.tree_pass(batch), routed)
-                    self.see(routed, pack)
+    @torch.no_grad()
+    def look_ahead(self, packs: Sequence[Pack]) -> None:
+        """Add the expert load of all packs, by a pass over each."""
+        for pack in packs:
+            with naming(pack.trees):
+                routed, batch = RouterLogits(), pack.batch.to(self.model.device)
+                self.model.hidden(batch, self.model.tree_pass(batch), routed)
+                self.see(routed, pack)
 
+    @torch.no_grad()
     def see(self, routed: RouterLogits, pack: Pack) -> None:
         """Add the expert load of a pack."""
         self._own += expert_counts(routed.logits, self._weights(pack), self.balance.experts.top_k)
 
     def share(self, routed: RouterLogits, pack: Pack, tally: Tally) -> Tensor:
         """The weighted part of a pack in the step's loss, to be differentiated."""
-        weights, top_k = self._weights(pack), self.balance.experts.top_k
+        weights = self._weights(pack)
         if self._pooled is None:
-            own = self._own if len(self.packs) > 1 else expert_counts(routed.logits, weights, top_k)
-            self._pooled = self.world.sum(own)
+            self._pooled = self.world.sum(self._own)
         part = balance_loss(self._pooled, probabilities(routed.logits, weights))
         tokens = weights.sum() * len(routed.logits)
         tally.add({KEY: (part, tokens / self._pooled[-1])})  # the counts of a step sum to 1

@@ -20,6 +20,8 @@ class Settings:
         asked_tokens, asked_checkpointing: what a step ran out of memory with, before it was repeated with the above; 0
             and empty if none has.
         products: library of the matrix products of linear layers on a CPU.
+        forwards_first_tokens: of a step whose forward passes may all come before its backward passes, if that saves
+            passes; 0 if the backward pass of a pack follows its forward pass.
     """
 
     microbatch_tokens: int = 2048
@@ -29,6 +31,7 @@ class Settings:
     asked_tokens: int = 0
     asked_checkpointing: str = ""
     products: Products = "mkl"
+    forwards_first_tokens: int = 0
 
     def lowered(self, tokens: int, checkpointing: Checkpointing, before: int) -> "Settings":
         """The settings after a step has run out of memory with packs of `before` tokens."""
@@ -36,6 +39,7 @@ class Settings:
         return replace(self, microbatch_tokens=tokens, checkpointing=checkpointing,
                        asked_tokens=self.asked_tokens or (0 if tokens == before else before),
                        asked_checkpointing=asked)
+
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return asdict(self)

@@ -14,15 +14,12 @@ def train_step(engine: Engine, step: StepPacks) -> StepOutcome:
     """Sum the losses of all units over packs and processes, divide once, clip, and update if everything is finite."""
     model, method, owned = engine.model, engine.method, engine.updater.owned
     ahead, log = LookAhead(engine, step), StepLog(engine, step)
-    for number, pack in enumerate(step.packs):
-        with naming(pack.trees):
-            batch, units = pack.batch.to(model.device), pack.units.to(model.device)
-            prompts, routed = ahead.tree_pass(batch), ahead.routed()
-            scored = engine.score(pack.trees, batch, prompts, routed)
-            losses = method.losses(scored, units, ahead.inputs(number, prompts))
-            share = method.total(losses, step.counts, units.shares) + ahead.router_share(routed, pack, log.tally)
+    for number, (done, inputs) in enumerate(ahead.forwards()):
+        with naming(done.pack.trees):
+            losses = method.losses(done.scored, done.units, inputs)
+            share = method.total(losses, step.counts, done.units.shares) + ahead.router_share(done, log.tally)
             model.backward(share, last=number == len(step.packs) - 1)
-            log.add(pack, units, scored, losses, share)
+            log.add(done.pack, done.units, done.scored, losses, share)
     owned.collect(engine.world)
     norm = clip(owned, engine.max_grad_norm, engine.world)
     finite = torch.isfinite(norm) & log.finite()

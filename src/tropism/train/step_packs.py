@@ -27,6 +27,7 @@ from tropism.data.tree import PromptTree
 from tropism.distributed.world import World
 from tropism.errors import UsageError
 from tropism.methods import Method, Units
+from tropism.train.settings import Settings
 
 _REPORT_EVERY = 100  # steps that are surveyed: some tens of milliseconds
 
@@ -41,6 +42,7 @@ class Pack:
         units: the rows that use them.
         rows: which rows those are.
         counts: the denominator of each term of the method, over these rows.
+        leaves: mismatched completions that continue its prompts; None if these are computed in packs of their own.
     """
 
     trees: tuple[PromptTree, ...]
@@ -48,6 +50,7 @@ class Pack:
     units: Units
     rows: tuple[int, ...]
     counts: tuple[float, ...]
+    leaves: "Leaves | None" = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class MismatchedPack:
 
 @dataclass(frozen=True)
 class Leaves(MismatchedPack):
-    """Mismatched completions that continue the prompts of the step's only pack, which are not computed again."""
+    """Mismatched completions that continue the prompts of a pack, which are not computed again."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,9 @@ class StepPacks:
         units: units of the step over all processes.
         counts: the denominator of each term of the method: units or tokens of the step, over all processes.
         packs, mismatched: of this process; every process has the same number, including empty ones.
-        leaves: in place of `mismatched`, if the step is one pack per process.
+        rows: all rows of the step over all processes, in ascending order.
+        forwards_first: the forward passes of all packs come before the backward passes, so that what the losses need
+            from the whole step is known without further passes.
         flat_tokens: prompt + completion tokens of the rows of all processes, without prompt sharing.
         computed_tokens: tokens of the packs of all processes.
         parts: of the step, which decide its reference point.
@@ -84,10 +89,16 @@ class StepPacks:
     counts: tuple[float, ...]
     packs: tuple[Pack, ...]
     mismatched: tuple[MismatchedPack, ...]
-    leaves: Leaves | None
+    rows: tuple[int, ...]
+    forwards_first: bool
     flat_tokens: int
     computed_tokens: int
     parts: Parts
+
+    @property
+    def leaves(self) -> tuple[Leaves, ...]:
+        """Mismatched completions that continue the prompts of packs, of all packs."""
+        return tuple(pack.leaves for pack in self.packs if pack.leaves is not None)
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,25 @@ class StepPlanner:
     """Let mismatched completions continue the main pass's prompts where they can (not with a live reference,
     which would need its own)."""
     balanced: bool = False
-    """Steps of several packs begin with a pass for the routers' load-balancing loss."""
+    """The losses of a step need its expert load, for the routers' load-balancing loss."""
+    forwards_first_tokens: int = 0
+    """Tokens of a process's largest step of several packs whose forward passes may all come before the backward
+    passes."""
+
+    def under(self, settings: Settings) -> "StepPlanner":
+        """This planner with the settings of a run."""
+        return replace(self, microbatch_tokens=settings.microbatch_tokens,
+                       forwards_first_tokens=settings.forwards_first_tokens)
+
+    @property
+    def continues(self) -> bool:
+        """Whether mismatched completions can continue the prompts of packs."""
+        return self.method.needs_reference_point and self.layout == "tree" and self.reuse_prompts
+
+    @property
+    def saves(self) -> bool:
+        """Whether steps of several packs need fewer passes if all forward passes come first."""
+        return self.method.looks_ahead or self.balanced or self.continues
 
     def survey(self, report: Callable[[int, int], None] = lambda done, total: None) -> tuple[list[PromptTree], int]:
         """Every tree of the schedule that the reference will score, mismatched ones included; and how many prompts
@@ -151,23 +180,27 @@ class StepPlanner:
         # Trees and mismatched trees stand in the same order, one of each per prompt, and stay together.
         costs = [3 * cost(planted[i].tree) + (cost(partners[i].tree) if partners else 0) for i in range(len(planted))]
         ranks = assign_to_ranks(costs, self.world.parts)
-        own = ranks[self.world.part]
         packs = self._packs([entry.tree for entry in planted], ranks)
-        leaves = None
-        lone: list[list[int]] = []
-        if partners and self.layout == "tree" and self.reuse_prompts and len(packs) == 1:
-            leaves = make_leaves([partners[i] for i in own], [planted[i] for i in own], parts)
-        elif partners:
-            lone = self._packs([entry.tree for entry in partners], ranks)
-        passes = 2 if self.method.looks_ahead or (self.balanced and len(packs) > 1) else 1
+        together = len(packs) == 1 or (self.saves and self._largest(planted, ranks) <= self.forwards_first_tokens)
+        continues = together and self.continues
+        lone = self._packs([entry.tree for entry in partners], ranks) if partners and not continues else []
+        made = [make_pack([planted[i] for i in pack], self.rows, self.layout, self.method, shares) for pack in packs]
+        if continues:
+            made = [replace(one, leaves=make_leaves([partners[i] for i in pack], [planted[i] for i in pack], parts))
+                    for one, pack in zip(made, packs, strict=True)]
+        passes = 2 if (self.method.looks_ahead or self.balanced) and not together else 1
         trees = passes * [entry.tree for entry in planted] + [entry.tree for entry in partners]
-        saved = sum(len(entry.tree.prompt_ids) for entry in partners) if leaves else 0
+        saved = sum(len(entry.tree.prompt_ids) for entry in partners) if continues else 0
         return StepPacks(
             step, len(indices), self.method.counts(self.rows[index] for index in indices),
-            tuple(make_pack([planted[i] for i in pack], self.rows, self.layout, self.method, shares) for pack in packs),
-            tuple(make_mismatched_pack([partners[i] for i in pack], self.layout, parts) for pack in lone), leaves,
-            sum(self.rows[index].flat_tokens for index in indices),
+            tuple(made),
+            tuple(make_mismatched_pack([partners[i] for i in pack], self.layout, parts) for pack in lone),
+            tuple(sorted({*indices})), together, sum(self.rows[index].flat_tokens for index in indices),
             sum(tokens_in_layout(tree, self.layout) for tree in trees) - saved, parts)
+
+    def _largest(self, planted: Sequence[PlacedTree], shares: Sequence[Sequence[int]]) -> int:
+        """Tokens of the process that has most of them."""
+        return max(sum(tokens_in_layout(planted[i].tree, self.layout) for i in rank) for rank in shares)
 
     def _packs(self, trees: Sequence[PromptTree], shares: Sequence[Sequence[int]]) -> list[list[int]]:
         """This process's packs as indices of trees: as many as on the process that needs most, of similar size."""

@@ -66,23 +66,26 @@ def rewards_of_step(method: Method, found: ScoredPacks, device: torch.device) ->
     return sums
 
 
-def ranks_of_step(method: Method, found: ScoredPacks, rows: Sequence[tuple[int, ...]], world: World,
-                  device: torch.device) -> list[StepInputs]:
+def ranks_of_step(method: Method, found: ScoredPacks, rows: Sequence[tuple[int, ...]], order: Sequence[int],
+                  world: World, device: torch.device) -> list[StepInputs]:
     """For each pair of this process's packs, the values at the same rank among all pairs of the step.
 
-    Pairs are sorted in the order of their rows, so that the result does not depend on packs or processes.
+    Pairs are sorted in the order of their rows, so that the result does not depend on packs or processes. All of it
+    stays on the device: each process fills its own lines of one table, and the sum of the tables has all lines.
+
+    Args:
+        rows: of each pack.
+        order: all rows of the step over all processes, in ascending order.
     """
-    own: dict[int, tuple[float, ...]] = {}
-    for (scored, units), indices in zip(found, rows, strict=True):
-        own |= dict(zip(indices, map(tuple, side_values(method, scored, units).tolist()), strict=True))
-    everywhere = {index: values for part in world.of_parts(own) for index, values in part.items()}
-    order = sorted(everywhere)
     place = {index: position for position, index in enumerate(order)}
-    columns = sorted_partners(torch.tensor([everywhere[index] for index in order], dtype=torch.float64))
+    lines = [sent(torch.tensor([place[index] for index in indices], dtype=torch.int64), device) for indices in rows]
+    own = torch.zeros(len(order), 4, dtype=torch.float64, device=device)
+    for (scored, units), at in zip(found, lines, strict=True):
+        own.index_copy_(0, at, side_values(method, scored, units).double())
+    columns = sorted_partners(world.sum(own))
     inputs = []
-    for indices in rows:
-        at = torch.tensor([place[index] for index in indices], dtype=torch.int64)
-        partner, of_chosen, of_rejected = (sent(column[at], device) for column in columns)
+    for at in lines:
+        partner, of_chosen, of_rejected = (column.index_select(0, at) for column in columns)
         inputs.append(StepInputs(partner=partner, chosen_partner=of_chosen, rejected_partner=of_rejected))
     return inputs
 

@@ -160,7 +160,7 @@ class _Trainer:
         rows: list[EncodedRow] = encode(dataset, self.processing_class, self._rules, name)[0]
         if not rows:
             raise UsageError(f"{name} has no rows whose prompt leaves room for a completion")
-        with self._ours._working() as run:
+        with self._ours.working() as run:
             engine = run.build()
             evaluator = Evaluator(rows, run.inputs.numerics.microbatch_tokens, run.inputs.data.max_length)
             if isinstance(engine.reference, StoredReference) and not _is_scored(rows, engine):

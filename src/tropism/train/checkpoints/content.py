@@ -70,7 +70,8 @@ def _one_of(*known: str) -> Kind:
 _SETTINGS: Mapping[str, Kind] = {
     "microbatch_tokens": lambda value: _count(value) and value > 0,
     "checkpointing": _one_of(*get_args(Checkpointing)), "offload": _switch, "compiled": _switch, "asked_tokens": _count,
-    "asked_checkpointing": _one_of("", *get_args(Checkpointing)), "products": _one_of(*get_args(Products))}
+    "asked_checkpointing": _one_of("", *get_args(Checkpointing)), "products": _one_of(*get_args(Products)),
+    "forwards_first_tokens": _count}
 
 
 def _settings(value: Any) -> bool:

@@ -10,7 +10,8 @@ from tropism.options import size_bytes
 from tropism.train.planning.memory import Needs
 from tropism.train.settings import Settings
 
-MeasureNeeds = Callable[[Checkpointing], Needs]
+MeasureNeeds = Callable[[Settings], Needs]
+"""What packs need under settings, as far as these name checkpointing and whether forward passes come first."""
 
 TOKENS = {"cpu": 2048, "cuda": 32768}
 """Tokens of a pack that `auto` takes at most: more are not faster."""
@@ -36,6 +37,7 @@ class Choice:
         facts: for the manifest.
         fits: the prediction does not exceed the limit; True without one.
         components: predicted bytes by component; empty if nothing was predicted.
+        forwards_first_tokens: of a step whose forward passes may all come before its backward passes.
     """
 
     settings: Settings
@@ -43,6 +45,14 @@ class Choice:
     facts: dict[str, Any] = field(default_factory=dict)
     fits: bool = True
     components: dict[str, float] = field(default_factory=dict)
+    forwards_first_tokens: int = 0
+
+    def with_forwards_first(self, tokens: int) -> "Choice":
+        """This choice with all forward passes first in steps of so many tokens."""
+        if not tokens:
+            return self
+        return replace(self, settings=replace(self.settings, forwards_first_tokens=tokens),
+                       sentence=f"{self.sentence}; all forward passes of a step come before its backward passes")
 
     def at(self, tried: list[Settings], number: int) -> "Choice":
         """This choice with the settings of a number, which several processes have agreed on."""
@@ -82,7 +92,8 @@ def candidates(options: Any, kind: str, kept: Settings | None, worth: bool = Fal
     order = [(size, level) for level in levels for size in fast]
     order += [(size, levels[-1]) for size in tokens if size not in fast]
     return [replace(auto, microbatch_tokens=size, checkpointing=level, offload=offload and level == "full",
-                    compiled=compiled) for size, level in order]
+                    compiled=compiled, forwards_first_tokens=auto.forwards_first_tokens * (level == "full"))
+            for size, level in order]
 
 
 def _halved(size: int, least: int) -> Iterable[int]:
@@ -92,16 +103,18 @@ def _halved(size: int, least: int) -> Iterable[int]:
 
 
 def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds, largest: int, step: int,
-           kind: str = "cpu") -> Choice:
+           kind: str = "cpu", saves: bool = False) -> Choice:
     """The first settings that fit into the limit; the last ones if none do.
 
     Args:
         tried: of `candidates`.
         limited: the user set the limit.
-        needs: measures the memory of packs under a level of checkpointing.
+        needs: measures the memory of packs.
         largest: tokens of the largest tree, which no pack divides.
         step: tokens of a step of one process.
         kind: type of the device.
+        saves: steps of several packs need fewer passes if all forward passes come first. With full checkpointing they
+            do, in steps of as many tokens as fit.
     """
     most = min(_LIMITED, 1 - _GROWTH / limit) if limited else _USED
     measured: dict[Checkpointing, Needs] = {}
@@ -110,12 +123,34 @@ def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds
     for share, settings in [(share, settings) for share in shares for settings in tried]:
         level = settings.checkpointing
         if level not in measured:
-            measured[level] = needs(level)
+            measured[level] = needs(settings)
         tokens = min(max(settings.microbatch_tokens, largest), max(step, largest))
-        found = measured[level].components(tokens, several=settings.microbatch_tokens < step)
+        waiting = max(0, min(settings.forwards_first_tokens, step) - tokens)
+        found = measured[level].components(tokens, settings.microbatch_tokens < step, waiting)
         if sum(found.values()) <= share * limit:
-            return _chosen(settings, found, limit, limited, True)
+            tokens_first = 0
+            if saves and level == "full" and settings.microbatch_tokens < step:
+                tokens_first, found = _forwards_first(needs(replace(settings, forwards_first_tokens=step)), found,
+                                                      tokens, step, share * limit)
+            return replace(_chosen(settings, found, limit, limited, True), forwards_first_tokens=tokens_first)
     return _chosen(tried[-1], found, limit, limited, False, measured[tried[-1].checkpointing].least)
+
+
+def _forwards_first(needs: Needs, apart: dict[str, float], tokens: int, step: int,
+                    room: float) -> tuple[int, dict[str, float]]:
+    """Tokens of a step whose forward passes may all come first; 0 if that does not fit. And the bytes by component.
+
+    Args:
+        apart: bytes by component if they do not.
+        tokens: of the largest pack.
+        step: tokens of a step. Later ones may be larger.
+        room: bytes that may be used.
+    """
+    left = int((room - needs.peak(tokens)) / max(needs.kept_per_token, 1.0))
+    if left <= 0:
+        return 0, apart
+    most = min(tokens + left, step * 5 // 4)
+    return most, max(needs.components(tokens, waiting=most - tokens), apart, key=lambda parts: sum(parts.values()))
 
 
 def _chosen(settings: Settings, found: dict[str, float], limit: int, limited: bool, fits: bool,
@@ -133,15 +168,17 @@ def _chosen(settings: Settings, found: dict[str, float], limit: int, limited: bo
     return Choice(settings, sentence, facts, fits, found)
 
 
-def unpredicted(tried: list[Settings], why: Exception | None) -> Choice:
+def unpredicted(tried: list[Settings], why: Exception | None, forwards_first_tokens: int = 0) -> Choice:
     """The fastest settings, if nothing was or can be predicted.
 
     Args:
         why: the prediction failed; None if the model is so small that none is needed.
+        forwards_first_tokens: of a step whose forward passes may all come first, with full checkpointing.
     """
     reason = ("the model needs little memory" if why is None else
               f"memory cannot be predicted ({type(why).__name__}: {clause(first_line(why))})")
-    return Choice(tried[0], f"memory: {describe(tried[0])}; {reason}")
+    return Choice(tried[0], f"memory: {describe(tried[0])}; {reason}",
+                  forwards_first_tokens=forwards_first_tokens * (tried[0].checkpointing == "full"))
 
 
 def describe(settings: Settings) -> str:

@@ -177,12 +177,16 @@ class Counter(TorchDispatchMode):
         phase = f"{self.phase}, head" if self.kind == "head" else self.phase
         if self._sum > self._largest.get(phase, 0):
             self._largest[phase] = self._sum
-            self.count.peaks[phase] = {name: held for name, held in self.count.live.items() if held}
+            self.mark(phase)
 
     def _free(self, key: int) -> None:
         component, size, _ = self._held.pop(key)
         self.count.live[component] -= size
         self._sum -= size
+
+    def mark(self, phase: str) -> None:
+        """Name what is live now as the peak of a phase."""
+        self.count.peaks[phase] = {name: held for name, held in self.count.live.items() if held}
 
     def reset_peak(self) -> None:
         """Forget the peak so far."""

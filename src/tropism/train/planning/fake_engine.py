@@ -22,6 +22,7 @@ from tropism.train.adamw8bit import AdamW8bit
 from tropism.train.engine import Engine
 from tropism.train.optimizer import Updater
 from tropism.train.planning.count import Count, Counter
+from tropism.train.planning.memory import KEPT
 from tropism.train.step import train_step
 from tropism.train.step_packs import StepPacks
 
@@ -312,6 +313,7 @@ class _Phased(LanguageModel):
     def backward(self, share: Tensor, last: bool) -> None:
         """As `LanguageModel.backward`."""
         counter, passes, visits = self._state  # type: ignore[attr-defined]
+        counter.mark(f"{passes[0]} {KEPT}")
         visits[0], counter.phase = 0, f"{passes[0]} backward"
         super().backward(share, last)
         passes[0] += 1

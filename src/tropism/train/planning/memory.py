@@ -15,6 +15,8 @@ HELD = ("weights", "gradients", "optimizer", "reference", "teacher")
 BASE = "program"
 """Component of the interpreter and its libraries; on a GPU its context."""
 _CONTEXT_BYTES = 600 * 2**20
+KEPT = "kept"
+"""Phase between the forward and the backward pass of a pack."""
 _SPARE = 1.04
 """Gaps between tensors, and buffers of the libraries."""
 
@@ -83,12 +85,19 @@ class Needs:
     small: Pass
     large: Pass
 
-    def components(self, tokens: float, several: bool = True) -> dict[str, float]:
+    @property
+    def kept_per_token(self) -> float:
+        """Bytes that a forward pass keeps for the backward pass, per token."""
+        held = self.large.phases.get(KEPT, {})
+        return _SPARE * sum(size for name, size in held.items() if name not in HELD) / self.large.tokens
+
+    def components(self, tokens: float, several: bool = True, waiting: float = 0.0) -> dict[str, float]:
         """Bytes by component at the peak of a step.
 
         Args:
             tokens: of its largest pack.
             several: the step has several packs, so gradients exist from the second one on.
+            waiting: tokens of its other packs whose forward passes are done and whose backward passes are not.
         """
         span = self.large.tokens - self.small.tokens
         share = (tokens - self.small.tokens) / span if span > 0 else 0.0
@@ -103,7 +112,10 @@ class Needs:
                 found[name] = max(0.0, low + share * (high - low)) if high >= low else high
             if sum(found.values()) > sum(best.values()):
                 best = found
-        return {name: _SPARE * size if name not in (BASE, *HELD) else size for name, size in best.items() if size > 0}
+        best = {name: _SPARE * size if name not in (BASE, *HELD) else size for name, size in best.items() if size > 0}
+        if waiting:
+            best["activations"] = best.get("activations", 0.0) + self.kept_per_token * waiting
+        return best
 
     def peak(self, tokens: float, several: bool = True) -> float:
         """Bytes at the peak of a step."""

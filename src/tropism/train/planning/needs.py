@@ -6,29 +6,31 @@ from typing import Any
 
 import torch
 
-from tropism.model.checkpointing import Checkpointing
 from tropism.train.planning.blueprint import Blueprint
 from tropism.train.planning.count import Count
 from tropism.train.planning.memory import HELD, Needs, Pass
+from tropism.train.settings import Settings
 from tropism.train.step_packs import StepPacks, StepPlanner
 
 _SMALLER = 4
 
 
-def measure(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float, checkpointing: Checkpointing,
+def measure(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float, settings: Settings,
             held: Mapping[str, float] | None = None, shards: int = 1) -> Needs:
     """Count two packs of the first step, of at most `tokens` and a quarter of it.
 
     Args:
         planner: of the run.
         base: bytes of the program.
+        settings: their checkpointing, and whether forward passes come first.
         held: bytes of the components of `HELD`; by default as counted.
         shards: processes that share weights, gradients and optimizer state.
     """
+    planner = planner.under(settings)
     large = one_pack(replace(planner, microbatch_tokens=tokens).packs_of(1))
     most = large.packs[0].batch.tokens
     small = one_pack(replace(planner, microbatch_tokens=max(1, most // _SMALLER)).packs_of(1))
-    count = blueprint.count([small, large], checkpointing)
+    count = blueprint.count([small, large], settings.checkpointing)
     passes = [Pass(step.packs[0].batch.tokens, _phases(count, number)) for number, step in enumerate((small, large))]
     return Needs(base, held or shared(held_in(count), blueprint.module, shards), *passes)
 
@@ -72,3 +74,10 @@ def quick_bound(module: Any, tokens: int) -> float:
                  if isinstance(layer, torch.nn.Linear))
     vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
     return 20.0 * weights + 32.0 * widths * tokens + 24.0 * min(vocabulary * tokens, 2**26)
+
+
+def quick_tokens(module: Any, tokens: int, most: float) -> int:
+    """Tokens, doubled as long as the generous estimate stays below so many bytes."""
+    while tokens < 2**40 and quick_bound(module, 2 * tokens) < most:
+        tokens *= 2
+    return tokens

@@ -143,7 +143,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
     (inputs.voice.say if choice.fits else inputs.voice.warn)(choice.sentence)
     inputs, settings = settle_products(inputs, choice.settings, module, kept)
     model, settings = with_settings(model, settings, probes, world, inputs.voice, options.compile == "on")
-    planner = replace(planner, microbatch_tokens=settings.microbatch_tokens)
+    planner = planner.under(settings)
     teacher, reference = _frozen_models(inputs, model, planner, probes, preemption)
     updater, idle = build_updater(module, options, inputs.schedule.total_steps, inputs.objects.optimizer,
                                   inputs.objects.scheduler, inputs.objects.rule)

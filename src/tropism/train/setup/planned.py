@@ -7,14 +7,13 @@ from tropism.data.row_facts import facts_of
 from tropism.distributed.shard import is_sharded
 from tropism.distributed.world import World
 from tropism.model import load
-from tropism.model.checkpointing import Checkpointing
 from tropism.model.compiled import worth_compiling
 from tropism.model.source import ModelSource
 from tropism.train.frozen import teacher as teachers
 from tropism.train.planning.blueprint import Blueprint
 from tropism.train.planning.choose import Choice, candidates, choose, limit_of, unpredicted
 from tropism.train.planning.memory import Needs, available, base_bytes
-from tropism.train.planning.needs import measure, quick_bound
+from tropism.train.planning.needs import measure, quick_bound, quick_tokens
 from tropism.train.settings import Settings
 from tropism.train.setup import models
 from tropism.train.step_packs import StepPlanner
@@ -42,19 +41,27 @@ def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int,
     limit = limit_of(options, available(world.device, _neighbors(world)))
     shards = 1 if world.mesh is None else world.mesh.size("shard") * world.mesh.size("tensor")
     own = inputs.policy.skeleton(inputs.numerics) if is_sharded(module) else module
+    first = planner.saves and kept is None
     if options.memory_limit is None and _PLENTY * quick_bound(own, tried[0].microbatch_tokens) < limit:
-        return unpredicted(tried, None)
+        enough = quick_tokens(own, tried[0].microbatch_tokens, limit / 2) if first else 0
+        return _agreed(unpredicted(tried, None, enough), tried, world)
     base = base_bytes(world.device, before)
 
-    def needs(level: Checkpointing) -> Needs:
+    def needs(settings: Settings) -> Needs:
         blueprint = blueprint_of(inputs, own, planner.layout)
-        return measure(blueprint, planner, tried[0].microbatch_tokens, base, level, shards=shards)
+        return measure(blueprint, planner, tried[0].microbatch_tokens, base, settings, shards=shards)
 
     try:
-        found = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), kind)
+        found = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), kind, first)
     except Exception as error:  # models may do anything with their tensors; a run does not fail by its prediction
         found = unpredicted(tried, error)
-    return found.at(tried, world.max([tried.index(found.settings)])[0])
+    return _agreed(found, tried, world)
+
+
+def _agreed(found: Choice, tried: list[Settings], world: World) -> Choice:
+    """The choice of all processes, from that of each."""
+    number, tokens = world.max([tried.index(found.settings), -found.forwards_first_tokens])
+    return found.at(tried, number).with_forwards_first(-tokens)
 
 
 def tree_and_step(planner: StepPlanner) -> tuple[int, int]:
