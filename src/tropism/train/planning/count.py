@@ -43,12 +43,12 @@ class Cost:
     launches: float = 0
     seconds: float = 0.0
 
-    def add(self, flops: float, size: float, seconds: float) -> None:
-        """Add one operation."""
-        self.flops += flops
-        self.bytes += size
-        self.launches += 1
-        self.seconds += seconds
+    def add(self, flops: float, size: float, seconds: float, times: float = 1.0) -> None:
+        """Add one operation that runs so many times."""
+        self.flops += times * flops
+        self.bytes += times * size
+        self.launches += times
+        self.seconds += times * seconds
 
 
 @dataclass
@@ -118,6 +118,7 @@ class Counter(TorchDispatchMode):
         self.component = "activations"
         self.kind: Kind | None = None
         self._clock = clock
+        self._times = 1.0
         self._held: dict[int, tuple[str, int, Any]] = {}
         self.phase = "forward"
         self._sum = 0
@@ -142,9 +143,23 @@ class Counter(TorchDispatchMode):
             return out
         kind = self.kind or _kind_of(name)
         flops, size = flops_of(func, name, args, kwargs, out), _traffic(name, inputs, outputs)
-        seconds = self.seconds_of(flops, size, _dtype_of(inputs), kind)
-        self.count.costs[kind].add(flops, size, seconds)
+        self.add(kind, flops, size, _dtype_of(inputs))
         return out
+
+    def add(self, kind: Kind, flops: float, size: float, dtype: torch.dtype, launches: int = 1) -> None:
+        """Count one operation, of several launches."""
+        cost, seconds = self.count.costs[kind], self.seconds_of(flops, size, dtype, kind)
+        cost.add(flops, size, seconds, self._times)
+        cost.launches += (launches - 1) * self._times
+
+    @contextmanager
+    def repeated(self, times: float) -> Iterator[None]:
+        """Count each operation of a block so many times."""
+        before, self._times = self._times, self._times * times
+        try:
+            yield
+        finally:
+            self._times = before
 
     def seconds_of(self, flops: float, size: float, dtype: torch.dtype, kind: Kind) -> float:
         """Seconds of an operation by the clock; 0 without one."""
