@@ -57,6 +57,15 @@ def test_a_prediction_never_exceeds_the_limit_unless_the_log_says_so() -> None:
     assert "the limit of 1.0 GiB" in chosen(1024, memory_limit="1GiB").sentence
 
 
+def test_all_of_a_gpu_is_used_before_packs_become_small() -> None:
+    """Weights of three quarters of a card do not bring packs of 128 tokens."""
+    least = replace(needs("full"), held={**HELD, "weights": 5000 * MIB})
+    found = choose(candidates(options(), "cuda", None), round((least.peak(8192) + 100 * MIB) / 0.95), False,
+                   lambda level: replace(needs(level), held=least.held), 100, 30_000, "cuda")
+    assert found.fits
+    assert (found.settings.microbatch_tokens, found.settings.checkpointing) == (8192, "full")
+
+
 def test_options_and_kept_choices_win() -> None:
     kept = Settings(700, "selective")
     assert chosen(20_000, kept).settings == kept

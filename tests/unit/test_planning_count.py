@@ -1,20 +1,23 @@
 """The count of a step on tensors without values: by hand, and few layers against all."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from helpers import row
 from tropism.config import KDOptions, KTOOptions, SFTOptions
 from tropism.data.schedule import Schedule
 from tropism.distributed.world import World
 from tropism.methods.build import build_method
+from tropism.model.head import tiles
 from tropism.train.frozen.teacher import compare_as
 from tropism.train.planning.blueprint import Blueprint
 from tropism.train.planning.count import Count, Counter
+from tropism.train.planning.lengths import over_lengths
 from tropism.train.planning.memory import KEPT
 from tropism.train.planning.needs import held_in, measure, one_pack
 from tropism.train.settings import Settings
@@ -165,3 +168,90 @@ def test_attention_of_a_gpu_is_one_call() -> None:
     assert gpu.costs["attention"].launches == 2 * 3 * len(step.packs)
     assert gpu.costs["products"].flops == host.costs["products"].flops
     assert 0.5 < gpu.costs["attention"].flops / host.costs["attention"].flops < 2
+
+
+def test_blocks_of_a_tile_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head whose tiles are cut into blocks of two rows costs what it costs, though one block is computed."""
+    options = SFTOptions(model="m", data="d", output="o")
+    plan = planner("single", options.values)
+    drawn, step = blueprint(1, options, plan.method), plan.packs_of(1)
+    whole = drawn.count([step]).costs["head"]
+    monkeypatch.setattr(tiles, "CPU_BLOCK", 2 * VOCABULARY)
+    cut = drawn.count([step]).costs["head"]
+    assert cut.flops == whole.flops
+    assert cut.bytes == pytest.approx(whole.bytes, rel=0.05)
+    assert cut.launches > 5 * whole.launches
+
+
+def test_the_head_of_a_gpu_has_its_tiles_and_kernels() -> None:
+    """Also on a machine without one: tiles are larger, and a tile is read once forwards."""
+    counter = Counter()
+    weight = torch.zeros(4, 2)
+    with tiles.planning(tiles.Planned(True, counter.repeated)):
+        assert tiles.tile_elements(weight) == tiles.GPU_TILE
+    assert tiles.tile_elements(weight) == tiles.CPU_TILE
+    options = SFTOptions(model="m", data="d", output="o")
+    plan = planner("single", options.values)
+    host, gpu = (blueprint(1, options, plan.method, gpu=gpu).count([plan.packs_of(1)]).costs["head"]
+                 for gpu in (False, True))
+    assert gpu.flops == host.flops
+    assert gpu.launches < host.launches
+    assert gpu.bytes < 0.8 * host.bytes
+
+
+@pytest.mark.parametrize("loop", [True, False])
+def test_polynomials_of_the_length_are_continued(loop: bool) -> None:
+    """Work is quadratic, memory linear; lines without a loop, or short ones, are counted as they are."""
+    plan = planner("single", SFTOptions(model="m", data="d", output="o").values)
+    lengths = []
+
+    def count(steps: Any) -> Count:
+        length = steps[0].packs[0].batch.input_ids.shape[1]
+        assert int(steps[0].packs[0].batch.predict_index.max()) < steps[0].packs[0].batch.input_ids.numel()
+        lengths.append(length)
+        found = Count(peaks={"forward": {"activations": 5.0 + 3 * length}})
+        found.costs["products"].flops, found.costs["products"].launches = 2 * length**2 + 7 * length, 9 + length * loop
+        return found
+
+    rows = [row(range(1, 90), range(100, 100 + 400), id="0")]
+    schedule = Schedule((0,), 1, 0, 1, None, False, False, False)
+    step = StepPlanner(rows, schedule, plan.method, "padded", 2048, 512, World(0, 1, torch.device("cpu"))).packs_of(1)
+    found, length = over_lengths(count, [step]), 89 + 399
+    assert found.costs["products"].flops == pytest.approx(2 * length**2 + 7 * length)
+    assert found.peaks["forward"]["activations"] == pytest.approx(5 + 3 * length)
+    assert lengths == ([8, 16, 24] if loop else [8, 16, length])
+    over_lengths(count, [replace(plan, layout="padded").packs_of(1)])
+    assert len(lengths) == 4
+
+
+@pytest.mark.slow
+def test_short_lines_tell_what_loops_over_tokens_take() -> None:
+    """A recurrence in Python is not followed token by token."""
+    with torch.device("meta"):
+        mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=1,
+                                             state_size=4)).eval()
+    options = SFTOptions(model="m", data="d", output="o")
+    plan = planner("single", options.values)
+    long = [row(range(1, 40), range(95), id="0")]
+    step = StepPlanner(long, Schedule((0,), 1, 0, 1, None, False, False, False), plan.method, "padded", 2048, 512,
+                       World(0, 1, torch.device("cpu"))).packs_of(1)
+    drawn = Blueprint(options, mamba, "padded", "fp32", plan.method)
+    quick, full = drawn.count([step]), drawn._with_all_layers([step], "none", None)
+    assert quick.total().launches > 1000
+    for name in ("flops", "bytes", "launches"):
+        assert getattr(quick.total(), name) == pytest.approx(getattr(full.total(), name), rel=0.02), name
+    assert quick.peak == pytest.approx(full.peak, rel=0.03)
+
+
+def test_experts_are_counted_in_any_precision() -> None:
+    with torch.device("meta"):
+        module = MixtralForCausalLM(MixtralConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=1, num_local_experts=4,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)).eval()
+    options = SFTOptions(model="m", data="d", output="o")
+    plan = planner("single", options.values)
+    step = plan.packs_of(1)
+    count = Blueprint(options, module, "tree", "fp32", plan.method).count([step])
+    tokens = sum(pack.batch.tokens for pack in step.packs)
+    assert count.costs["products"].flops > 6 * 2 * 3 * WIDTH * MLP * tokens  # two experts a token
+    assert held_in(count)["gradients"] == sum(4 * weight.numel() for weight in module.parameters())

@@ -16,7 +16,7 @@ from torch import Tensor
 from tropism.losses.divergence import LOWEST
 from tropism.model.head.folds import score
 from tropism.model.head.logprob import Head, backpropagate
-from tropism.model.head.tiles import at, by_blocks, put, slices
+from tropism.model.head.tiles import at, by_blocks, on_gpu, put, slices
 from tropism.model.head.vocab_parallel import Columns
 from tropism.shapes import Hidden, PerToken, TokenIndex
 from tropism.spans import timed_as
@@ -288,7 +288,7 @@ class _LinearDivergence(torch.autograd.Function):
 
 def _elements(head: Head) -> int:
     """Elements of one model's logits at once."""
-    return _GPU_CHUNK if head.weight.is_cuda else _CPU_CHUNK
+    return _GPU_CHUNK if on_gpu(head.weight) else _CPU_CHUNK
 
 
 @torch.no_grad()

@@ -5,12 +5,13 @@ On NVIDIA GPUs with Triton, `triton_kernels` does each in one kernel. It is test
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tropism.model.head.shape import Shape
-from tropism.model.head.tiles import at, by_blocks, put
+from tropism.model.head.tiles import at, by_blocks, planned_kernels, put
 
 
 @cache
@@ -24,6 +25,17 @@ def fused(raw: Tensor) -> bool:
             and raw.shape[1] > 0 and _has_triton())
 
 
+def kernels(raw: Tensor) -> Any:
+    """The module of fused kernels for a tile of products; None for plain torch."""
+    if (planned := planned_kernels()) is not None:
+        return planned
+    if not fused(raw):
+        return None
+    from tropism.model.head import triton_kernels
+
+    return triton_kernels
+
+
 def fold(raw: Tensor, shape: Shape, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """`[n]` log-sum-exp over a tile, and `[n]` logit of each target, 0 if it is not in the tile.
 
@@ -33,10 +45,9 @@ def fold(raw: Tensor, shape: Shape, targets: Tensor, first: int) -> tuple[Tensor
         targets: `[n]` token ids.
         first: id of the first column.
     """
-    if fused(raw):
-        from tropism.model.head import triton_kernels
-
-        return triton_kernels.fold(raw, shape, targets, first)
+    if (quick := kernels(raw)) is not None:
+        log_sums, here = quick.fold(raw, shape, targets, first)
+        return log_sums, here
 
     def of(block: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = shape.logits_(block)
@@ -57,10 +68,9 @@ def unfold(raw: Tensor, shape: Shape, targets: Tensor, first: int, log_z: Tensor
         out: `[n, c]`, of any dtype.
         finished: `raw` is as `fold` has left it.
     """
-    if fused(raw):
-        from tropism.model.head import triton_kernels
-
-        return triton_kernels.unfold(raw, shape, targets, first, log_z, upstream, out)
+    if (quick := kernels(raw)) is not None:
+        change: Tensor = quick.unfold(raw, shape, targets, first, log_z, upstream, out)
+        return change
 
     def of(block: Tensor, to: Tensor, ids: Tensor, log_z: Tensor, upstream: Tensor) -> tuple[()]:
         logits = block if finished else shape.logits_(block)

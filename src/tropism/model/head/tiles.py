@@ -5,6 +5,10 @@ several operations are applied to them, so that a tile crosses the memory bus on
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +19,40 @@ CPU_TILE, GPU_TILE = 2**25, 2**27
 COLUMNS = 2**15
 # Elements of one block, of which up to 14 arrays exist at once: 1 MiB on a CPU, 64 MiB on a GPU.
 CPU_BLOCK, GPU_BLOCK = 2**18, 2**24
+
+
+@dataclass(frozen=True)
+class Planned:
+    """How tiles are computed on tensors without values, to count what they cost.
+
+    Args:
+        gpu: tiles have the size that they have on a GPU.
+        repeated: within it, each operation counts so many times.
+        kernels: stands for the fused kernels of the device; None if it has none.
+    """
+
+    gpu: bool
+    repeated: Callable[[float], AbstractContextManager[None]]
+    kernels: Any = None
+
+
+_planned: ContextVar[Planned | None] = ContextVar("planned", default=None)
+
+
+@contextmanager
+def planning(planned: Planned) -> Iterator[None]:
+    """Compute tiles as they are planned."""
+    token = _planned.set(planned)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def planned_kernels() -> Any:
+    """What stands for fused kernels; None outside of plans for a GPU."""
+    found = _planned.get()
+    return None if found is None else found.kernels
 
 
 def slices(total: int, step: int) -> Iterator[slice]:
@@ -30,7 +68,13 @@ def column_slices(total: int, width: int = COLUMNS) -> Iterator[slice]:
 
 def tile_elements(weight: Tensor) -> int:
     """Elements of a tile on the device of a head's weight."""
-    return GPU_TILE if weight.is_cuda else CPU_TILE
+    return GPU_TILE if on_gpu(weight) else CPU_TILE
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether tiles of a tensor have the size that they have on a GPU."""
+    planned = _planned.get()
+    return tensor.is_cuda if planned is None else planned.gpu
 
 
 def by_blocks(find: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -40,10 +84,13 @@ def by_blocks(find: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tupl
         find: takes a block of each tensor, and returns tensors with as many rows.
         tensors: `[n, ...]`, the first one the widest.
     """
-    widest = tensors[0]
-    step = max(1, (GPU_BLOCK if widest.is_cuda else CPU_BLOCK) // max(1, widest.shape[1]))
+    widest, planned = tensors[0], _planned.get()
+    step = max(1, (GPU_BLOCK if on_gpu(widest) else CPU_BLOCK) // max(1, widest.shape[1]))
     if len(widest) <= step:
         return find(*tensors)
+    if planned is not None:  # blocks are alike
+        with planned.repeated(len(widest) / step):
+            return tuple(one.new_empty(len(widest), *one.shape[1:]) for one in find(*(one[:step] for one in tensors)))
     found = zip(*(find(*parts) for parts in zip(*(one.split(step) for one in tensors), strict=True)), strict=True)
     return tuple(map(torch.cat, found))
 

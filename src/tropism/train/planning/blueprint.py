@@ -21,6 +21,7 @@ from tropism.model.adapters.switch import adapter_off
 from tropism.model.checkpointing import Checkpointing
 from tropism.model.head.divergence import Comparison
 from tropism.model.language_model import LanguageModel, Precision
+from tropism.model.token_state import carries_state
 from tropism.train.engine import Engine
 from tropism.train.frozen.reference import freeze
 from tropism.train.frozen.teacher import LiveTeacher
@@ -37,6 +38,7 @@ from tropism.train.planning.fake_engine import (
     quantize,
     without_kernels,
 )
+from tropism.train.planning.lengths import over_lengths
 from tropism.train.step_packs import StepPacks
 
 _FEW = (1, 2)
@@ -74,6 +76,11 @@ class Blueprint:
 
     def count(self, steps: Sequence[StepPacks], checkpointing: Checkpointing = "none", clock: Any = None) -> Count:
         """What some steps take with all layers."""
+        if self.layout == "padded" and carries_state(self.module):
+            return over_lengths(lambda steps: self._with_all_layers(steps, checkpointing, clock), steps)
+        return self._with_all_layers(steps, checkpointing, clock)
+
+    def _with_all_layers(self, steps: Sequence[StepPacks], checkpointing: Checkpointing, clock: Any) -> Count:
         models = [self.module, *([] if self.teacher is None else [self.teacher])]
         depths = [len(stack) if alike(stack := layers_of(model)) else 0 for model in models]
         start = [_FEW[0] if depth > _FEW[1] else None for depth in depths]

@@ -120,7 +120,9 @@ def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds
     measured: dict[Checkpointing, Needs] = {}
     found: dict[str, float] = {}
     shares = sorted({min(_EASY[kind], most), most})
-    for share, settings in [(share, settings) for share in shares for settings in tried]:
+    fast = min(_FAST[kind], tried[0].microbatch_tokens)
+    for share, settings in [(share, settings) for share in shares for settings in tried
+                            if share == most or settings.microbatch_tokens >= fast]:  # before small packs are tried
         level = settings.checkpointing
         if level not in measured:
             measured[level] = needs(settings)

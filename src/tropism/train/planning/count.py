@@ -43,12 +43,12 @@ class Cost:
     launches: float = 0
     seconds: float = 0.0
 
-    def add(self, flops: float, size: float, seconds: float) -> None:
-        """Add one operation."""
-        self.flops += flops
-        self.bytes += size
-        self.launches += 1
-        self.seconds += seconds
+    def add(self, flops: float, size: float, seconds: float, times: float = 1.0) -> None:
+        """Add one operation that runs so many times."""
+        self.flops += times * flops
+        self.bytes += times * size
+        self.launches += times
+        self.seconds += times * seconds
 
 
 @dataclass
@@ -118,6 +118,7 @@ class Counter(TorchDispatchMode):
         self.component = "activations"
         self.kind: Kind | None = None
         self._clock = clock
+        self._times = 1.0
         self._held: dict[int, tuple[str, int, Any]] = {}
         self.phase = "forward"
         self._sum = 0
@@ -133,7 +134,10 @@ class Counter(TorchDispatchMode):
         if name in ("equal", "is_nonzero"):
             self.count.waits += 1
             return True
-        out = func(*args, **kwargs)
+        if getattr(func, "is_view", False) and isinstance(out := func(*args, **kwargs), Tensor):
+            self.hold(out)
+            return out
+        out = _grouped(*args, **kwargs) if name == "_grouped_mm" else func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in outputs:
@@ -142,9 +146,23 @@ class Counter(TorchDispatchMode):
             return out
         kind = self.kind or _kind_of(name)
         flops, size = flops_of(func, name, args, kwargs, out), _traffic(name, inputs, outputs)
-        seconds = self.seconds_of(flops, size, _dtype_of(inputs), kind)
-        self.count.costs[kind].add(flops, size, seconds)
+        self.add(kind, flops, size, _dtype_of(inputs))
         return out
+
+    def add(self, kind: Kind, flops: float, size: float, dtype: torch.dtype, launches: int = 1) -> None:
+        """Count one operation, of several launches."""
+        cost, seconds = self.count.costs[kind], self.seconds_of(flops, size, dtype, kind)
+        cost.add(flops, size, seconds, self._times)
+        cost.launches += (launches - 1) * self._times
+
+    @contextmanager
+    def repeated(self, times: float) -> Iterator[None]:
+        """Count each operation of a block so many times."""
+        before, self._times = self._times, self._times * times
+        try:
+            yield
+        finally:
+            self._times = before
 
     def seconds_of(self, flops: float, size: float, dtype: torch.dtype, kind: Kind) -> float:
         """Seconds of an operation by the clock; 0 without one."""
@@ -213,6 +231,14 @@ class Counter(TorchDispatchMode):
             self.kind = before
 
 
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """The result of a grouped product in any dtype. Its own rule for fake tensors knows bfloat16 only."""
+    groups = () if offs is None or a.dim() + b.dim() == 5 else (len(offs),)
+    if a.dim() + b.dim() == 6:
+        groups = (len(a),)
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
+
+
 def _kind_of(name: str) -> Kind:
     if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
         return "attention"
@@ -249,6 +275,9 @@ def flops_of(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         whole = 2 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * (query.shape[3] + value.shape[3])
         causal = any(argument is True for argument in (*args, *kwargs.values()))
         return whole * (2.5 if shift else 1.0) * (0.5 if causal else 1.0)
+    if name == "_grouped_mm":
+        a, b = args[:2]
+        return 2.0 * (b.numel() * a.shape[-2] if a.dim() > b.dim() else a.numel() * b.shape[-1])
     formula = flop_registry.get(func._overloadpacket) or flop_registry.get(getattr(_aten, name.rstrip("_"), None))
     if formula is None:
         if name == "_linear_pointwise":

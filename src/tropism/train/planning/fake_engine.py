@@ -17,6 +17,7 @@ from tropism.data.tree import PromptTree
 from tropism.model import attention as tree_attention
 from tropism.model.bf16_weights import roundable
 from tropism.model.head.divergence import Comparison, TopK
+from tropism.model.head.tiles import Planned, planning
 from tropism.model.language_model import LanguageModel
 from tropism.train.adamw8bit import AdamW8bit
 from tropism.train.engine import Engine
@@ -167,10 +168,30 @@ class _Varlen(torch.autograd.Function):
 
 
 def _attend(counter: Counter, flops: float, tensors: Sequence[Tensor], launches: int) -> None:
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    seconds = counter.seconds_of(flops, size, tensors[0].dtype, "attention")
-    counter.count.costs["attention"].add(flops, size, seconds)
-    counter.count.costs["attention"].launches += launches - 1
+    counter.add("attention", flops, _size(*tensors), tensors[0].dtype, launches)
+
+
+def _size(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """Stands for the fused kernels of a GPU's head: each reads a tile once, and the second one writes it."""
+
+    counter: Counter
+
+    def fold(self, raw: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """As `folds.fold`."""
+        self.counter.add("head", 0.0, _size(raw), raw.dtype)
+        return torch.empty_like(raw[:, 0]), torch.empty_like(raw[:, 0])
+
+    def unfold(self, raw: Tensor, shape: Any, targets: Tensor, first: int, log_z: Tensor, upstream: Tensor,
+               out: Tensor | None = None) -> Tensor:
+        """As `folds.unfold`."""
+        out = raw if out is None else out
+        self.counter.add("head", 0.0, _size(raw, out), raw.dtype)
+        return out
 
 
 def _on_gpu(counter: Counter, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,7 +222,10 @@ def _pairs(queries: int, keys: int, window: int | None) -> float:
 
 @contextmanager
 def _watched(counter: Counter, gpu: bool) -> Iterator[None]:
-    """Let the counter see which operations belong to attention and head, and which keys and values are kept."""
+    """Let the counter see which operations belong to attention and head, and which keys and values are kept.
+
+    Tiles of the head have the size that they have on the device.
+    """
     plain = tree_attention.tree_attention
     inner = _on_gpu(counter, plain) if gpu else plain
 
@@ -224,7 +248,8 @@ def _watched(counter: Counter, gpu: bool) -> Iterator[None]:
                         undo.append((function, method, original))
                         setattr(function, method, staticmethod(_as_head(counter, original.__func__)))
     try:
-        yield
+        with planning(Planned(gpu, counter.repeated, _Kernels(counter) if gpu else None)):
+            yield
     finally:
         AttentionInterface.register(tree_attention.NAME, plain)
         for owner, name, original in undo:
@@ -246,7 +271,7 @@ class FakeEngine:
     Args:
         engine: on the fake device, of one process.
         fake: the mode of its tensors.
-        gpu: count attention as a GPU computes it.
+        gpu: count attention and head as a GPU computes them.
     """
 
     engine: Engine
