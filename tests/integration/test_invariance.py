@@ -282,14 +282,13 @@ def test_two_ranks_equal_one_process(bench: Bench) -> None:
     Weights and metrics of every spec; the running mean and the sorted values are those of all ranks.
     """
     jobs, left = [], {}
-    # In the other precision these are here.
-    spared = {("kto", "fp64"), ("dpo", "fp32"), ("aot_unpaired", "fp32"), ("bco", "fp32")}
+    # In the other precision these share their weights.
+    copies = {("kto", "fp64"), ("dpo", "fp32"), ("aot_unpaired", "fp32"), ("bco", "fp32")}
     for spec, (method, options) in SPECS.items():
-        if spec in spared:
-            continue
         name = "-".join((*spec, "two"))
         jobs.append((method, bench.settings(name, method, **{
-            "store": "store-of-two", "samples": int(spec == ("kto", "fp32")), **options, "microbatch_tokens": 160})))
+            "store": "store-of-two", "samples": int(spec == ("kto", "fp32")), **options, "microbatch_tokens": 160,
+            "parallel": {"shard": "off" if spec in copies else "on"}})))
         left[spec] = Left(bench.folder / name)
     assert run_ranks(2, one_rank, jobs) == [0, 0]
     for spec, found in left.items():
@@ -310,7 +309,7 @@ def test_more_ranks_than_trees_end_without_a_hang(bench: Bench, tmp_path: Path) 
         data.write_text("".join(json.dumps(row) + "\n" for row in rows[method]))
         jobs.append((method, {**bench.settings(f"few-{len(jobs)}", method, store="store-of-few", **options),
                               "data": str(data), "batch_size": 2, "epochs": 3, "max_steps": None,
-                              "eval_fraction": 0.0}))
+                              "eval_fraction": 0.0, "parallel": {"shard": "on"}}))
     assert run_ranks(4, one_rank, jobs) == [0] * 4
     for number in range(len(jobs)):
         assert records(Left(bench.folder / f"few-{number}"))[-1]["examples"] == 9

@@ -150,7 +150,7 @@ def _run(rank: int, size: int, port: int, folder: str, what: str, method: str, s
 @pytest.fixture
 def settings(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> dict[str, Any]:
     return {"model": str(tiny_model_dir), "data": str(pairs), "output": str(tmp_path / "run"), "samples": 0,
-            "store": str(tmp_path / "store"), "batch_size": 8, "max_steps": 2}
+            "store": str(tmp_path / "store"), "batch_size": 8, "max_steps": 2, "parallel": {"shard": "on"}}
 
 
 def test_a_disk_that_not_all_processes_see(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_a_frozen_model_that_was_scored_is_not_kept(settings: dict[str, Any], ti
     assert ranks(_run, tmp_path, "freed", "dpo", {**settings, "reference": str(tmp_path / "other")}) == [[True]] * 2
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=["shard", "tensor"])
-def test_a_first_step_that_changes_nothing(settings: dict[str, Any], tmp_path: Path, parallel: dict[str, int]) -> None:
+@pytest.mark.parametrize("parallel", [{"shard": "on"}, {"tensor": 2}], ids=["shard", "tensor"])
+def test_a_first_step_that_changes_nothing(settings: dict[str, Any], tmp_path: Path, parallel: dict[str, Any]) -> None:
     """N4: found by all, though each looks at its own part; also after answers were made."""
     settings |= {"optimizer": "sgd", "learning_rate": 1e-60, "samples": 1, "parallel": parallel}
     assert [found.partition(":")[0] for found in ranks(_run, tmp_path, "", "dpo", settings)] == [

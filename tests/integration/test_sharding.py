@@ -34,7 +34,7 @@ from tropism.runner import run
 Settings = dict[str, Any]
 TWO: dict[str, Settings] = {"tensor": {"tensor": 2}, "copies": {"shard": 1, "replicate": 2}}
 FOUR: dict[str, Settings] = {
-    "shard": {}, "replicas": {"replicate": 2, "reduce_once": True}, "shard and tensor": {"tensor": 2},
+    "shard": {"shard": "on"}, "replicas": {"replicate": 2, "reduce_once": True}, "shard and tensor": {"tensor": 2},
     "replicas of tensor": {"replicate": 2, "shard": 1, "tensor": 2}}
 
 
@@ -167,7 +167,7 @@ def test_real_rows(test_data: Path, tmp_path: Path, size: int, precision: str, o
             "precision": precision, "optimizer": optimizer, "learning_rate": 1e-1 if optimizer == "sgd" else 1e-4,
             "export_dtype": "float64", "samples": 0, **({"teacher": str(teacher)} if method == "kd" else {}),
             **({} if method == "sft" else {"store": str(tmp_path / "store")})}))
-    spread(tmp_path, size, {"shard": {}} if size == 2 else {**FOUR}, runs)
+    spread(tmp_path, size, {"shard": {"shard": "on"}} if size == 2 else {**FOUR}, runs)
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_bfloat16_is_that_of_one_process(method: str, changes: Settings, tiny_mo
     settings |= changes
     base, found = tmp_path / "base", tmp_path / "two"
     run(METHODS[method](**settings, output=str(base)))
-    assert run_ranks(2, one_rank, [(method, {**settings, "output": str(found)})]) == [0, 0]
+    assert run_ranks(2, one_rank, [(method, {**settings, "output": str(found), "parallel": {"shard": "on"}})]) == [0, 0]
     ours, theirs = records(Left(found)), records(Left(base))
     assert ours[0] == theirs[0]  # the first evaluation
     for key in {"loss", "logps/chosen", "logps/rejected", "kd/divergence"} & theirs[1].keys():
@@ -216,7 +216,8 @@ def test_bfloat16_is_that_of_one_process(method: str, changes: Settings, tiny_mo
 
 
 def _resumed(size: int, settings: Settings, checkpoint: Path) -> None:
-    settings = {**settings, "output": str(checkpoint.parents[1]), "resume": str(checkpoint)}
+    settings = {**settings, "output": str(checkpoint.parents[1]), "resume": str(checkpoint),
+                "parallel": {"shard": "on"}}
     if size == 1:
         run(METHODS["kto"](**settings))
     else:
@@ -231,7 +232,7 @@ def test_resume_on_other_processes(before: int, after: int, tiny_model_dir: Path
     method, settings = made(tmp_path, tiny_model_dir, other, data_of, max_steps=6, save_every=3, keep=0)[0]
     assert method == "kto"
     run(METHODS[method](**settings, output=str(tmp_path / "straight")))
-    jobs = [(method, {**settings, "output": str(tmp_path / "run")})]
+    jobs = [(method, {**settings, "output": str(tmp_path / "run"), "parallel": {"shard": "on"}})]
     if before == 1:
         run(METHODS[method](**jobs[0][1]))
     else:

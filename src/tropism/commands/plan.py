@@ -15,7 +15,6 @@ from tropism.distributed.world import World
 from tropism.errors import ModelError, TropismError, clause, first_line
 from tropism.model.compiled import worth_compiling
 from tropism.model.options import LoraOptions
-from tropism.model.token_state import carries_state, depends_on_line
 from tropism.observe.console import Voice
 from tropism.train.adamw8bit import NAMES as EIGHT_BIT
 from tropism.train.adamw8bit import check_usable
@@ -26,7 +25,7 @@ from tropism.train.planning.needs import measure
 from tropism.train.setup import models
 from tropism.train.setup.build import RunInputs
 from tropism.train.setup.inputs import check_start, read_inputs
-from tropism.train.setup.planned import blueprint_of, tree_and_step
+from tropism.train.setup.planned import blueprint_of, likely_layout, planner_of, tree_and_step
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import StepPacks, StepPlanner
 
@@ -127,7 +126,7 @@ def _device(name: str | None, options: MethodOptions) -> Device:
 
 def _processes(options: MethodOptions) -> int:
     parallel = options.parallel
-    return (parallel.shard or 1) * (parallel.replicate or 1) * parallel.tensor
+    return (parallel.given_shard or 1) * (parallel.replicate or 1) * parallel.tensor
 
 
 def _for(inputs: RunInputs, options: MethodOptions, device: Device) -> RunInputs:
@@ -144,16 +143,13 @@ def _planned(inputs: RunInputs, device: Device, base: float) -> Plan:
     """
     options, policy = inputs.options, inputs.policy
     module = policy.skeleton(inputs.numerics)
-    layout: Layout = options.layout if options.layout != "auto" else (
-        "padded" if carries_state(module) or depends_on_line(module) else "tree")
+    layout: Layout = options.layout if options.layout != "auto" else likely_layout(module)
     processes = _processes(options)  # type: ignore[arg-type]
-    shards = 1 if options.parallel.shard is None else options.parallel.shard * options.parallel.tensor
+    shards = 1 if options.parallel.given_shard is None else options.parallel.given_shard * options.parallel.tensor
     blueprint = blueprint_of(inputs, module, layout)
     tried = candidates(options, device.kind, None,
                        worth_compiling(inputs.schedule.total_steps, torch.device(device.kind)))
-    planner = StepPlanner(inputs.data.train, inputs.schedule, inputs.method, layout, tried[0].microbatch_tokens,
-                          inputs.data.max_length, World(0, processes, torch.device("cpu")),
-                          reuse_prompts=not inputs.live, balanced=options.router_aux_weight > 0)
+    planner = planner_of(inputs, layout, tried[0].microbatch_tokens, World(0, processes, torch.device("cpu")))
     limit = limit_of(options, device.memory_bytes)
     measured: list[Needs] = []
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from tropism.model.checkpointing import Checkpointing
 from tropism.model.cpu_products import Products
+
+AutoShard = Literal["", "on", "off"]
+"""What `--parallel.shard auto` stands for; empty if the run has another value, or one process."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Settings:
         asked_tokens, asked_checkpointing: what a step ran out of memory with, before it was repeated with the above; 0
             and empty if none has.
         products: library of the matrix products of linear layers on a CPU.
+        shard: whether the processes share one copy of the training state, if `auto` decided that.
     """
 
     microbatch_tokens: int = 2048
@@ -29,6 +33,7 @@ class Settings:
     asked_tokens: int = 0
     asked_checkpointing: str = ""
     products: Products = "mkl"
+    shard: AutoShard = ""
 
     def lowered(self, tokens: int, checkpointing: Checkpointing, before: int) -> "Settings":
         """The settings after a step has run out of memory with packs of `before` tokens."""
@@ -36,6 +41,7 @@ class Settings:
         return replace(self, microbatch_tokens=tokens, checkpointing=checkpointing,
                        asked_tokens=self.asked_tokens or (0 if tokens == before else before),
                        asked_checkpointing=asked)
+
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return asdict(self)
@@ -44,3 +50,8 @@ class Settings:
     def restored(cls, state: Mapping[str, Any]) -> "Settings":
         """The settings of `state()`."""
         return cls(**state)
+
+    @classmethod
+    def kept_in(cls, trainer: Mapping[str, Any] | None) -> "Settings | None":
+        """The settings that a checkpoint's `trainer.json` keeps; None without a checkpoint, or in an early one."""
+        return cls.restored(trainer["settings"]) if trainer and "settings" in trainer else None

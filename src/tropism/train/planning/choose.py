@@ -17,6 +17,7 @@ TOKENS = {"cpu": 2048, "cuda": 32768}
 _FAST = {"cpu": 512, "cuda": 8192}
 """Tokens of a pack below which recomputing activations costs less than smaller packs."""
 _FEWEST = 128
+_LEVELS: list[Checkpointing] = ["none", "selective", "full"]
 _LIMITED, _USED = 0.88, 0.95
 """Share of `--memory-limit`, and of the memory that is there, that a prediction may take. Runs were seen to need up to
 7% more than predicted, and a limit is not exceeded."""
@@ -77,12 +78,17 @@ def candidates(options: Any, kind: str, kept: Settings | None, worth: bool = Fal
     if kept and options.checkpointing in ("auto", kept.asked_checkpointing):
         levels = [kept.checkpointing]
     elif options.checkpointing == "auto":
-        levels = ["full"] if offload else ["none", "selective", "full"]
+        levels = ["full"] if offload else _LEVELS
     fast = [size for size in tokens if size >= _FAST[kind]] or tokens[:1]
     order = [(size, level) for level in levels for size in fast]
     order += [(size, levels[-1]) for size in tokens if size not in fast]
     return [replace(auto, microbatch_tokens=size, checkpointing=level, offload=offload and level == "full",
                     compiled=compiled) for size, level in order]
+
+
+def slowness(settings: Settings, kind: str) -> tuple[int, int]:
+    """What settings cost in speed, for comparison: recomputation first, then packs that are too small for a device."""
+    return _LEVELS.index(settings.checkpointing), -min(settings.microbatch_tokens, _FAST[kind])
 
 
 def _halved(size: int, least: int) -> Iterable[int]:

@@ -13,7 +13,8 @@ from tropism.train.options import ParallelOptions
 
 
 def parallelize(world: World, options: ParallelOptions, whole: str = "", learns: bool = True) -> World:
-    """Arrange the processes as the options say. All processes call this together.
+    """Arrange the processes as the options say. All processes call this together. If a run may keep full copies, they
+    have them until its inputs are known.
 
     Args:
         whole: why each process must hold a full copy of the model, to follow the name of an option; empty if it need
@@ -24,14 +25,14 @@ def parallelize(world: World, options: ParallelOptions, whole: str = "", learns:
         UsageError: for options that have no effect or cannot work here.
     """
     if whole:
-        for name, value in (("shard", (options.shard or 1) > 1), ("tensor", options.tensor > 1),
+        shards = world.size if options.shard == "on" else options.given_shard or 1
+        for name, value in (("shard", shards > 1), ("tensor", options.tensor > 1),
                             ("offload", options.offload), ("reduce_once", options.reduce_once),
                             ("replicate", options.replicate not in (None, 1, world.size))):
             if value:
                 raise UsageError(f"--parallel.{name.replace('_', '-')} {whole}")
         options = ParallelOptions(shard=1, replicate=world.size)
-    sizes = options.sizes(world.size)
-    found = world.spread(*sizes)
+    found = world if learns and options.may_copy else world.spread(*options.sizes(world.size))
     if options.offload and found.mesh is None:
         raise UsageError("--parallel.offload requires weights that are sharded over processes. Start several processes "
                          "with torchrun.")

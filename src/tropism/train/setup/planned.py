@@ -1,8 +1,11 @@
 """The settings of a run, from what its packs need: counted on a copy of its models without values."""
 
 import os
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from tropism.data.batching.collate import Layout
 from tropism.data.row_facts import facts_of
 from tropism.distributed.shard import is_sharded
 from tropism.distributed.world import World
@@ -10,11 +13,12 @@ from tropism.model import load
 from tropism.model.checkpointing import Checkpointing
 from tropism.model.compiled import worth_compiling
 from tropism.model.source import ModelSource
+from tropism.model.token_state import carries_state, depends_on_line
 from tropism.train.frozen import teacher as teachers
 from tropism.train.planning.blueprint import Blueprint
-from tropism.train.planning.choose import Choice, candidates, choose, limit_of, unpredicted
-from tropism.train.planning.memory import Needs, available, base_bytes
-from tropism.train.planning.needs import measure, quick_bound
+from tropism.train.planning.choose import Choice, candidates, choose, limit_of, slowness, unpredicted
+from tropism.train.planning.memory import Needs, available, base_bytes, resident
+from tropism.train.planning.needs import measure, quick_bound, shared
 from tropism.train.settings import Settings
 from tropism.train.setup import models
 from tropism.train.step_packs import StepPlanner
@@ -55,6 +59,81 @@ def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int,
     except Exception as error:  # models may do anything with their tensors; a run does not fail by its prediction
         found = unpredicted(tried, error)
     return found.at(tried, world.max([tried.index(found.settings)])[0])
+
+
+def arranged(inputs: Any, kept: Settings | None) -> Any:
+    """The inputs with what `--parallel.shard auto` stands for. All processes call this together.
+
+    Full copies are kept if they fit on all of them with settings that are as fast as those of shared weights.
+
+    Args:
+        inputs: `RunInputs` of the run; returned as they are if nothing is left to decide.
+        kept: settings of the run that is resumed.
+    """
+    world, options = inputs.world, inputs.options
+    by_name = all(one is None or isinstance(one, ModelSource)
+                  for one in (inputs.policy.named, inputs.reference, inputs.teacher))
+    if inputs.shard or world.size == 1 or not (options.parallel.may_copy and by_name) or options.lora.quantize:
+        return inputs
+    shard = kept.shard if kept else ""
+    if not shard:
+        shard = "on" if world.max([int(not _copies_fit(inputs))])[0] else "off"
+    if shard == "off":
+        return replace(inputs, shard=shard)
+    world = world.spread(*options.parallel.sizes(world.size))
+    return replace(inputs, world=world, numerics=models.numerics_of(options, world), shard=shard)
+
+
+def _copies_fit(inputs: Any) -> bool:
+    """Whether a full copy of the training state fits on this process, with packs as fast as without."""
+    options, world, numerics = inputs.options, inputs.world, inputs.numerics
+    kind = world.device.type
+    limit = limit_of(options, available(world.device, _neighbors(world)))
+    tried = candidates(options, kind, None, worth_compiling(inputs.schedule.total_steps, world.device))
+    try:
+        module = inputs.policy.skeleton(numerics)
+        frozen = [] if inputs.teacher is None else [skeleton_of(inputs.teacher, numerics)]
+        bound = quick_bound(module, tried[0].microbatch_tokens) + sum(map(_weight_bytes, frozen))
+        if options.memory_limit is None and _PLENTY * bound < limit:
+            return True
+        layout = options.layout if options.layout != "auto" else likely_layout(module)
+        planner = planner_of(inputs, layout, tried[0].microbatch_tokens)
+        blueprint, base = blueprint_of(inputs, module, layout), base_bytes(world.device, resident())
+
+        @cache
+        def of_copy(level: Checkpointing) -> Needs:
+            return measure(blueprint, planner, tried[0].microbatch_tokens, base, level)
+
+        def of_share(level: Checkpointing) -> Needs:
+            found = of_copy(level)
+            return replace(found, held=shared(dict(found.held), module, world.size))
+
+        copy, share = (choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), kind)
+                       for needs in (of_copy, of_share))
+    except Exception:  # as in `choose_settings`; shared weights need the least
+        return False
+    return copy.fits and slowness(copy.settings, kind) <= slowness(share.settings, kind)
+
+
+def _weight_bytes(module: Any) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in module.parameters())
+
+
+def likely_layout(module: Any) -> Layout:
+    """The layout that a model will have, before it can be tried."""
+    return "padded" if carries_state(module) or depends_on_line(module) else "tree"
+
+
+def planner_of(inputs: Any, layout: Layout, microbatch_tokens: int, world: World | None = None) -> StepPlanner:
+    """Prepares the steps of a run.
+
+    Args:
+        inputs: `RunInputs` of the run.
+        world: instead of its own.
+    """
+    return StepPlanner(inputs.data.train, inputs.schedule, inputs.method, layout, microbatch_tokens,
+                       inputs.data.max_length, world or inputs.world, reuse_prompts=not inputs.live,
+                       balanced=inputs.options.router_aux_weight > 0)
 
 
 def tree_and_step(planner: StepPlanner) -> tuple[int, int]:
