@@ -91,7 +91,8 @@ def test_copies_are_kept_where_they_cost_no_speed(settings: dict[str, Any], monk
     most = max(sum(pack.batch.tokens for pack in planned.planner_of(inputs, "tree", 2048).packs_of(step).packs)
                for step in (1, 2, 3))
     packs = 1.04 * per_token["none"] * most
-    shares = planned.shared(held, inputs.policy.skeleton(inputs.numerics), 2)
+    module = inputs.policy.skeleton(inputs.numerics)
+    shares = planned.shared(held, planned.blueprint_of(inputs, module, "tree"), 2)
     alone, both = ((1e6 + sum(state.values()) + packs) / choose._LIMITED for state in (shares, held))
     assert alone < 0.9 * both
     steps = [alone + share * (both - alone) for share in (0.02, 0.3, 0.6, 0.98, 1.02, 2, 10, 1000)]

@@ -1,8 +1,9 @@
 """The settings of a run, from what its packs need: counted on a copy of its models without values."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from tropism.data.batching.collate import Layout
@@ -46,19 +47,51 @@ def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int,
     limit = limit_of(options, available(world.device, _neighbors(world)))
     shards = 1 if world.mesh is None else world.mesh.size("shard") * world.mesh.size("tensor")
     own = inputs.policy.skeleton(inputs.numerics) if is_sharded(module) else module
+    once = True
     if options.memory_limit is None and _PLENTY * quick_bound(own, tried[0].microbatch_tokens) < limit:
-        return unpredicted(tried, None)
-    base = base_bytes(world.device, before)
+        found = unpredicted(tried, None)
+    else:
+        try:
+            needs = _needs(blueprint_of(inputs, own, planner.layout), planner, tried[0].microbatch_tokens,
+                           base_bytes(world.device, before))
+            found, once = _predicted(inputs, needs, planner, tried, limit, shards)
+        except Exception as error:  # models may do anything with their tensors; a run does not fail by its prediction
+            found, once = unpredicted(tried, error), False
+    number, apart = world.max([tried.index(found.settings), int(not once)])
+    found = found.at(tried, number)
+    if kept and kept.microbatch_tokens == found.settings.microbatch_tokens:
+        apart = not kept.gather_once
+    return replace(found, settings=replace(found.settings, gather_once=is_sharded(module) and not apart))
 
-    def needs(level: Checkpointing) -> Needs:
-        blueprint = blueprint_of(inputs, own, planner.layout)
-        return measure(blueprint, planner, tried[0].microbatch_tokens, base, level, shards=shards)
 
-    try:
-        found = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), kind)
-    except Exception as error:  # models may do anything with their tensors; a run does not fail by its prediction
-        found = unpredicted(tried, error)
-    return found.at(tried, world.max([tried.index(found.settings)])[0])
+def _needs(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float) -> Callable[..., Needs]:
+    """What one process needs: of the level of checkpointing, the processes that share the training state, and whether
+    it holds all weights and gradients for a step. Each level is counted once."""
+    @cache
+    def whole(level: Checkpointing) -> Needs:
+        return measure(blueprint, planner, tokens, base, level)
+
+    def needs(level: Checkpointing, shards: int, once: bool = False) -> Needs:
+        return replace(whole(level), held=shared(whole(level).held, blueprint, shards, once))
+
+    return needs
+
+
+def _predicted(inputs: Any, needs: Callable[..., Needs], planner: StepPlanner, tried: list[Settings], limit: int,
+               shards: int) -> tuple[Choice, bool]:
+    """The choice by prediction, and whether all weights and gradients fit on a process that holds a part of them.
+
+    Args:
+        needs: of `_needs`.
+        tried, limit: as in `choose`.
+        shards: processes that share the training state.
+    """
+    def chosen(among: list[Settings], once: bool) -> Choice:
+        return choose(among, limit, inputs.options.memory_limit is not None, partial(needs, shards=shards, once=once),
+                      *tree_and_step(planner), inputs.world.device.type)
+
+    found = chosen(tried, False)
+    return found, found.fits and chosen([found.settings], True).fits
 
 
 def arranged(inputs: Any, kept: Settings | None) -> Any:
@@ -98,18 +131,9 @@ def _copies_fit(inputs: Any) -> bool:
             return True
         layout = options.layout if options.layout != "auto" else likely_layout(module)
         planner = planner_of(inputs, layout, tried[0].microbatch_tokens)
-        blueprint, base = blueprint_of(inputs, module, layout), base_bytes(world.device, resident())
-
-        @cache
-        def of_copy(level: Checkpointing) -> Needs:
-            return measure(blueprint, planner, tried[0].microbatch_tokens, base, level)
-
-        def of_share(level: Checkpointing) -> Needs:
-            found = of_copy(level)
-            return replace(found, held=shared(dict(found.held), module, world.size))
-
-        copy, share = (choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), kind)
-                       for needs in (of_copy, of_share))
+        needs = _needs(blueprint_of(inputs, module, layout), planner, tried[0].microbatch_tokens,
+                       base_bytes(world.device, resident()))
+        copy, share = (_predicted(inputs, needs, planner, tried, limit, shards)[0] for shards in (1, world.size))
     except Exception:  # as in `choose_settings`; shared weights need the least
         return False
     return copy.fits and slowness(copy.settings, kind) <= slowness(share.settings, kind)
