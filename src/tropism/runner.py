@@ -89,9 +89,9 @@ class Run:
         given = any(getattr(objects, name) is not None for name in ("model", "reference", "teacher"))
         named = check_start(options, world, objects)
         whole = ("does not support models that are passed as modules. Pass the model by name." if given else
-                 "has no effect with --lora.quantize: each process holds the quantized weights."
-                 if options.lora.quantize else "")
-        self.world = parallelize(world, options.parallel, whole)
+                 "does not support DoRA on quantized weights. Remove --lora.dora or --lora.quantize."
+                 if options.lora.quantize and options.lora.dora else "")
+        self.world = parallelize(world, options.parallel, whole, quantized=options.lora.quantize is not None)
         self.voice = voice or Voice(loud=world.is_main)
         self.named = named["model"]
         self.preemption = Preemption(self.world)

@@ -12,7 +12,8 @@ from tropism.errors import UsageError
 from tropism.train.options import ParallelOptions
 
 
-def parallelize(world: World, options: ParallelOptions, whole: str = "", learns: bool = True) -> World:
+def parallelize(world: World, options: ParallelOptions, whole: str = "", learns: bool = True,
+                quantized: bool = False) -> World:
     """Arrange the processes as the options say. All processes call this together. If a run may keep full copies, they
     have them until its inputs are known.
 
@@ -20,6 +21,7 @@ def parallelize(world: World, options: ParallelOptions, whole: str = "", learns:
         whole: why each process must hold a full copy of the model, to follow the name of an option; empty if it need
             not.
         learns: the run computes gradients.
+        quantized: frozen weights are quantized.
 
     Raises:
         UsageError: for options that have no effect or cannot work here.
@@ -36,6 +38,8 @@ def parallelize(world: World, options: ParallelOptions, whole: str = "", learns:
     if options.offload and found.mesh is None:
         raise UsageError("--parallel.offload requires weights that are sharded over processes. Start several processes "
                          "with torchrun.")
+    if options.offload and quantized:
+        raise UsageError("--parallel.offload does not support --lora.quantize. Remove one of them.")
     if options.offload and world.device.type == "cpu":
         raise UsageError("--parallel.offload has no effect without a GPU: the weights are already in host memory")
     if options.reduce_once and not (learns and found.mesh is not None and found.mesh.size("shard") > 1):

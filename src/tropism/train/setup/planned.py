@@ -106,7 +106,8 @@ def arranged(inputs: Any, kept: Settings | None) -> Any:
     world, options = inputs.world, inputs.options
     by_name = all(one is None or isinstance(one, ModelSource)
                   for one in (inputs.policy.named, inputs.reference, inputs.teacher))
-    if inputs.shard or world.size == 1 or not (options.parallel.may_copy and by_name) or options.lora.quantize:
+    whole = options.lora.quantize and options.lora.dora
+    if inputs.shard or world.size == 1 or not (options.parallel.may_copy and by_name) or whole:
         return inputs
     shard = kept.shard if kept else ""
     if not shard:
