@@ -116,9 +116,14 @@ def doubtful(options: RunOptions, rows: int, objects: PythonObjects) -> list[str
     return notes
 
 
-def sharding_lines(models: dict[str, Any], world: World) -> list[str]:
-    """A line for each model: how many of its weights are sharded, and how much of them a process holds."""
-    lines = []
+def sharding_lines(models: dict[str, Any], world: World, once: bool) -> list[str]:
+    """A line for each model: how many of its weights are sharded, and how much of them a process holds; and how often
+    the policy's are gathered.
+
+    Args:
+        once: per step.
+    """
+    lines = [f"sharding: weights are gathered and gradients summed once per {'step' if once else 'pack'}"]
     for name, module in models.items():
         divided, tensors, here, total, size = shard_sizes(module)
         most, largest = world.max([here, size])
