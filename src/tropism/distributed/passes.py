@@ -11,12 +11,16 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 T = TypeVar("T")
 
-_WITHIN, _STAYS = "tropism_within", "tropism_stays_gathered"
+_WITHIN, _STAYS, _BESIDE = "tropism_within", "tropism_stays_gathered", "tropism_units_beside"
 
 
-def connect_layers(module: Any, layers: Sequence[Any]) -> None:
+def connect_layers(module: Any, layers: Sequence[Any], beside: Sequence[Any]) -> None:
     """Prepare a model that was just sharded for passes: gradients are summed, never averaged, and each layer asks for
-    the weights of the next one, forwards and backwards, before it computes."""
+    the weights of the next one, forwards and backwards, before it computes.
+
+    Args:
+        beside: units outside of the layers, whose weights are used without a call of theirs.
+    """
     for part in _units(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
@@ -24,6 +28,7 @@ def connect_layers(module: Any, layers: Sequence[Any]) -> None:
         before.set_modules_to_forward_prefetch([after])
     for before, after in pairwise(layers):
         after.set_modules_to_backward_prefetch([before])
+    setattr(module, _BESIDE, tuple(beside))
     setattr(module, _WITHIN, MethodType(_call, module))
     register_fsdp_forward_method(module, _WITHIN)
 
@@ -32,8 +37,10 @@ def _units(module: torch.nn.Module) -> Iterable[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-def _call(module: torch.nn.Module, action: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+def _call(module: Any, action: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
     """The result of the action, without views: FSDP attaches its backward pass to the tensors."""
+    for unit in getattr(module, _BESIDE):
+        unit.unshard()
     return tuple(one if one is None or one._base is None else one.clone() for one in action())
 
 
@@ -61,7 +68,8 @@ def let_go(module: Any) -> None:
 def rest(module: Any) -> None:
     """Free the weights that a pass without gradients left gathered, unless a step keeps them."""
     if isinstance(module, FSDPModule) and not torch.is_grad_enabled() and not getattr(module, _STAYS, False):
-        module.reshard()
+        for unit in (module, *getattr(module, _BESIDE)):
+            unit.reshard()
 
 
 def begin_step(module: Any) -> None:

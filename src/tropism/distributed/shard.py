@@ -50,9 +50,10 @@ class Sharding:
 def shard(module: torch.nn.Module, layers: Sequence[torch.nn.Module], how: Sharding) -> None:
     """Shard a model in place: one FSDP unit per layer, and one for everything outside the layers.
 
-    Layers are gathered for their own forward and backward pass, the rest for the time of both. Norms and other vectors
-    are not sharded: each process holds them, in the dtype of the weights, as under autocast in one process. Weights
-    that are kept in host memory are all sharded.
+    Layers are gathered for their own forward and backward pass, the rest for the time of both. Matrices are gathered in
+    the dtype in which layers compute. An embedding is not: one process does not round it either. A head of its own is a
+    unit for that reason. Norms and other vectors are not sharded: each process holds them, in the dtype of the weights,
+    as under autocast in one process. Weights that are kept in host memory are all sharded.
     """
     offload = CPUOffloadPolicy() if how.offload else OffloadPolicy()
     common: dict[str, Any] = {"mesh": how.mesh.fsdp, "offload_policy": offload}
@@ -67,9 +68,19 @@ def shard(module: torch.nn.Module, layers: Sequence[torch.nn.Module], how: Shard
         common["ignored_params"] = {weight for part in small for weight in part.parameters()}
     for layer in layers:
         fully_shard(layer, mp_policy=policy, **common)
+    head = _narrow_head(module, how)
+    for part in head:
+        fully_shard(part, mp_policy=policy, **common)
     fully_shard(module, **common)
-    connect_layers(module, layers)
+    connect_layers(module, layers, head)
     setattr(module, _TRAVELS, how.compute)
+
+
+def _narrow_head(module: Any, how: Sharding) -> list[torch.nn.Linear]:
+    """The output head, if its weight is gathered in another dtype than the embedding's."""
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    apart = type(head) is torch.nn.Linear and head.weight is not embedding.weight
+    return [head] if apart and how.compute is not None and how.mesh.size("tensor") == 1 and not how.offload else []
 
 
 def _is_small(part: torch.nn.Module) -> bool:
