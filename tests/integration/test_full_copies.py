@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from integration.conftest import records
 from integration.test_invariance import Left, one_rank, run_ranks
@@ -16,6 +17,7 @@ from tropism.config import METHODS
 from tropism.distributed.world import World
 from tropism.observe.console import Voice
 from tropism.runner import Run, run
+from tropism.train.options import ParallelOptions
 from tropism.train.planning import choose
 from tropism.train.planning.memory import Needs, Pass
 from tropism.train.settings import Settings
@@ -98,6 +100,39 @@ def test_copies_are_kept_where_they_cost_no_speed(settings: dict[str, Any], monk
     steps = [alone + share * (both - alone) for share in (0.02, 0.3, 0.6, 0.98, 1.02, 2, 10, 1000)]
     assert [fits(size) for size in steps] == [False] * 4 + [True] * 4
     assert not fits(1e6)
+
+
+def test_weights_are_gathered_once_where_all_of_them_fit(settings: dict[str, Any],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """They then take more memory, and so do gradients, but no smaller packs and no recomputation."""
+    inputs = inputs_of(settings, microbatch_tokens=2048, checkpointing="none")
+    options = inputs.options.model_copy(update={"memory_limit": "1GiB"})
+    inputs = replace(inputs, options=options)
+    module = inputs.policy.skeleton(inputs.numerics)
+    blueprint, planner = planned.blueprint_of(inputs, module, "tree"), planned.planner_of(inputs, "tree", 2048)
+    size = float(sum(weight.nbytes for weight in module.parameters()))
+    held = {"weights": size, "gradients": size, "optimizer": 2 * size, "reference": 0.0, "teacher": 0.0}
+    one = Pass(400, {"0 forward": {"activations": 1.0, "gradients": size}})
+    monkeypatch.setattr(planned, "measure", lambda *_: Needs(0.0, held, one, one))
+    monkeypatch.setattr(choose, "_GROWTH", 0)
+    needs = planned._needs(blueprint, planner, 2048, 0.0)
+    apart, once = (sum(planned.shared(held, blueprint, 2, way).values()) / choose._LIMITED for way in (False, True))
+    assert 1.1 * apart < once
+    tried = choose.candidates(options, "cpu", None)
+    found = [(choice.fits, whole) for limit in (0.9 * apart, 1.02 * apart, 0.98 * once, 1.02 * once)
+             for choice, whole in [planned._predicted(inputs, needs, planner, tried, round(limit), 2)]]
+    assert found == [(False, False), (True, False), (True, False), (True, True)]
+    summed = replace(blueprint, options=options.model_copy(update={"parallel": ParallelOptions(reduce_once=True)}))
+    assert planned.shared(held, summed, 2)["gradients"] == held["gradients"] == 2 * planned.shared(
+        held, blueprint, 2)["gradients"]
+
+
+@pytest.mark.parametrize(("memory", "fits"), [(2**40, True), (2**16, False)])
+def test_models_that_do_not_learn_are_copied_where_there_is_room(
+        tiny_model_dir: Path, memory: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "available", lambda *_: memory)
+    configs = [AutoConfig.from_pretrained(tiny_model_dir)]
+    assert planned.weights_fit(World(0, 1, torch.device("cpu")), configs, False) is fits
 
 
 def test_a_large_teacher_of_a_small_model_is_counted(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

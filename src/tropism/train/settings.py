@@ -23,7 +23,7 @@ class Settings:
         asked_tokens, asked_checkpointing: what a step ran out of memory with, before it was repeated with the above; 0
             and empty if none has.
         products: library of the matrix products of linear layers on a CPU.
-        gather_once: a sharded model gathers its weights, and sums its gradients, once per step.
+        gather_once: a sharded model gathers its weights, and sums its gradients, once per step; None without one.
         shard: whether the processes share one copy of the training state, if `auto` decided that.
     """
 
@@ -34,7 +34,7 @@ class Settings:
     asked_tokens: int = 0
     asked_checkpointing: str = ""
     products: Products = "mkl"
-    gather_once: bool = False
+    gather_once: bool | None = None
     shard: AutoShard = ""
 
     def lowered(self, tokens: int, checkpointing: Checkpointing, before: int) -> "Settings":

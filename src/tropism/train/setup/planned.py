@@ -1,10 +1,12 @@
 """The settings of a run, from what its packs need: counted on a copy of its models without values."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+
+import torch
 
 from tropism.data.batching.collate import Layout
 from tropism.data.row_facts import facts_of
@@ -28,6 +30,8 @@ _FIRST = 8
 """Steps that are looked at."""
 _PLENTY = 8
 """Nothing is counted for a model whose generous bound is this many times below what there is."""
+_ROOM = 4
+"""Models without gradients may take this share of the memory, beside packs and what is gathered."""
 
 
 def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int, kept: Settings | None) -> Choice:
@@ -59,9 +63,10 @@ def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int,
             found, once = unpredicted(tried, error), False
     number, apart = world.max([tried.index(found.settings), int(not once)])
     found = found.at(tried, number)
-    if kept and kept.microbatch_tokens == found.settings.microbatch_tokens:
-        apart = not kept.gather_once
-    return replace(found, settings=replace(found.settings, gather_once=is_sharded(module) and not apart))
+    once = not apart
+    if kept and kept.gather_once is not None and kept.microbatch_tokens == found.settings.microbatch_tokens:
+        once = kept.gather_once
+    return replace(found, settings=replace(found.settings, gather_once=once if is_sharded(module) else None))
 
 
 def _needs(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float) -> Callable[..., Needs]:
@@ -138,6 +143,17 @@ def _copies_fit(inputs: Any) -> bool:
     except Exception:  # as in `choose_settings`; shared weights need the least
         return False
     return copy.fits and slowness(copy.settings, kind) <= slowness(share.settings, kind)
+
+
+def weights_fit(world: World, configs: Sequence[Any], trust_remote_code: bool) -> bool:
+    """Whether each process has room for models that do not learn, several times over. All processes call this together.
+
+    Args:
+        configs: of the models.
+    """
+    sizes = [_weight_bytes(load.skeleton(config, dtype=torch.float32, trust_remote_code=trust_remote_code))
+             for config in configs]
+    return not world.max([int(_ROOM * sum(sizes) > available(world.device, _neighbors(world)))])[0]
 
 
 def _weight_bytes(module: Any) -> int:
