@@ -115,13 +115,16 @@ def test_weights_are_gathered_once_where_all_of_them_fit(settings: dict[str, Any
     one = Pass(400, {"0 forward": {"activations": 1.0, "gradients": size}})
     monkeypatch.setattr(planned, "measure", lambda *_: Needs(0.0, held, one, one))
     monkeypatch.setattr(choose, "_GROWTH", 0)
-    needs = planned._needs(blueprint, planner, 2048, 0.0)
+    needs = planned.needs_of(blueprint, planner, 2048, 0.0)
     apart, once = (sum(planned.shared(held, blueprint, 2, way).values()) / choose._LIMITED for way in (False, True))
     assert 1.1 * apart < once
     tried = choose.candidates(options, "cpu", None)
-    found = [(choice.fits, whole) for limit in (0.9 * apart, 1.02 * apart, 0.98 * once, 1.02 * once)
-             for choice, whole in [planned._predicted(inputs, needs, planner, tried, round(limit), 2)]]
-    assert found == [(False, False), (True, False), (True, False), (True, True)]
+    found = [planned.predicted(needs, planner, tried, round(limit), options, 2, "cpu")
+             for limit in (0.9 * apart, 1.02 * apart, 0.98 * once, 1.02 * once)]
+    assert [choice.fits for choice in found] == [False, True, True, True]
+    assert [bool(choice.settings.gather_once) for choice in found] == [False, False, False, True]
+    assert sum(found[3].components.values()) == pytest.approx(once * choose._LIMITED, rel=0.01)
+    assert found[3].sentence.endswith("weights gathered once per step")
     summed = replace(blueprint, options=options.model_copy(update={"parallel": ParallelOptions(reduce_once=True)}))
     assert planned.shared(held, summed, 2)["gradients"] == held["gradients"] == 2 * planned.shared(
         held, blueprint, 2)["gradients"]

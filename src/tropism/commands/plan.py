@@ -18,14 +18,13 @@ from tropism.model.options import LoraOptions
 from tropism.observe.console import Voice
 from tropism.train.adamw8bit import NAMES as EIGHT_BIT
 from tropism.train.adamw8bit import check_usable
-from tropism.train.planning.choose import Choice, candidates, choose, describe, gib, limit_of
+from tropism.train.planning.choose import Choice, candidates, describe, gib, limit_of
 from tropism.train.planning.devices import GPUS, Device, this_gpu, this_machine
-from tropism.train.planning.memory import BASE, HELD, Needs, available, base_bytes, resident
-from tropism.train.planning.needs import measure
+from tropism.train.planning.memory import BASE, HELD, available, base_bytes, resident
 from tropism.train.setup import models
 from tropism.train.setup.build import RunInputs
 from tropism.train.setup.inputs import check_start, read_inputs
-from tropism.train.setup.planned import blueprint_of, likely_layout, planner_of, tree_and_step
+from tropism.train.setup.planned import blueprint_of, likely_layout, needs_of, planner_of, predicted
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import StepPacks, StepPlanner
 
@@ -151,22 +150,17 @@ def _planned(inputs: RunInputs, device: Device, base: float) -> Plan:
                        worth_compiling(inputs.schedule.total_steps, torch.device(device.kind)))
     planner = planner_of(inputs, layout, tried[0].microbatch_tokens, World(0, processes, torch.device("cpu")))
     limit = limit_of(options, device.memory_bytes)
-    measured: list[Needs] = []
-
-    def needs(level: Any) -> Needs:
-        measured.append(measure(blueprint, planner, tried[0].microbatch_tokens, base, level, shards=shards))
-        return measured[-1]
-
-    choice = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), device.kind)
+    needs = needs_of(blueprint, planner, tried[0].microbatch_tokens, base)
+    choice = predicted(needs, planner, tried, limit, options, shards, device.kind)
     settings = choice.settings
     step, share = _typical(replace(planner, microbatch_tokens=settings.microbatch_tokens))
     count = blueprint.count([step], settings.checkpointing, device.clock)
     seconds, steps = device.seconds(count) / share, inputs.schedule.total_steps
-    held = measured[-1].held
+    held = needs(settings.checkpointing, 1).held
     once = min(steps, -(-len(inputs.data.train) // options.batch_size))
     stored = inputs.method.needs_reference and not inputs.live
     return Plan(device.name, limit, choice, seconds, steps, step.computed_tokens, count.total().flops / share,
-                round((held["gradients"] + held["optimizer"]) * shards), seconds / 3 * once * stored)
+                round(held["gradients"] + held["optimizer"]), seconds / 3 * once * stored)
 
 
 def _typical(planner: StepPlanner) -> tuple[StepPacks, float]:

@@ -154,7 +154,8 @@ def describe(settings: Settings) -> str:
     """The settings in words."""
     kept = {"none": "no checkpointing", "selective": "selective checkpointing", "full": "full checkpointing"}
     return (f"packs of {settings.microbatch_tokens:,} tokens, {kept[settings.checkpointing]}"
-            + (", compiled layers" if settings.compiled else ""))
+            + (", compiled layers" if settings.compiled else "")
+            + (", weights gathered once per step" if settings.gather_once else ""))
 
 
 def gib(size: float) -> str:

@@ -17,21 +17,20 @@ _SMALLER = 4
 
 
 def measure(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float, checkpointing: Checkpointing,
-            held: Mapping[str, float] | None = None, shards: int = 1) -> Needs:
+            held: Mapping[str, float] | None = None) -> Needs:
     """Count two packs of the first step, of at most `tokens` and a quarter of it.
 
     Args:
         planner: of the run.
         base: bytes of the program.
         held: bytes of the components of `HELD`; by default as counted.
-        shards: processes that share weights, gradients and optimizer state.
     """
     large = one_pack(replace(planner, microbatch_tokens=tokens).packs_of(1))
     most = large.packs[0].batch.tokens
     small = one_pack(replace(planner, microbatch_tokens=max(1, most // _SMALLER)).packs_of(1))
     count = blueprint.count([small, large], checkpointing)
     passes = [Pass(step.packs[0].batch.tokens, _phases(count, number)) for number, step in enumerate((small, large))]
-    return Needs(base, held or shared(held_in(count), blueprint, shards), *passes)
+    return Needs(base, held or held_in(count), *passes)
 
 
 def one_pack(step: StepPacks) -> StepPacks:

@@ -51,27 +51,27 @@ def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int,
     limit = limit_of(options, available(world.device, _neighbors(world)))
     shards = 1 if world.mesh is None else world.mesh.size("shard") * world.mesh.size("tensor")
     own = inputs.policy.skeleton(inputs.numerics) if is_sharded(module) else module
-    once = True
     if options.memory_limit is None and _PLENTY * quick_bound(own, tried[0].microbatch_tokens) < limit:
-        found = unpredicted(tried, None)
+        found, once = unpredicted(tried, None), True
     else:
         try:
-            needs = _needs(blueprint_of(inputs, own, planner.layout), planner, tried[0].microbatch_tokens,
-                           base_bytes(world.device, before))
-            found, once = _predicted(inputs, needs, planner, tried, limit, shards)
+            needs = needs_of(blueprint_of(inputs, own, planner.layout), planner, tried[0].microbatch_tokens,
+                             base_bytes(world.device, before))
+            found = predicted(needs, planner, tried, limit, options, shards, kind)
+            once = bool(found.settings.gather_once)
         except Exception as error:  # models may do anything with their tensors; a run does not fail by its prediction
             found, once = unpredicted(tried, error), False
-    number, apart = world.max([tried.index(found.settings), int(not once)])
-    found = found.at(tried, number)
-    once = not apart
+    own_number = tried.index(replace(found.settings, gather_once=tried[0].gather_once))
+    number, apart = world.max([own_number, int(not once)])
+    found, once = found if number == own_number else found.at(tried, number), not apart
     if kept and kept.gather_once is not None and kept.microbatch_tokens == found.settings.microbatch_tokens:
         once = kept.gather_once
     return replace(found, settings=replace(found.settings, gather_once=once if is_sharded(module) else None))
 
 
-def _needs(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float) -> Callable[..., Needs]:
+def needs_of(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float) -> Callable[..., Needs]:
     """What one process needs: of the level of checkpointing, the processes that share the training state, and whether
-    it holds all weights and gradients for a step. Each level is counted once."""
+    it holds all weights and gradients for a step. Each level is counted once, as in `measure`."""
     @cache
     def whole(level: Checkpointing) -> Needs:
         return measure(blueprint, planner, tokens, base, level)
@@ -82,21 +82,26 @@ def _needs(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float)
     return needs
 
 
-def _predicted(inputs: Any, needs: Callable[..., Needs], planner: StepPlanner, tried: list[Settings], limit: int,
-               shards: int) -> tuple[Choice, bool]:
-    """The choice by prediction, and whether all weights and gradients fit on a process that holds a part of them.
+def predicted(needs: Callable[..., Needs], planner: StepPlanner, tried: list[Settings], limit: int, options: Any,
+              shards: int, kind: str) -> Choice:
+    """The choice by prediction. Processes that share the training state gather weights once per step if all of them and
+    all gradients fit beside the packs that are chosen without.
 
     Args:
-        needs: of `_needs`.
-        tried, limit: as in `choose`.
+        needs: of `needs_of`.
+        tried, limit, kind: as in `choose`.
+        options: of the run.
         shards: processes that share the training state.
     """
     def chosen(among: list[Settings], once: bool) -> Choice:
-        return choose(among, limit, inputs.options.memory_limit is not None, partial(needs, shards=shards, once=once),
-                      *tree_and_step(planner), inputs.world.device.type)
+        return choose(among, limit, options.memory_limit is not None, partial(needs, shards=shards, once=once),
+                      *tree_and_step(planner), kind)
 
     found = chosen(tried, False)
-    return found, found.fits and chosen([found.settings], True).fits
+    if shards == 1 or not found.fits:
+        return found
+    once = chosen([replace(found.settings, gather_once=True)], True)
+    return once if once.fits else found
 
 
 def arranged(inputs: Any, kept: Settings | None) -> Any:
@@ -137,9 +142,9 @@ def _copies_fit(inputs: Any) -> bool:
             return True
         layout = options.layout if options.layout != "auto" else likely_layout(module)
         planner = planner_of(inputs, layout, tried[0].microbatch_tokens)
-        needs = _needs(blueprint_of(inputs, module, layout), planner, tried[0].microbatch_tokens,
-                       base_bytes(world.device, resident()))
-        copy, share = (_predicted(inputs, needs, planner, tried, limit, shards)[0] for shards in (1, world.size))
+        needs = needs_of(blueprint_of(inputs, module, layout), planner, tried[0].microbatch_tokens,
+                         base_bytes(world.device, resident()))
+        copy, share = (predicted(needs, planner, tried, limit, options, shards, kind) for shards in (1, world.size))
     except Exception:  # as in `choose_settings`; shared weights need the least
         return False
     return copy.fits and slowness(copy.settings, kind) <= slowness(share.settings, kind)
