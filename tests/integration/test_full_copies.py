@@ -163,7 +163,7 @@ def test_a_prediction_that_fails_shares(settings: dict[str, Any], monkeypatch: p
 
 @pytest.mark.parametrize("changes", [
     {"parallel": {"shard": 2}}, {"parallel": {"shard": "on"}}, {"parallel": {"shard": "off"}},
-    {"parallel": {"replicate": 1}}, {"parallel": {"reduce_once": True}}, {"parallel": {"tensor": 2}}])
+    {"parallel": {"shard": 1}}, {"parallel": {"reduce_once": True}}, {"parallel": {"tensor": 2}}])
 def test_what_is_given_is_not_decided_again(settings: dict[str, Any], changes: dict[str, Any],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs_of(settings)

@@ -65,6 +65,13 @@ def test_words_for_full_copies_in_a_file(tmp_path: Path) -> None:
         ParallelOptions(shard=0)
 
 
+def test_sizes_are_checked_before_full_copies_are_considered() -> None:
+    world = World(0, 8, torch.device("cpu"))
+    assert parallelize(world, ParallelOptions(replicate=2)) is world
+    with pytest.raises(UsageError, match="does not equal the number of processes, 8"):
+        parallelize(world, ParallelOptions(replicate=3))
+
+
 @pytest.mark.parametrize(("recorded", "given", "count", "left_out"), [
     ({"tensor": 2}, {}, 1, ["tensor"]), ({"tensor": 2}, {}, 4, []), ({"tensor": 2}, {}, 3, ["tensor"]),
     ({"replicate": 2}, {}, 1, ["replicate"]), ({"shard": 1}, {}, 1, []),

@@ -125,7 +125,7 @@ class ParallelOptions(Options):
     @property
     def may_copy(self) -> bool:
         """Whether each process keeps a full copy if it fits."""
-        return self.shard == "auto" and self.tensor == 1 and not (self.replicate or self.offload or self.reduce_once)
+        return self.shard == "auto" and self.tensor == 1 and not (self.offload or self.reduce_once)
 
     def sizes(self, world: int) -> tuple[int, int, int]:
         """(replicate, shard, tensor) for a number of processes, where `auto` is `on`.

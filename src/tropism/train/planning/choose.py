@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tropism.data.batching.pack import stretched_budget
 from tropism.errors import clause, first_line
 from tropism.model.checkpointing import Checkpointing
 from tropism.options import size_bytes
@@ -118,7 +119,7 @@ def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds
         if level not in measured:
             measured[level] = needs(level)
         tokens = min(max(settings.microbatch_tokens, largest), max(step, largest))
-        found = measured[level].components(tokens, several=settings.microbatch_tokens < step)
+        found = measured[level].components(tokens, several=stretched_budget(settings.microbatch_tokens) < step)
         if sum(found.values()) <= share * limit:
             return _chosen(settings, found, limit, limited, True)
     return _chosen(tried[-1], found, limit, limited, False, measured[tried[-1].checkpointing].least)

@@ -116,14 +116,15 @@ def doubtful(options: RunOptions, rows: int, objects: PythonObjects) -> list[str
     return notes
 
 
-def sharding_lines(models: dict[str, Any], world: World, once: bool) -> list[str]:
-    """A line for each model: how many of its weights are sharded, and how much of them a process holds; and how often
-    the policy's are gathered.
+def sharding_lines(models: dict[str, Any], world: World, gather_once: bool, sum_once: bool) -> list[str]:
+    """A line for each model: how many of its weights are sharded, and how much of them a process holds; and when the
+    policy's are exchanged.
 
     Args:
-        once: per step.
+        gather_once, sum_once: weights and gradients are exchanged once per step, not for each pack.
     """
-    lines = [f"sharding: weights are gathered and gradients summed once per {'step' if once else 'pack'}"]
+    when = {True: "once per step", False: "for each pack"}
+    lines = [f"sharding: weights are gathered {when[gather_once]}, and gradients summed {when[sum_once]}"]
     for name, module in models.items():
         divided, tensors, here, total, size = shard_sizes(module)
         most, largest = world.max([here, size])

@@ -154,7 +154,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
               "layout_error_nats_per_token": probe.per_token,
               "layout_error_nats_per_root_token": probe.per_root_token, "products": settings.products}
     if world.mesh is not None:
-        for line in sharding_lines(engine.modules, world, engine.model.gather_once):
+        for line in sharding_lines(engine.modules, world, model.gather_once, model.sum_once):
             inputs.voice.say(line)
     return BuiltEngine(engine, planner, facts, settings, idle)
 

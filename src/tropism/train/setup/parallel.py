@@ -34,7 +34,8 @@ def parallelize(world: World, options: ParallelOptions, whole: str = "", learns:
             if value:
                 raise UsageError(f"--parallel.{name.replace('_', '-')} {whole}")
         options = ParallelOptions(shard=1, replicate=world.size)
-    found = world if learns and options.may_copy else world.spread(*options.sizes(world.size))
+    sizes = options.sizes(world.size)
+    found = world if learns and options.may_copy else world.spread(*sizes)
     if options.offload and found.mesh is None:
         raise UsageError("--parallel.offload requires weights that are sharded over processes. Start several processes "
                          "with torchrun.")
