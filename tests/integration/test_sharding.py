@@ -32,7 +32,7 @@ from tropism.config import METHODS
 from tropism.runner import run
 
 Settings = dict[str, Any]
-TWO: dict[str, Settings] = {"tensor": {"tensor": 2}, "copies": {"shard": 1, "replicate": 2}}
+TENSOR: dict[str, Settings] = {"tensor": {"tensor": 2}}
 FOUR: dict[str, Settings] = {
     "shard": {"shard": "on"}, "replicas": {"replicate": 2, "reduce_once": True}, "shard and tensor": {"tensor": 2},
     "replicas of tensor": {"replicate": 2, "shard": 1, "tensor": 2}}
@@ -127,11 +127,9 @@ def made(folder: Path, model: Path, other: Path, data_of: dict[str, Path],
 
 
 def test_two_processes(tiny_model_dir: Path, other: Path, data_of: dict[str, Path], tmp_path: Path) -> None:
-    """X1, X2, L1: layers that two processes compute together, and whole copies. (Two shards: test_invariance.)"""
+    """X1, X2, L1: layers that two processes compute together. (Two shards, and two copies: test_invariance.)"""
     kto, dpo, _, kd = made(tmp_path, tiny_model_dir, other, data_of, max_steps=4, batch_size=10, log_every=1)
-    spread(tmp_path, 2, TWO, [kto])
-    (tmp_path / "others").mkdir()
-    spread(tmp_path / "others", 2, {"tensor": {"tensor": 2}}, [dpo, kd])
+    spread(tmp_path, 2, TENSOR, [kto, dpo, kd])
 
 
 @pytest.mark.slow
