@@ -184,8 +184,8 @@ class World:
 
     @timed_as("communication")
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Replace each gradient by its sum over processes. A missing gradient becomes zero, also with one process:
-        optimizers treat the two differently."""
+        """Replace each gradient by its sum over the parts of a step. A missing gradient becomes zero, also with one
+        process: optimizers treat the two differently."""
         bucket: list[Tensor] = []
         held = 0
         for parameter in parameters:
@@ -194,7 +194,7 @@ class World:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
-            if self.size == 1:
+            if self.parts == 1:
                 continue
             if bucket and (held + gradient.nbytes > _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
                 self._sum_bucket(bucket)
@@ -207,7 +207,7 @@ class World:
     def _sum_bucket(self, bucket: Sequence[Tensor]) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         self.before_exchange()
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=None if self.mesh is None else self.mesh.data)
         for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
