@@ -23,6 +23,7 @@ from tropism.observe.lock import Ownership
 from tropism.observe.manifest import Manifest, libraries, text_fingerprints
 from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import check as check_trackers
+from tropism.report import report_on
 from tropism.train.checkpoints import resume
 from tropism.train.checkpoints.find import FROZEN, Origin, find
 from tropism.train.checkpoints.saver import check_metric, make_saver
@@ -37,7 +38,15 @@ from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Observers
 from tropism.train.preemption import Preemption, stopping_at_once
 from tropism.train.profiling import StepProfiler
-from tropism.train.result import RunResult, begin_row_files, export_result, export_scores, finish, result_of
+from tropism.train.result import (
+    RunResult,
+    begin_row_files,
+    export_result,
+    export_scores,
+    finish,
+    held_out_scores,
+    result_of,
+)
 from tropism.train.run_state import RunState
 from tropism.train.settings import Settings
 from tropism.train.setup.agreement import facts_of_options
@@ -247,10 +256,13 @@ class Run:
                       self.voice)
         if evaluator is not None and evaluator.last is None:  # resumed after its last evaluation
             evaluator.last = self._score_held_out()
-        files = world.on_main(lambda: export_scores(directory, inputs, engine, evaluator, self.voice))
-        facts = self._end_facts(manifest, files or {})
-        return finish(directory, manifest, state, samples, inputs.schedule.total_steps, len(inputs.held_out),
-                      self._stop_ids, world, self.voice, **facts)
+        held_out = held_out_scores(inputs, evaluator)
+        files = world.on_main(lambda: export_scores(directory, inputs, engine, held_out, self.voice))
+        result = finish(directory, manifest, state, samples, inputs.schedule.total_steps, held_out, self._stop_ids,
+                        world, self.voice, **self._end_facts(manifest, files or {}))
+        if options.report and world.is_main:
+            report_on(directory.path, self.voice)
+        return result
 
     def _lowered(self, manifest: Manifest | None, settings: Settings, sentence: str) -> None:
         """Log that a step ran out of memory, and record the settings that the run keeps."""
