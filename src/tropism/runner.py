@@ -38,15 +38,7 @@ from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Observers
 from tropism.train.preemption import Preemption, stopping_at_once
 from tropism.train.profiling import StepProfiler
-from tropism.train.result import (
-    RunResult,
-    begin_row_files,
-    export_result,
-    export_scores,
-    finish,
-    held_out_scores,
-    result_of,
-)
+from tropism.train.result import RunResult, begin_row_files, export_result, export_scores, finish, result_of
 from tropism.train.run_state import RunState
 from tropism.train.settings import Settings
 from tropism.train.setup.agreement import facts_of_options
@@ -256,10 +248,10 @@ class Run:
                       self.voice)
         if evaluator is not None and evaluator.last is None:  # resumed after its last evaluation
             evaluator.last = self._score_held_out()
-        held_out = held_out_scores(inputs, evaluator)
-        files = world.on_main(lambda: export_scores(directory, inputs, engine, held_out, self.voice))
+        files, held_out = world.on_main(lambda: export_scores(directory, inputs, engine, evaluator, self.voice)) or (
+            {}, None)
         result = finish(directory, manifest, state, samples, inputs.schedule.total_steps, held_out, self._stop_ids,
-                        world, self.voice, **self._end_facts(manifest, files or {}))
+                        world, self.voice, **self._end_facts(manifest, files))
         if options.report and world.is_main:
             report_on(directory.path, self.voice)
         return result

@@ -11,7 +11,7 @@ from tropism.report.read import Array, RunReport, plain
 from tropism.train.evaluation.bootstrap import accuracy, interval, resamples
 
 _MOST_PAIRS = 100  # of the completions of a prompt
-_NOT_COMPARED = ("output", "resume")
+_NOT_COMPARED = ("output", "resume", "report", "store", "log_dir")
 
 
 @dataclass(frozen=True)

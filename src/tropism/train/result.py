@@ -139,37 +139,35 @@ def begin_row_files(directory: RunDirectory, inputs: RunInputs) -> dict[str, Any
     return {**facts, "files": {EVAL_ROWS: checksum(directory.path / EVAL_ROWS)}}
 
 
-def held_out_scores(inputs: RunInputs, evaluator: Evaluator | None) -> HeldOutScores | None:
-    """The scores of the held-out rows before and after training.
+def export_scores(directory: RunDirectory, inputs: RunInputs, engine: Engine, evaluator: Evaluator | None,
+                  voice: Voice) -> tuple[Files, HeldOutScores | None]:
+    """Write `scores.parquet` and `moved.jsonl`. If that fails the run ends without them: its model is complete.
 
     Args:
         evaluator: has evaluated the initial and the trained policy; None without held-out rows.
+
+    Returns:
+        Their checksums, and the scores of the held-out rows; None without any.
     """
-    if evaluator is None or evaluator.last is None:
-        return None
-    # With the default reference, whose scores are stored, a resumed run knows the same values as a straight one.
-    own, after = inputs.method.needs_reference and inputs.reference is None, evaluator.last
-    before = replace(after, logps=after.reference_logps) if own else evaluator.first or after
-    return HeldOutScores(evaluator.rows, before, after, inputs.method)
-
-
-def export_scores(directory: RunDirectory, inputs: RunInputs, engine: Engine, held_out: HeldOutScores | None,
-                  voice: Voice) -> Files:
-    """Write `scores.parquet` and `moved.jsonl`, and return their checksums. If that fails the run ends without them:
-    its model is complete."""
+    held_out, own = None, inputs.method.needs_reference and inputs.reference is None
+    if evaluator is not None and evaluator.last is not None:
+        # With the default reference, whose scores are stored, a resumed run knows the same values as a straight one.
+        after = evaluator.last
+        before = replace(after, logps=after.reference_logps) if own else evaluator.first or after
+        held_out = HeldOutScores(evaluator.rows, before, after, inputs.method)
     path, reference = directory.path / SCORES, engine.reference
     check_owned(directory.path, path)
+    files: Files = {}
     try:
         write_scores(path, inputs.data.train, held_out,
                      reference.scores if isinstance(reference, StoredReference) else {})
-        found = {SCORES: checksum(path)}
+        files[SCORES] = checksum(path)
         if held_out is not None:
             directory.write_lines(MOVED, moved_lines(held_out, inputs.tokenizer))
-            found[MOVED] = checksum(directory.path / MOVED)
-        return found
+            files[MOVED] = checksum(directory.path / MOVED)
     except (OSError, OutputError) as error:
         voice.warn(f"{clause(error)}. The run is complete without this file.")
-        return {}
+    return files, held_out
 
 
 def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, samples: list[dict[str, Any]],
