@@ -11,6 +11,10 @@ from tropism.observe.metrics import BASELINES
 FEWEST_PROMPTS = 20
 """Held-out prompts below which an interval over resampled prompts is too narrow to judge by."""
 
+STRETCH = 1.1
+"""How much wider an interval is taken. Of 1,000 AUCs without an effect, intervals over 20 to 200 resampled prompts were
+above 0.5 in up to 3.1%; stretched by a tenth in up to 2%."""
+
 NO_ROWS = ("no rows were held out, so nothing shows whether the model learned. --eval-fraction 0.1 holds out a tenth "
            "of the prompts; --eval-data FILE names other rows.")
 _RANKINGS = {"rewards/auc": "reward AUC", "rewards/accuracies": "reward accuracy"}
@@ -49,8 +53,9 @@ class Verdict:
 def judge_ranking(first: Mapping[str, float], last: Mapping[str, float], prompts: int) -> Verdict | None:
     """The verdict on rewards that rank completions or pairs; None for records without a ranking.
 
-    Learned: the 95% interval of the last AUC or accuracy lies above 0.5, above its value before training, and above
-    each baseline of the initial policy. Got worse: it lies below the value before training. Else not shown.
+    Learned: the 95% interval of the last AUC or accuracy, stretched by a tenth, lies above 0.5, above its value before
+    training, and above each baseline of the initial policy. Got worse: it lies below the value before training. Else
+    not shown.
 
     Args:
         first, last: evaluation records, before training and at the end.
@@ -70,6 +75,7 @@ def judge_ranking(first: Mapping[str, float], last: Mapping[str, float], prompts
     highest = max(bars, key=lambda name: bars[name])
     if prompts < FEWEST_PROMPTS:
         return _too_few(prompts, figure)
+    low, high = _stretched(last[key], low, high)
     if low > bars[highest]:
         return Verdict("learned", f"{figure}, above 0.5, its value before training and all baselines "
                                   f"(at most {bars[highest]:.3f}).")
@@ -80,7 +86,8 @@ def judge_ranking(first: Mapping[str, float], last: Mapping[str, float], prompts
 
 
 def judge_improvement(what: str, value: float, low: float, high: float, prompts: int) -> Verdict:
-    """The verdict on a mean whose improvement has a 95% interval: learned if it lies above 0, got worse if below.
+    """The verdict on a mean whose improvement has a 95% interval: learned if it lies above 0, got worse if below, again
+    stretched by a tenth.
 
     Args:
         what: the mean that should fall, in nats per token.
@@ -90,11 +97,16 @@ def judge_improvement(what: str, value: float, low: float, high: float, prompts:
     figure = f"{what} fell by {value:.4f} nats per token (95%: {low:.4f} to {high:.4f})"
     if prompts < FEWEST_PROMPTS:
         return _too_few(prompts, figure)
-    if low > 0:
+    least, most = _stretched(value, low, high)
+    if least > 0:
         return Verdict("learned", f"{figure}.")
-    if high < 0:
+    if most < 0:
         return Verdict("got worse", f"{what} rose by {-value:.4f} nats per token (95%: {-high:.4f} to {-low:.4f}).")
     return Verdict("not shown", f"{figure}, which is not clearly above 0.")
+
+
+def _stretched(value: float, low: float, high: float) -> tuple[float, float]:
+    return value - STRETCH * (value - low), value + STRETCH * (high - value)
 
 
 def _too_few(prompts: int, figure: str) -> Verdict:
