@@ -25,12 +25,12 @@ WORKERS ?= 2
 
 .venv/.core: .venv/.made pyproject.toml $(CONSTRAINTS)
 	@echo "installing Tropism and what it needs (about a minute)"
-	@$(PIP) -e '.[gguf]'
+	@$(PIP) -e '.[gguf,plots]'
 	@touch $@
 
 .venv/.test: .venv/.core
 	@echo "installing the test tools"
-	@$(PIP) -e '.[gguf,test]'
+	@$(PIP) -e '.[gguf,plots,test]'
 	@touch $@
 
 .venv/.docs: .venv/.core

@@ -8,6 +8,7 @@ from pathlib import Path
 # that spin while they wait make each step many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ["TROPISM_NO_REPORT"] = "1"  # drawing takes longer than most runs of tests
 
 import jaxtyping
 import pytest

@@ -18,12 +18,13 @@ from tropism.model.config import max_positions
 from tropism.model.cpu_products import Products
 from tropism.model.save import check_saved_files
 from tropism.model.source import ModelSource
-from tropism.observe.checksums import Files, file_hash
+from tropism.observe.checksums import Files
 from tropism.observe.console import Voice
 from tropism.observe.lock import Ownership
 from tropism.observe.manifest import Manifest, libraries, text_fingerprints
 from tropism.observe.rundir import RunDirectory
 from tropism.observe.track import check as check_trackers
+from tropism.report import report_on
 from tropism.train.checkpoints import resume
 from tropism.train.checkpoints.find import FROZEN, Origin, find
 from tropism.train.checkpoints.saver import check_metric, make_saver
@@ -38,7 +39,7 @@ from tropism.train.monitor.nonfinite import Tolerance
 from tropism.train.observers import Observers
 from tropism.train.preemption import Preemption, stopping_at_once
 from tropism.train.profiling import StepProfiler
-from tropism.train.result import RunResult, begin_row_files, export_result, export_scores, finish, result_of
+from tropism.train.result import RunResult, begin_files, export_result, export_scores, finish, result_of
 from tropism.train.run_state import RunState
 from tropism.train.settings import Settings
 from tropism.train.setup.agreement import facts_of_options
@@ -261,10 +262,13 @@ class Run:
                       self.voice)
         if evaluator is not None and evaluator.last is None:  # resumed after its last evaluation
             evaluator.last = self._score_held_out()
-        files = world.on_main(lambda: export_scores(directory, inputs, engine, evaluator, self.voice))
-        facts = self._end_facts(manifest, files or {})
-        return finish(directory, manifest, state, samples, inputs.schedule.total_steps, len(inputs.held_out),
-                      self._stop_ids, world, self.voice, **facts)
+        files, held_out = world.on_main(lambda: export_scores(directory, inputs, engine, evaluator, self.voice)) or (
+            {}, None)
+        result = finish(directory, manifest, state, samples, inputs.schedule.total_steps, held_out, self._stop_ids,
+                        world, self.voice, **self._end_facts(manifest, files))
+        if options.report and world.is_main:
+            report_on(directory.path, self.voice)
+        return result
 
     def _lowered(self, manifest: Manifest | None, settings: Settings, sentence: str) -> None:
         """Log that a step ran out of memory, and record the settings that the run keeps."""
@@ -300,27 +304,15 @@ class Run:
     def _begin(self, directory: RunDirectory, origin: Origin | None = None) -> Manifest:
         """Create the run directory, or reset an existing one to the step that is resumed, and write the facts that are
         known before the model is loaded."""
-        options = self.options
         if origin is None:
             directory.refuse_if_used()  # another process may have run here since the first check
         directory.create()
         if origin is not None:
             resume.begin_again(directory, origin)
         directory.write_config(self._resolved())
-        directory.write_json("audit.json", self.inputs.data.to_json())
-        of_rows = begin_row_files(directory, self.inputs)
-        model = self.named.absolute if isinstance(self.named, ModelSource) else options.model
-        facts = {
-            "method": options.method, "model": model, "seed": options.seed,
-            "world_size": self.world.size, "device": str(self.world.device),
-            "precision": self.inputs.numerics.precision, "fingerprints": self._fingerprints(), **of_rows,
-            **self.objects.facts}
-        if self.world.device.type == "cuda":
-            facts["device_name"] = torch.cuda.get_device_name(self.world.device)
-        manifest = Manifest(directory, facts, origin.manifest if origin else None, origin.step if origin else 0)
-        prints = {**manifest.facts["fingerprints"], "config": file_hash(directory.path / "config.yaml")}
-        manifest.add(fingerprints=prints)  # options that may change may have changed since the run began
-        return manifest
+        model = self.named.absolute if isinstance(self.named, ModelSource) else self.options.model
+        facts = {"model": model, "fingerprints": self._fingerprints(), **self.objects.facts}
+        return begin_files(directory, self.inputs, facts, *((origin.manifest, origin.step) if origin else (None, 0)))
 
     def build(self, fresh: bool = True, kept: Settings | None = None) -> Engine:
         """The engine, built once; each part is checked as soon as it can be.

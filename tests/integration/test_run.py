@@ -23,7 +23,7 @@ def test_the_run_directory(train: Callable[..., Any], tiny_model_dir: Path) -> N
     result = train("kto", eval_fraction=0.2, samples=2, max_steps=6, eval_every=2)
     assert {path.name for path in result.directory.iterdir()} == {
         "config.yaml", "manifest.json", "audit.json", "metrics.jsonl", "samples.jsonl", "eval_rows.jsonl",
-        "scores.parquet", "model"}
+        "moved.jsonl", "scores.parquet", "model"}
     lines = records(result)
     assert [(line["step"], line["split"]) for line in lines] == [
         (0, "eval"), (1, "train"), (2, "train"), (2, "eval"), (3, "train"), (4, "train"), (4, "eval"), (5, "train"),

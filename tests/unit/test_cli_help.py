@@ -28,7 +28,7 @@ GROUPS = {
     "Adapters": "lora.adapter lora.alpha lora.dora lora.modules_to_save lora.quantize lora.rank lora.rslora "
                 "lora.targets",
     "Parallelism": "parallel.offload parallel.reduce_once parallel.replicate parallel.shard parallel.tensor",
-    "Tracking": "log_dir log_every track",
+    "Tracking": "log_dir log_every report track",
 }
 """Options of all methods by their group in help."""
 TEACHER = "divergence divergence_mix kd_weight teacher temperature temperature_scaling top_k"

@@ -3,6 +3,7 @@
 What imports torch is imported in a command, after its paths were checked and its first line was printed.
 """
 
+import webbrowser
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -35,7 +36,7 @@ from tropism.config import (
 from tropism.errors import TropismError, UsageError, count_of, did_you_mean
 from tropism.files import check_creatable
 from tropism.observe.console import Voice
-from tropism.observe.rundir import RunDirectory, free_name
+from tropism.observe.rundir import REPORT, RunDirectory, free_name
 from tropism.options import check_file_name, check_size
 
 app = App(name="tropism", result_action="return_value", help_flags=(), version_flags=(),
@@ -202,6 +203,31 @@ def inspect(data: _Name, /, *, options: Annotated[InspectOptions, _Flat], html: 
         inspecting.write_json(found, json)
     if options.strict:
         found.check()
+    return 0
+
+
+@app.command
+def report(run: _File, /, *runs: _File, html: _File | None = None, figures: _Output | None = None,
+           open: bool = False) -> int:
+    """Write a page about runs: curves, rankings, rows, samples, options."""
+    for one in (run, *runs):
+        check_run(one, "report")
+    page = run.expanduser() / REPORT if html is None else html
+    check_reports(page)
+    from tropism import report as reporting
+
+    found = reporting.report((run, *runs))
+    reporting.write_page(found, page)
+    voice = voice_beside(html)
+    for read in found.runs:
+        named = f"{read.name}: " if len(found.runs) > 1 else ""
+        voice.say(f"{named}{read.verdict or 'no verdict yet: it needs the evaluations before and after training'}")
+    voice.say(f"page: {page}")
+    if figures is not None:
+        paths = reporting.write_figures(found, figures.expanduser())
+        voice.say(f"figures: {count_of(len(paths), 'file')} in {figures}")
+    if open and not webbrowser.open(page.resolve().as_uri()):
+        voice.warn(f"no browser was found. Open {page}")
     return 0
 
 

@@ -146,6 +146,15 @@ COMMANDS: dict[str, Command] = {
          Argument("--max-shard-size SIZE", "Maximum size of a weight file, such as 5GB.", default="50GB"),
          Argument("--base DIR", "Base model of the adapter, if it has moved since the run."), _TRUST),
         note="`--checkpoint` exports a checkpoint instead. Adds a model card. Leaves the run unchanged."),
+    "report": Command(
+        "Results", "Write a page about a run, or about several side by side.",
+        ("tropism report runs/first", "tropism report runs/first runs/second --html compared.html --open"),
+        (Argument("RUN", "Run directory: of a run that is done, stopped or still going.", required=True),
+         Argument("RUNS", "More run directories, side by side with the first."),
+         Argument("--html FILE", "File to write. It needs no other file and no network.", default="RUN/report.html"),
+         Argument("--figures DIR", "Also write each figure as a PNG file to this directory."),
+         Argument("--open", "Open the page in a browser.")),
+        note="Needs matplotlib: pip install 'tropism[plots]'."),
     "verify": Command(
         "Results", "Check that a run is intact and reproducible on this machine.",
         ("tropism verify runs/first", "tropism verify runs/first --json findings.json"),

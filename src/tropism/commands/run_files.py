@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tropism.errors import CheckpointError, first_line
 from tropism.observe.checksums import differences, file_hash
 from tropism.observe.log_files import disorder
-from tropism.observe.rundir import EVAL_ROWS, GROWING, SCORES
+from tropism.observe.rundir import EVAL_ROWS, GROWING, MOVED, SCORES
 from tropism.train.checkpoints import files as checkpoint
 
 State = Literal["same", "differs", "gone", "unknown"]
@@ -50,7 +50,7 @@ def check_output(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Check
             "config.yaml", "differs", "edited after the run started")
     for name in GROWING:
         yield from _log(directory / name, expected=name == "metrics.jsonl" and manifest.get("status") == "done")
-    for name in (EVAL_ROWS, SCORES):
+    for name in (EVAL_ROWS, SCORES, MOVED):
         files = manifest.get("files", {})
         if name in files:
             wrong = differences(directory, {name: files[name]})

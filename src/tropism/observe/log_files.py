@@ -89,7 +89,7 @@ def _what_is_wrong(name: str, record: Any) -> str:
     """Why a line is not one of this file; empty if it is."""
     if not isinstance(record, dict):
         return "not a JSON object"
-    if name in ("samples.jsonl", "eval_rows.jsonl"):
+    if name in ("samples.jsonl", "eval_rows.jsonl", "moved.jsonl"):
         return ""
     if type(step := record.get("step")) is not int or not 0 <= step < 2**63:
         return "'step' is not a step number"

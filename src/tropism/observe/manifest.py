@@ -84,8 +84,8 @@ class Manifest:
         self.facts: dict[str, Any] = begun
         if earlier or step:
             earlier = earlier or {}
-            gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason", "stopped_by", "model_files",
-                    "files", "reward_sums")
+            gone = ("ended", "error", "steps", "planned_steps", "seconds", "reason", "stopped_by", "verdict",
+                    "model_files", "files", "reward_sums")
             # A run that starts again from step 1 keeps nothing of the earlier attempts but their start time.
             stays = earlier.keys() - gone if step else {"started"}
             kept = {name: fact for name, fact in earlier.items() if name in stays}

@@ -24,13 +24,20 @@ EVAL_ROWS = "eval_rows.jsonl"
 SCORES = "scores.parquet"
 """The scores of rows before and after training, written at the end."""
 
+MOVED = "moved.jsonl"
+"""The held-out completions whose reward changed most, written at the end."""
+
+REPORT = "report.html"
+"""The page of `tropism report`, written at the end if matplotlib is installed."""
+
 PROFILE = "profile.json"
 """The trace of `--profile`, for Perfetto."""
 
-_FILES = (*GROWING, EVAL_ROWS, SCORES, PROFILE, "config.yaml", "manifest.json", "audit.json", "checkpoints/best.json")
+_FILES = (*GROWING, EVAL_ROWS, SCORES, MOVED, PROFILE, REPORT, "config.yaml", "manifest.json", "audit.json",
+          "checkpoints/best.json")
 _DIRECTORIES = ("checkpoints", "model", ".model.partial", "logs")
 
-_REPLACED = re.compile(r"config\.yaml|writable|[a-z]+\.json|eval_rows\.jsonl|scores\.parquet")
+_REPLACED = re.compile(r"config\.yaml|writable|[a-z]+\.json|(eval_rows|moved)\.jsonl|scores\.parquet|report\.html")
 """Files that are written under a temporary name, then renamed."""
 
 
@@ -180,9 +187,9 @@ class RunDirectory:
         """Write or replace a JSON file."""
         self._replace(name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
-    def write_eval_rows(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Write or replace `eval_rows.jsonl`."""
-        self._replace(EVAL_ROWS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    def write_lines(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
+        """Write or replace `eval_rows.jsonl` or `moved.jsonl`."""
+        self._replace(name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     def write_profile(self, trace: str) -> None:
         """Write or replace `profile.json`."""

@@ -293,6 +293,9 @@ class TrackingOptions(Options):
     """Logging interval: steps (1), epochs (0.1ep) or time (30s). Each entry is one line of metrics.jsonl."""
     log_dir: str | None = None
     """Directory for tracker files. Default: RUN/logs."""
+    report: bool = True
+    """Write RUN/report.html at the end, if matplotlib is installed. The environment variable TROPISM_NO_REPORT turns it
+    off for all runs."""
 
 
 class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, ComputeOptions, OptimizationOptions,

@@ -14,19 +14,24 @@ from tropism.distributed.world import World
 from tropism.errors import DataError, OutputError, clause, count_of
 from tropism.model import save
 from tropism.model.adapters.parameters import adapter_weight_names
-from tropism.observe.checksums import Files, checksum, checksums
+from tropism.observe.checksums import Files, checksum, checksums, file_hash
 from tropism.observe.console import Voice
 from tropism.observe.lock import check_owned
 from tropism.observe.log_files import read_log
 from tropism.observe.manifest import Manifest
 from tropism.observe.metrics import BOOKKEEPING
-from tropism.observe.rundir import EVAL_ROWS, SCORES, RunDirectory
+from tropism.observe.rundir import EVAL_ROWS, MOVED, SCORES, RunDirectory
+from tropism.observe.verdict import NO_ROWS, Verdict
 from tropism.train.engine import Engine
 from tropism.train.evaluation.evaluator import Evaluator
+from tropism.train.evaluation.improvement import verdict_on
+from tropism.train.evaluation.moved import moved_lines
 from tropism.train.evaluation.row_files import HeldOutScores, eval_lines, write_scores
 from tropism.train.frozen.reference import StoredReference
 from tropism.train.run_state import RunState
 from tropism.train.setup.build import RunInputs
+
+_SHOWN = 200  # characters of a sample
 
 
 @dataclass(frozen=True)
@@ -113,13 +118,34 @@ def export_result(engine: Engine, tokenizer: Any, path: Path, dtype_name: str, s
         voice.say(f"export in {dtype_name}: rounding keeps {share:.1%} of the changed weights")
 
 
-def begin_row_files(directory: RunDirectory, inputs: RunInputs) -> dict[str, Any]:
-    """Write `eval_rows.jsonl`, remove the scores of an earlier attempt, and return the facts for the manifest.
+def begin_files(directory: RunDirectory, inputs: RunInputs, facts: dict[str, Any], earlier: dict[str, Any] | None,
+                step: int) -> Manifest:
+    """Write `audit.json`, `eval_rows.jsonl` and the manifest, whose `config.yaml` is written, and remove what an earlier
+    attempt wrote at its end.
+
+    Args:
+        facts: about the model and the inputs.
+        earlier: manifest of the run that is resumed, after `step`; None for a new run.
 
     Raises:
         OutputError: if the disk refuses.
     """
-    directory.remove(SCORES)
+    options, world = inputs.options, inputs.world
+    directory.write_json("audit.json", inputs.data.to_json())
+    found = {"method": options.method, "seed": options.seed, "world_size": world.size, "device": str(world.device),
+             "precision": inputs.numerics.precision, **facts, **_begin_row_files(directory, inputs)}
+    if world.device.type == "cuda":
+        found["device_name"] = torch.cuda.get_device_name(world.device)
+    manifest = Manifest(directory, found, earlier, step)
+    prints = {**manifest.facts["fingerprints"], "config": file_hash(directory.path / "config.yaml")}
+    manifest.add(fingerprints=prints)  # options that may change may have changed since the run began
+    return manifest
+
+
+def _begin_row_files(directory: RunDirectory, inputs: RunInputs) -> dict[str, Any]:
+    """Write `eval_rows.jsonl`, and return the facts for the manifest."""
+    for name in (SCORES, MOVED):
+        directory.remove(name)
     weights = [inputs.options.model_dump().get(name) for name in ("desirable_weight", "undesirable_weight")]
     term = inputs.method.preference
     facts: dict[str, Any] = {}
@@ -130,16 +156,20 @@ def begin_row_files(directory: RunDirectory, inputs: RunInputs) -> dict[str, Any
     if not inputs.data.evaluation:
         directory.remove(EVAL_ROWS)
         return facts
-    directory.write_eval_rows(eval_lines(inputs.data.evaluation))
+    directory.write_lines(EVAL_ROWS, eval_lines(inputs.data.evaluation))
+    facts["held_out_prompts"] = len({row.prompt_key for row in inputs.held_out})
     return {**facts, "files": {EVAL_ROWS: checksum(directory.path / EVAL_ROWS)}}
 
 
 def export_scores(directory: RunDirectory, inputs: RunInputs, engine: Engine, evaluator: Evaluator | None,
-                  voice: Voice) -> Files:
-    """Write `scores.parquet` and return its checksum. If that fails the run ends without it: its model is complete.
+                  voice: Voice) -> tuple[Files, HeldOutScores | None]:
+    """Write `scores.parquet` and `moved.jsonl`. If that fails the run ends without them: its model is complete.
 
     Args:
         evaluator: has evaluated the initial and the trained policy; None without held-out rows.
+
+    Returns:
+        Their checksums, and the scores of the held-out rows; None without any.
     """
     held_out, own = None, inputs.method.needs_reference and inputs.reference is None
     if evaluator is not None and evaluator.last is not None:
@@ -149,17 +179,21 @@ def export_scores(directory: RunDirectory, inputs: RunInputs, engine: Engine, ev
         held_out = HeldOutScores(evaluator.rows, before, after, inputs.method)
     path, reference = directory.path / SCORES, engine.reference
     check_owned(directory.path, path)
+    files: Files = {}
     try:
         write_scores(path, inputs.data.train, held_out,
                      reference.scores if isinstance(reference, StoredReference) else {})
-        return {SCORES: checksum(path)}
+        files[SCORES] = checksum(path)
+        if held_out is not None:
+            directory.write_lines(MOVED, moved_lines(held_out, inputs.tokenizer))
+            files[MOVED] = checksum(directory.path / MOVED)
     except (OSError, OutputError) as error:
         voice.warn(f"{clause(error)}. The run is complete without this file.")
-        return {}
+    return files, held_out
 
 
 def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, samples: list[dict[str, Any]],
-           total_steps: int, held_out: int, stop_ids: Sequence[int], world: World, voice: Voice,
+           total_steps: int, held_out: HeldOutScores | None, stop_ids: Sequence[int], world: World, voice: Voice,
            **facts: Any) -> RunResult:
     """Complete the manifest and report the result. All processes call this together.
 
@@ -167,24 +201,53 @@ def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, 
         manifest: on the main process.
         samples: lines of `samples.jsonl`.
         total_steps: that were planned.
-        held_out: rows that were evaluated.
+        held_out: the rows that were evaluated; None without any.
         stop_ids: ids that end a completion.
         facts: others for the manifest.
     """
     seconds, steps = state.elapsed_s, state.step
     before, after = world.broadcast(_measured(directory, voice) if world.is_main else ({}, {}))
     if manifest is not None:
+        verdict = Verdict("none", NO_ROWS) if held_out is None else verdict_on(held_out, before, after)
         reason = {"reason": state.ending, "stopped_by": "stop_metric"} if state.ending else {}
         manifest.end("done", steps=steps, planned_steps=total_steps, seconds=round(seconds, 3),
-                     model_files=checksums(directory.model), stop_ids=list(stop_ids), **reason, **facts)
-    what = (f"{count_of(held_out, 'held-out row')}, before and after training (95% intervals in brackets)" if held_out
-            else "first and last training record")
-    voice.before_after(what, before, after, leave_out=BOOKKEEPING)
-    voice.say(f"model: {directory.model}  ({count_of(steps, 'step')}, {seconds:.0f} s)")
-    if world.is_main and _has_named_base(directory.model / "adapter_config.json"):
-        voice.say("  This is an adapter. To merge it into its base: "
-                  f"tropism export {shlex.quote(str(directory.path))} --to DIR --merge")
+                     model_files=checksums(directory.model), stop_ids=list(stop_ids), verdict=verdict.to_json(),
+                     **reason, **facts)
+        effort = f"{count_of(steps, 'step')}, {seconds:.0f} s"
+        _show(directory, verdict, samples, before, after, held_out, effort, voice)
     return RunResult(directory.path, directory.model, steps, seconds, before, after, samples)
+
+
+def _show(directory: RunDirectory, verdict: Verdict, samples: Sequence[dict[str, Any]], before: dict[str, float],
+          after: dict[str, float], held_out: HeldOutScores | None, effort: str, voice: Voice) -> None:
+    """Print the metrics, the verdict, a sample, and what can be done next."""
+    what = (f"{count_of(len(held_out.rows), 'held-out row')}, before and after training (95% intervals in brackets)"
+            if held_out else "first and last training record")
+    voice.before_after(what, before, after, leave_out=BOOKKEEPING)
+    voice.say(f"model: {directory.model}  ({effort})", str(verdict))
+    if samples:
+        sample = samples[0]
+        voice.say(f"sample of {'a held-out' if sample['held_out'] else 'a training'} prompt:",
+                  f"  prompt: {_end(sample['prompt'])}", f"  before: {_start(sample['before'])}",
+                  f"  after:  {_start(sample['after'])}")
+    run = shlex.quote(str(directory.path))
+    merged = " --merge" if _has_named_base(directory.model / "adapter_config.json") else ""
+    voice.say("next:", f"  tropism report {run}", f"  tropism export {run} --to DIR{merged}")
+    if merged:
+        voice.say("  The model is an adapter; --merge adds it to its base.")
+    if held_out is not None:
+        voice.say(f"  tropism evaluate {run}")
+
+
+def _start(text: str) -> str:
+    """The start of a text, on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN - 3]}..."
+
+
+def _end(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else f"...{text[3 - _SHOWN:]}"
 
 
 def _has_named_base(config: Path) -> bool:
