@@ -311,7 +311,8 @@ class Run:
             resume.begin_again(directory, origin)
         directory.write_config(self._resolved())
         model = self.named.absolute if isinstance(self.named, ModelSource) else self.options.model
-        facts = {"model": model, "fingerprints": self._fingerprints(), **self.objects.facts}
+        facts = {"method": self.options.method, "model": model, "fingerprints": self._fingerprints(),
+                 **self.objects.facts}
         return begin_files(directory, self.inputs, facts, *((origin.manifest, origin.step) if origin else (None, 0)))
 
     def build(self, fresh: bool = True, kept: Settings | None = None) -> Engine:

@@ -59,9 +59,9 @@ def test_a_prediction_never_exceeds_the_limit_unless_the_log_says_so() -> None:
 
 def test_all_of_a_gpu_is_used_before_packs_become_small() -> None:
     """Weights of three quarters of a card do not bring packs of 128 tokens."""
-    least = replace(needs("full"), held={**HELD, "weights": 5000 * MIB})
+    least = replace(needs(Settings(checkpointing="full")), held={**HELD, "weights": 5000 * MIB})
     found = choose(candidates(options(), "cuda", None), round((least.peak(8192) + 100 * MIB) / 0.95), False,
-                   lambda level: replace(needs(level), held=least.held), 100, 30_000, "cuda")
+                   lambda settings: replace(needs(settings), held=least.held), 100, 30_000, "cuda")
     assert found.fits
     assert (found.settings.microbatch_tokens, found.settings.checkpointing) == (8192, "full")
 

@@ -120,8 +120,8 @@ def export_result(engine: Engine, tokenizer: Any, path: Path, dtype_name: str, s
 
 def begin_files(directory: RunDirectory, inputs: RunInputs, facts: dict[str, Any], earlier: dict[str, Any] | None,
                 step: int) -> Manifest:
-    """Write `audit.json`, `eval_rows.jsonl` and the manifest, whose `config.yaml` is written, and remove what an earlier
-    attempt wrote at its end.
+    """Write `audit.json`, `eval_rows.jsonl` and the manifest, beside a `config.yaml` that is written already. Removes
+    what an earlier attempt wrote at its end.
 
     Args:
         facts: about the model and the inputs.
@@ -132,7 +132,7 @@ def begin_files(directory: RunDirectory, inputs: RunInputs, facts: dict[str, Any
     """
     options, world = inputs.options, inputs.world
     directory.write_json("audit.json", inputs.data.to_json())
-    found = {"method": options.method, "seed": options.seed, "world_size": world.size, "device": str(world.device),
+    found = {"seed": options.seed, "world_size": world.size, "device": str(world.device),
              "precision": inputs.numerics.precision, **facts, **_begin_row_files(directory, inputs)}
     if world.device.type == "cuda":
         found["device_name"] = torch.cuda.get_device_name(world.device)
