@@ -125,7 +125,8 @@ def test_weights_that_cannot_be_trained(model: Any) -> None:
              "has quantized weights"),
             (lambda one: setattr(one.lm_head, "weight", nn.Parameter(torch.zeros(32, 8, dtype=torch.int8), False)),
              r"has weights of type int8 \(first: lm_head.weight\), which cannot be trained. Load it with"),
-            (lambda one: one.model.norm.to(torch.float8_e4m3fn), r"has weights of type float8_e4m3fn \(first: model.norm.weight")):
+            (lambda one: one.model.norm.to(torch.float8_e4m3fn),
+             r"has weights of type float8_e4m3fn \(first: model.norm.weight")):
         changed = LlamaForCausalLM(CONFIG)
         change(changed)  # type: ignore[no-untyped-call]
         with pytest.raises(ModelError, match=f"^the module {message}"):
