@@ -49,6 +49,8 @@ def trained(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         trainer = kind(model=Actor(policy), **{frozen_name: Actor(copy.deepcopy(frozen))}, strategy=strategy, **own,
                        optim=optimizer, train_dataloader=loader, eval_dataloader=None, scheduler=scheduler,
                        max_epochs=epochs, **given)
+        if accumulation > 1:  # several packs, which have rows of several micro-batches
+            trainer.door.options = {**trainer.door.options, "microbatch_tokens": 60}
         result = trainer.fit(strategy.args, 0, len(rows) // (size * accumulation))
         other, schedule = optimizer_of(theirs)
         rates = published.train(theirs, frozen, other, schedule, [loader_of(rows, collate, size)], loss, epochs=epochs,

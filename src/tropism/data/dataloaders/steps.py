@@ -133,12 +133,11 @@ class _Reading:
                 raise UsageError("the dataloader yielded no batch" + (
                     " in its second pass. It must support several iterations." if epoch > first else ""))
             self.rows_per_epoch = self.rows_per_epoch or rows_per_pass(loader, len(self.rows), self.batches)
-            if self.rule.leftover == "close" and self.open:  # no step crosses an epoch
-                self._close()
-            self._since = 0 if self.rule.leftover != "carry" else self._since
+            if self.rule.leftover == "close":  # no step crosses an epoch
+                if self.open:
+                    self._close()
+                self._since = 0
             epoch += 1
-            if last is None and not self.steps and epoch - first > how.accumulation_steps:
-                break
         if not self.steps:
             raise UsageError(f"no optimizer step: {count_of(self.batches, 'batch', 'batches')} are fewer than "
                              f"accumulation_steps {how.accumulation_steps}. Lower it, or use more data.")
