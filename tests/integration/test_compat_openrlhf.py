@@ -106,7 +106,7 @@ def test_two_processes_give_what_two_published_processes_gave(tiny_model_dir: Pa
         published.train(policy, frozen, *optimizer_of(policy), [loader_of(rows, openrlhf_kto, 3, rank, 2)
                                                                 for rank in range(2)], loss, epochs=2, accumulation=2)
         loaders = [loader_of(rows, openrlhf_kto, 3, rank, 2, shuffle=False) for rank in range(2)]
-        evaluated = [float(loss(policy, frozen, batches)) for batches in zip(*loaders, strict=True)]
+        evaluated = [float(loss(policy, frozen, batches).detach()) for batches in zip(*loaders, strict=True)]
     for rank in range(2):
         state, metrics = torch.load(tmp_path / f"{rank}.pt")
         ours.load_state_dict(state)
