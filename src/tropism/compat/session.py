@@ -327,19 +327,19 @@ def optimizer_inside(optimizer: Any) -> Any:
 
 
 def as_batch(rows: Sequence[EncodedRow]) -> dict[str, Tensor]:
-    """Rows of token ids as a batch in NeMo-Aligner's layout, padded with 0 and -100."""
-    batch = {"preference": torch.tensor([int(bool(row.desirable)) for row in rows])}
-    for prefix, sides in (("", [row.completions[0] for row in rows]), ("kl_", [row.partner for row in rows])):
-        tokens, labels = [], []
-        for row, side in zip(rows, sides, strict=True):
-            if side is None:  # the batch had no mismatched rows
-                continue
-            prompt, own = (torch.from_numpy(part.astype(np.int64)) for part in (row.prompt_ids, side.ids))
-            tokens.append(torch.cat((prompt, own)))
-            marked = own.masked_fill(~torch.tensor(side.loss_mask), -100)
-            labels.append(torch.cat((torch.full_like(prompt, -100), marked)))
-        if tokens:
-            batch[f"{prefix}samples"] = pad_sequence(tokens, batch_first=True)
-            batch[f"{prefix}sample_labels"] = pad_sequence(labels, batch_first=True, padding_value=-100)
-            batch[f"{prefix}sample_length"] = torch.tensor([len(text) for text in tokens])
-    return batch
+    """Rows of token ids as a batch in NeMo-Aligner's layout, all padded to one length with 0 and -100."""
+    tokens: list[Tensor] = []
+    labels: list[Tensor] = []
+    for row, side in [(row, row.completions[0]) for row in rows] + [(row, row.partner) for row in rows]:
+        if side is None:  # the batch had no mismatched rows
+            continue
+        prompt, own = (torch.from_numpy(part.astype(np.int64)) for part in (row.prompt_ids, side.ids))
+        tokens.append(torch.cat((prompt, own)))
+        marked = own.masked_fill(~torch.tensor(side.loss_mask), -100)
+        labels.append(torch.cat((torch.full_like(prompt, -100), marked)))
+    count = len(rows)
+    ids, marks = pad_sequence(tokens, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
+    batch = {"samples": ids[:count], "sample_labels": marks[:count],
+             "sample_length": torch.tensor([len(text) for text in tokens[:count]]),
+             "preference": torch.tensor([int(bool(row.desirable)) for row in rows])}
+    return batch | ({"kl_samples": ids[count:], "kl_sample_labels": marks[count:]} if len(ids) > count else {})
