@@ -20,8 +20,8 @@ from transformers import (
 
 from trl_data import rows_for
 from tropism.compat import trl as ours
-from tropism.compat.trl import prepare
 from tropism.compat.trl.encode import Rules, encode
+from tropism.compat.trl.process import Process
 from tropism.errors import UsageError
 
 ROWS = rows_for("dpo", 11)
@@ -310,12 +310,13 @@ def test_what_cannot_be_served_is_refused_by_name(method: str, arguments: dict[s
 
 def test_the_batch_size_follows_the_processes_unless_it_is_named(
         tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "_processes", lambda: 2, raising=True)
     for options, size in (({}, 8), ({"batch_size": 5}, 5)):
         args = config("dpo", tmp_path, tropism_options=options)
+        monkeypatch.setattr(Process, "num_processes", 2)
         trainer = ours.DPOTrainer(str(tiny_model_dir), args=args, train_dataset=ROWS)
         assert trainer._ours.options.batch_size == size
         assert len(trainer._ours.objects.steps.step(1)) == size
+        monkeypatch.undo()
 
 
 # Scripts
