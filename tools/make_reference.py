@@ -7,6 +7,7 @@ Each table is between two comments, `<!-- generated: NAME -->` and `<!-- end -->
 """
 
 import argparse
+import inspect
 import re
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tropism import config
+from tropism.argument_names import PUBLISHED, answer
 from tropism.cli.table import COMMANDS, HEADINGS, in_order
 from tropism.compat.trl.config import CONFIGS
 from tropism.compat.trl.fields import fields_of
@@ -22,9 +24,11 @@ from tropism.methods import LOSSES
 from tropism.methods.loss_table import LossRow
 from tropism.observe.metrics import METRICS
 from tropism.options import Option, shown
+from tropism.trainers import Trainer
 
 DOCS = Path(__file__).parents[1] / "docs"
-FILES = ("options.md", "run-directory.md", "coming-from/trl.md")
+FILES = ("options.md", "run-directory.md", "coming-from/trl.md",
+         *(f"coming-from/{trainer}.md" for trainer in PUBLISHED))
 _BLOCK = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -152,12 +156,35 @@ def trl_table() -> str:
     return table(("field", "fate", "here"), sorted(rows))
 
 
+def names_table(trainer: str) -> str:
+    """What each name of a published trainer is here, with the classes, scripts or files that take it."""
+    options = {option for cls in METHODS.values() for option in cls.flat_fields()}
+    arguments = {*inspect.signature(Trainer.__init__).parameters}
+    parts = []
+    for classes in (False, True):
+        groups = {group: names.split() for group, names in PUBLISHED[trainer].items()
+                  if classes == group.endswith("Trainer")}
+        rows = []
+        for name in dict.fromkeys(name for names in groups.values() for name in names):
+            found = answer(name, options | arguments if classes else options, trainer)
+            assert found is not None, name
+            taken = found.option if classes else f"--{found.option.replace('_', '-')}"
+            here = found.text or f"`{taken}`"
+            where = [group for group, names in groups.items() if name in names]
+            rows.append([f"`{name}`", *([", ".join(where)] if len(groups) > 1 else []), found.kind, here])
+        if rows:
+            parts.append(table(("argument" if classes else "option", *(["of"] if len(groups) > 1 else []), "", "here"),
+                               rows))
+    return "\n".join(parts)
+
+
 def _make(name: str) -> str:
     makers: dict[str, Callable[[], str]] = {
         **{f"options {heading}": lambda heading=heading: options_table(heading) for heading in HEADINGS},
         **{f"losses {method}": lambda method=method: losses_table(method) for method in ("kto", "dpo")},
         **{f"commands {command.group}": lambda group=command.group: commands_table(group)
            for command in COMMANDS.values()},
+        **{f"names {trainer}": lambda trainer=trainer: names_table(trainer) for trainer in PUBLISHED},
         "metrics": metrics_table, "trl fields": trl_table}
     return makers[name]()
 

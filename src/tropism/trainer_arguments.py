@@ -256,6 +256,8 @@ def _rows_in(value: Any, argument: str) -> Any:
     if hasattr(value, "batch_sampler") and hasattr(value, "collate_fn"):
         raise UsageError(f"{argument} is a {type(value).__name__}, which yields batches. Pass it as "
                          f"{argument.replace('dataset', 'dataloader')}.")
+    if not isinstance(value, Iterable) and hasattr(value, "__len__") and not hasattr(value, "to_pylist"):
+        return [value[number] for number in range(len(value))]  # a map-style dataset of torch
     if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
         raise UsageError(f"{argument} is of type {type(value).__name__}, which holds no rows. Pass a file, rows as "
                          "dicts, a table, a dataset or trees.")

@@ -286,5 +286,5 @@ class KDTrainer(Trainer):
     options_class = KDOptions
 
 
-_ARGUMENTS = {*signature(Trainer).parameters} - {"options"}
+_ARGUMENTS = {*signature(Trainer).parameters, "peft_config"} - {"options"}
 """Names that the trainers take besides options."""

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -96,6 +97,24 @@ def test_what_follows_openrlhf_is_said_once(done: Any) -> None:
 def test_checkpoints_are_written_as_asked(done: Any) -> None:
     found = sorted(path.name for path in (done.result.directory / "checkpoints").iterdir())
     assert found == ["step-00000003", "step-00000006", "step-00000008"]
+
+
+def test_rows_of_one_class_are_trained_and_evaluated(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """As in OpenRLHF, where a side may be empty. An evaluation before training changes nothing."""
+    policy, frozen = models(tiny_model_dir)
+    theirs, rows = copy.deepcopy(policy), [replace(row, label=True) for row in rows_of(12)]
+    strategy = strategy_of(2, ckpt_path=str(tmp_path / "run"))
+    optimizer, scheduler = optimizer_of(policy)
+    trainer = listening(KTOTrainer(policy, frozen, strategy, None, optimizer, loader_of(rows, openrlhf_kto), None,
+                                   scheduler, beta=0.3, max_epochs=1))
+    metrics = trainer.evaluate(loader_of(rows, openrlhf_kto))
+    assert "eval/chosen_reward" in metrics
+    assert "eval/reject_reward" not in metrics
+    trainer.fit(strategy.args)
+    assert "labels: 12 desirable, 0 undesirable" in trainer.said.getvalue()
+    published.train(theirs, frozen, *optimizer_of(theirs), [loader_of(rows, openrlhf_kto)], published.kto(0.3),
+                    epochs=1, accumulation=2)
+    torch.testing.assert_close(weights_of(policy), weights_of(theirs), rtol=0, atol=1e-5)
 
 
 def test_log_probs_of_a_batch(done: Any) -> None:
@@ -326,6 +345,7 @@ def test_a_method_that_fit_does_not_call_is_named(tiny_model_dir: Path, tmp_path
 @pytest.mark.parametrize(("changes", "error", "message"), [
     ({"strategy": object()}, UsageError, "strategy is a object without args"),
     ({"model": object()}, ModelError, "model is a object, which holds no transformers model"),
+    ({"strategy": strategy_of(1, packing_samples=True)}, UsageError, "args.packing_samples: packed batches"),
     ({"ref_model": torch.nn.Linear(1, 1)}, ModelError, "ref_model is a Linear, which holds no transformers model"),
 ])
 def test_what_cannot_be_trained_is_refused_at_once(changes: dict[str, Any], error: type[Exception], message: str,

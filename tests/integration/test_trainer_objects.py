@@ -272,11 +272,24 @@ def test_objects_that_are_no_datasets(data: Any, kind: type[TropismError], messa
         small("dpo", train_dataset=data)
 
 
+class MapStyle(torch.utils.data.Dataset[Any]):
+    """A dataset of torch that takes any number, so that iterating over it would not end."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.rows[number % len(self.rows)]
+
+
 def test_frames_and_datasets_of_libraries(small: Any, pairs: Path) -> None:
     """Those that are installed here: of pyarrow always, of pandas, polars and datasets perhaps."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     rows = rows_in(pairs)
-    made = [pyarrow.Table.from_pylist(rows)]
+    made = [pyarrow.Table.from_pylist(rows), MapStyle(rows)]
     for library, make in (("pandas", lambda own: [own.DataFrame(rows)]),
                           ("polars", lambda own: [own.DataFrame(rows), own.DataFrame(rows).lazy()]),
                           ("datasets", lambda own: [own.Dataset.from_list(rows), own.DatasetDict(

@@ -84,9 +84,14 @@ VALUES: dict[str, Any] = {
     "track": "tensorboard", "beta": 0.7, "keep": 3, "resume": "auto",
     "lora.rank": 4, "lora.alpha": 8.0, "lora.targets": "q_proj", "lora.dora": True, "lora.rslora": True,
     "router_aux_weight": 0.01, "max_steps": 5, "precision": "fp64", "max_prompt_length": 32, "label_smoothing": 0.2,
-    "f_divergence": "js", "eval_fraction": 0.25, "seed": 7, "workers": 2}
+    "f_divergence": "js", "eval_fraction": 0.25, "seed": 7, "workers": 2,
+    "split": "train", "eval_split": "test", "f_alpha": 0.3, "streaming": True, "max_time": "1h", "wpo": True,
+    "log_dir": "logs", "lora.adapter": "adapter", "system_prompt": "Be kind.", "checkpoint_model": True,
+    "chat_template": "chatml", "lora.modules_to_save": "lm_head"}
 BESIDES: dict[str, dict[str, Any]] = {
-    "keep": {"save_every": 2}, **{f"lora.{name}": {"lora.rank": 2} for name in ("alpha", "targets", "dora", "rslora")}}
+    "keep": {"save_every": 2}, "checkpoint_model": {"save_every": 2}, "f_alpha": {"f_divergence": "alpha"},
+    "streaming": {"max_steps": 2}, "log_dir": {"track": "tensorboard"},
+    **{f"lora.{name}": {"lora.rank": 2} for name in ("alpha", "targets", "dora", "rslora", "modules_to_save")}}
 
 
 @pytest.mark.parametrize(("alias", "ours"), ALIASES.items())

@@ -115,3 +115,21 @@ def test_sharded_modules(model: Any, alone: None) -> None:
         sharded = shard(LlamaForCausalLM(CONFIG))
         with pytest.raises(ModelError, match=r"^the module is sharded by FSDP. Pass the plain model, or pass it by"):
             model_inside(Holder(model=sharded), "the module")
+
+
+def test_weights_that_cannot_be_trained(model: Any) -> None:
+    """Quantized by any library: as a flag, as layers of torch, or as integers and 8-bit floats in plain layers."""
+    for change, message in (
+            (lambda one: setattr(one, "is_quantized", True), "has quantized weights, which would be expanded"),
+            (lambda one: setattr(one.model.layers[0].mlp, "up_proj", nn.quantized.dynamic.Linear(8, 8)),
+             "has quantized weights"),
+            (lambda one: setattr(one.lm_head, "weight", nn.Parameter(torch.zeros(32, 8, dtype=torch.int8), False)),
+             r"has weights of type int8 \(first: lm_head.weight\), which cannot be trained. Load it with"),
+            (lambda one: one.model.norm.to(torch.float8_e4m3fn),
+             r"has weights of type float8_e4m3fn \(first: model.norm.weight")):
+        changed = LlamaForCausalLM(CONFIG)
+        change(changed)  # type: ignore[no-untyped-call]
+        with pytest.raises(ModelError, match=f"^the module {message}"):
+            model_inside(Holder(model=changed), "the module")
+    with pytest.raises(ModelError, match=r"^the module is a LlamaModel, which has no output head over the vocabulary"):
+        model_inside(model.model, "the module")

@@ -52,6 +52,32 @@ def planned(tokens: list[str]) -> tuple[list[str], dict[str, str]]:
     return [*command, *rest, *(() if "output" in names_of(rest) else ("--output=planned",))], own
 
 
+def of_another(tokens: list[str]) -> list[str]:
+    """The command `migrate`, with the words of another trainer's command behind `--`, where none is an option of ours.
+
+    Args:
+        tokens: all of them. `--yaml FILE` may be anywhere.
+
+    Raises:
+        UsageError: if `--yaml` has no file, or nothing follows the trainer.
+    """
+    own: list[str] = []
+    words: list[str] = []
+    remaining = iter(tokens[1:])
+    for word in remaining:
+        if word == "--yaml":
+            if not (file := next(remaining, "")) or file.startswith("--"):
+                raise UsageError("--yaml needs a file. Example: --yaml new.yaml")
+            own = [f"--yaml={file}"]
+        elif word.startswith("--yaml="):
+            own = [word]
+        else:
+            words.append(word)
+    if len(words) < 2:
+        raise UsageError("TRAINER and COMMAND are required. Example: tropism migrate trl \"trl kto --beta 0.2\"")
+    return ["migrate", *own, "--", *words]
+
+
 def with_config(tokens: list[str]) -> list[str]:
     """Replace `train FILE ...` and `METHOD --config FILE ...` by a method, the options of FILE, and the others."""
     if tokens[:2] == ["train", "--config"]:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 
 from cyclopts import App, CycloptsError, Parameter
 
-from tropism.cli.arguments import note, planned, spelled_out
+from tropism.cli.arguments import note, of_another, planned, spelled_out
 from tropism.cli.before_torch import (
     check_exporting,
     check_inspection,
@@ -21,7 +21,7 @@ from tropism.cli.before_torch import (
 from tropism.cli.other_names import translate
 from tropism.cli.table import COMMANDS
 from tropism.cli.usage_errors import explain_error, known_options
-from tropism.commands.files import check_reports, check_run, check_scores, voice_beside, write_json
+from tropism.commands.files import check_new, check_reports, check_run, check_scores, voice_beside, write_json
 from tropism.config import (
     ConvertOptions,
     DPOOptions,
@@ -52,6 +52,7 @@ _planning: ContextVar[dict[str, str] | None] = ContextVar("planning", default=No
 _Flat = Parameter(name="*")
 _SCORING = ScoringOptions()
 _Name = Annotated[str, Parameter(converter=lambda _, tokens: check_file_name(tokens[0].value))]
+_Word = Annotated[str, Parameter(converter=lambda _, tokens: tokens[0].value)]
 _File = Annotated[Path, Parameter(converter=lambda _, tokens: Path(check_file_name(tokens[0].value)))]
 _Output = Annotated[Path, Parameter(
     converter=lambda _, tokens: Path(check_file_name(tokens[0].value, for_models=True)))]
@@ -82,7 +83,10 @@ def call(tokens: list[str], began: float) -> int:
     if tokens[0] == "plan":
         tokens, own = planned(tokens[1:])
         _planning.set(own)
-    tokens = spelled_out(translate(tokens, known_options(tokens), note))
+    if tokens[0] == "migrate":
+        tokens = of_another(tokens)
+    else:
+        tokens = spelled_out(translate(tokens, known_options(tokens), note))
     try:
         return int(app(tokens, exit_on_error=False, print_error=False) or 0)
     except CycloptsError as error:
@@ -250,6 +254,20 @@ def resume(run: Path) -> int:
 def plan(config: Path, *, device: _Device | None = None, json: _File | None = None) -> int:
     """Never called: `planned` replaces it by the method of the run."""
     raise NotImplementedError(config, device, json)
+
+
+@app.command
+def migrate(trainer: _Word, /, *command: _Word, yaml: _File | None = None) -> int:
+    """Print our command for one of another trainer, and write its options to a file."""
+    from tropism.commands import migrate as migrating
+
+    if yaml is not None:
+        check_new(yaml)
+    found = migrating.migrate(trainer, command)
+    if yaml is not None:
+        migrating.write_yaml(found, yaml)
+    migrating.show(found, voice_beside(yaml), yaml)
+    return 0
 
 
 @app.command

@@ -151,6 +151,17 @@ COMMANDS: dict[str, Command] = {
         ("tropism verify runs/first", "tropism verify runs/first --json findings.json"),
         (Argument("RUN", "Run directory.", required=True), Argument("--json FILE", _JSON), _TRUST),
         note="Exits with code 0 if so, 1 otherwise."),
+    "migrate": Command(
+        "Other", "Translate a command or configuration of another trainer.",
+        ("tropism migrate trl \"trl kto --model_name_or_path MODEL --dataset_name DATA --beta 0.2\"",
+         "tropism migrate llamafactory train.yaml --yaml new.yaml"),
+        (Argument("TRAINER", "Where it comes from: openrlhf, trl, llamafactory, axolotl, coati or nemo-aligner.",
+                  required=True),
+         Argument("COMMAND", "A command line in quotes, its words, or a YAML or JSON configuration file.",
+                  required=True),
+         Argument("--yaml FILE", "Also write the options to this new file, for tropism train.")),
+        note="Prints our command, and what became of each option: taken, replaced, without effect here or not "
+             "supported. Nothing in the command is run."),
     "demo": Command(
         "Other", "Train a small model on sample feedback and show what changed.", ("tropism demo",),
         (Argument("--output DIR", "Run directory.", default="demo-run, or the next free name"),)),

@@ -62,7 +62,7 @@ class Door:
         """Train on a dataloader.
 
         Args:
-            evaluation: the dataloader that is evaluated; None or empty for none.
+            evaluation: the dataloader that is evaluated; None for none.
             output: run directory; the next free name if it exists, unless `resume`.
             epochs: passes over the dataloader.
             accumulation: batches per optimizer step.
@@ -75,7 +75,7 @@ class Door:
         if not resume:
             output = free_name(Path(output))
         with variables(environment or {}):
-            trainer = self._plain(rule or self.rule, train_dataloader=loader, eval_dataloader=evaluation or None,
+            trainer = self._plain(rule or self.rule, train_dataloader=loader, eval_dataloader=evaluation,
                                   optimizer=self.optimizer, scheduler=self.scheduler, epochs=epochs,
                                   accumulation_steps=accumulation, output=str(output), **options)
             return trainer.fit(resume=True if resume else None)

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from tropism.distributed.other_sharding import sharded_by
 from tropism.errors import ModelError, count_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -30,7 +29,7 @@ def model_inside(module: Any, place: str) -> Any:
         ModelError: if it holds no model or several, or weights beside those of the model, or if the weights are not
             all here: sharded, offloaded or on the meta device.
     """
-    if sharding := next(filter(None, map(_sharding, _modules(module))), ""):
+    if isinstance(module, nn.Module) and (sharding := sharded_by(module)):
         raise ModelError(f"{place} is sharded by {sharding}. {_BY_NAME}")
     model = _find(module, place)
     if model is not module and isinstance(module, nn.Module):
@@ -78,22 +77,6 @@ def _is_model(module: Any) -> bool:
     """Whether it is a transformers model or a PeftModel. Wrappers may hand on every attribute of what they wrap, so the
     type decides."""
     return isinstance(module, PreTrainedModel) or hasattr(type(module), "get_base_model")
-
-
-def _modules(module: Any) -> Iterator[Any]:
-    return module.modules() if isinstance(module, nn.Module) else iter(())
-
-
-def _sharding(module: Any) -> str:
-    """By what a module is sharded; empty if it is not."""
-    if isinstance(module, FullyShardedDataParallel | FSDPModule):
-        return "FSDP"
-    for parameter in module.parameters(recurse=False):
-        if isinstance(parameter, DTensor):
-            return "tensor parallelism"
-        if hasattr(parameter, "ds_id"):  # set by DeepSpeed's partitioning of parameters
-            return "DeepSpeed ZeRO-3"
-    return ""
 
 
 def _check_nothing_else(module: nn.Module, model: nn.Module, place: str) -> None:

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from tropism import trainers
 from tropism.compat.openrlhf.fitting import Fitting
 from tropism.compat.openrlhf.logps import batch_logps, forward
+from tropism.errors import UsageError
 from tropism.observe.metrics import OtherNames
 
 _NOTE = ("steps follow OpenRLHF: losses are averaged over each micro-batch and then over micro-batches, and those that "
@@ -39,7 +40,7 @@ class DPOTrainer(Fitting):
         disable_ds_ckpt: without `save_hf_ckpt`, write no checkpoints.
 
     Raises:
-        UsageError: for a strategy without `args`.
+        UsageError: for a strategy without `args`, and for `args.packing_samples`.
         ModelError: if a module holds no model, or several.
     """
 
@@ -58,6 +59,9 @@ class DPOTrainer(Fitting):
                  save_hf_ckpt: bool = False, disable_ds_ckpt: bool = False) -> None:
         self.ref_model, self.beta = ref_model, beta
         args = getattr(strategy, "args", None)
+        if getattr(args, "packing_samples", False):
+            raise UsageError("args.packing_samples: packed batches cannot be read. Turn it off; rows are packed here "
+                             "anyway.")
         options: dict[str, Any] = {"beta": beta, "loss": "ipo" if getattr(args, "ipo", False) else "sigmoid"}
         smoothing = float(getattr(args, "label_smoothing", None) or 0)
         if smoothing and options["loss"] == "sigmoid":

@@ -19,7 +19,7 @@ _REMARKS = {
                 "prompts, mask them, or set prompt_key in OpenRLHF's dataset.",
     _APART: "{rows} whose sides have less than half of their prompts in common (first: {first}). Check that the sides "
             "answer the same prompt.",
-    _OWN: "{rows} whose mismatched row is the row's own completion (first: {first}), as in micro-batches of 1 row, and "
+    _OWN: "{rows} whose mismatched row is the row's own completion (first: {first}), as in micro-batches of 1 row and "
           "in the middle of coati's with an odd number. The reference point then follows the rewards of the rows "
           "themselves and cancels them. Use larger micro-batches, or kl_source='step' and reference_point='step'."}
 _HOLDS: dict[View, str] = {"unpaired": "labeled completions (for KTO)", "paired": "pairs (for DPO)",

@@ -126,7 +126,8 @@ def _read_data(options: Any, world: World, voice: Voice, objects: PythonObjects,
     """The rows. The main process reads them first, so that the others find them in the store."""
     tokenizer, configs = parts.tokenizer, parts.configs
     if objects.rows is not None:
-        data = prepare_rows(options, tokenizer, configs, options.view, objects.rows, objects.eval_rows)
+        published = objects.steps is not None and objects.steps.rule.published
+        data = prepare_rows(options, tokenizer, configs, options.view, objects.rows, objects.eval_rows, published)
     else:
         if objects.train is None:
             voice.say(f"reading {' and '.join(filter(None, (options.data, options.eval_data)))}")
