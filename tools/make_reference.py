@@ -144,6 +144,18 @@ def metrics_table() -> str:
                  ([f"`{metric.key}`", metric.unit, metric.per, metric.meaning] for metric in METRICS.values()))
 
 
+def trl_table() -> str:
+    """What each field of TRL's config classes is here; one row for each description."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for method, kind in CONFIGS.items():
+        for name, entry in fields_of(method).items():
+            if name in kind.__dataclass_fields__:
+                found.setdefault((name, entry.fate, entry.text), []).append(kind.__name__)
+    rows = [[f"`{name}`" + (f" ({', '.join(names)})" if len(names) < len(CONFIGS) else ""), fate, text]
+            for (name, fate, text), names in found.items()]
+    return table(("field", "fate", "here"), sorted(rows))
+
+
 def names_table(trainer: str) -> str:
     """What each name of a published trainer is here, with the classes, scripts or files that take it."""
     options = {option for cls in METHODS.values() for option in cls.flat_fields()}
@@ -164,16 +176,6 @@ def names_table(trainer: str) -> str:
             parts.append(table(("argument" if classes else "option", *(["of"] if len(groups) > 1 else []), "", "here"),
                                rows))
     return "\n".join(parts)
-def trl_table() -> str:
-    """What each field of TRL's config classes is here; one row for each description."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for method, kind in CONFIGS.items():
-        for name, entry in fields_of(method).items():
-            if name in kind.__dataclass_fields__:
-                found.setdefault((name, entry.fate, entry.text), []).append(kind.__name__)
-    rows = [[f"`{name}`" + (f" ({', '.join(names)})" if len(names) < len(CONFIGS) else ""), fate, text]
-            for (name, fate, text), names in found.items()]
-    return table(("field", "fate", "here"), sorted(rows))
 
 
 def _make(name: str) -> str:

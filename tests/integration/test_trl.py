@@ -20,8 +20,8 @@ from transformers import (
 
 from trl_data import rows_for
 from tropism.compat import trl as ours
-from tropism.compat.trl import prepare
 from tropism.compat.trl.encode import Rules, encode
+from tropism.compat.trl.process import Process
 from tropism.errors import UsageError
 
 ROWS = rows_for("dpo", 11)
@@ -156,6 +156,49 @@ def test_early_stopping_of_transformers_is_obeyed(tiny_model_dir: Path, tmp_path
     assert trainer.train().global_step == 2  # the loss falls
 
 
+class Dies(TrainerCallback):
+    """Ends the process after step 5, as far as the run can tell."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_died_is_resumed_bit_for_bit(run: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    args = config("dpo", tmp_path, save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3,
+                  logging_first_step=True)
+    given: dict[str, Any] = {"args": args, "train_dataset": ROWS, "eval_dataset": HELD_OUT}
+    with pytest.raises(KeyboardInterrupt):
+        ours.DPOTrainer(str(tiny_model_dir), callbacks=[Dies()], **given).train()
+    again = ours.DPOTrainer(str(tiny_model_dir), **given)
+    again.train(resume_from_checkpoint=True)
+    assert torch.equal(flat(again.model), flat(run[0].model))
+    losses = [[(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+              for trainer in (again, run[0])]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_best_model_is_there_at_the_end(adapter: bool, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Held-out pairs with swapped sides get worse while the others are learned."""
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in ROWS[:3]]
+    trainer = ours.DPOTrainer(
+        str(tiny_model_dir), args=config("dpo", tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps",
+                                         save_steps=2, load_best_model_at_end=True,
+                                         learning_rate=1e-2 if adapter else 2e-3),
+        train_dataset=ROWS, eval_dataset=swapped, peft_config=LoraConfig(r=2, lora_alpha=8) if adapter else None)
+    trainer.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    best = min(losses, key=losses.__getitem__)
+    assert best == trainer.state.best_global_step < 6
+    assert trainer.state.best_model_checkpoint.endswith(f"step-0000000{best}")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best])
+    trainer.save_model(tmp_path / "best")
+    saved = "adapter_model.safetensors" if adapter else "model.safetensors"
+    last = tmp_path / "run" / "model" / saved
+    assert (tmp_path / "best" / saved).read_bytes() != last.read_bytes()
+
+
 # Numbers
 
 def flat(module: Any) -> torch.Tensor:
@@ -247,7 +290,9 @@ def test_the_other_trainers_learn(method: str, tiny_model_dir: Path, tmp_path: P
     ("dpo", {}, {"max_length": 1}, "no row is left"),
     ("dpo", {}, {"model_init_kwargs": {"revision": "v2"}}, "hf download MODEL --revision v2"),
     ("dpo", {}, {"model_init_kwargs": {"subfolder": "x"}}, "model_init_kwargs: subfolder is not supported"),
-    ("dpo", {}, {"save_strategy": "best"}, "needs metric_for_best_model and eval_dataset"),
+    ("dpo", {}, {"save_strategy": "best"}, "need metric_for_best_model and eval_dataset"),
+    ("dpo", {"eval_dataset": ROWS}, {"save_strategy": "best", "metric_for_best_model": "rewards/accuracies",
+                                     "greater_is_better": False}, "Set greater_is_better=True"),
     ("dpo", {}, {"tropism_options": {"reference_point": "published"}}, "reference_point must be step"),
     ("dpo", {}, {"tropism_options": {"batch_sise": 3}}, "batch_sise"),
     ("sft", {}, {"packing": True, "packing_strategy": "wrapped"}, "cuts rows in the middle"),
@@ -265,12 +310,13 @@ def test_what_cannot_be_served_is_refused_by_name(method: str, arguments: dict[s
 
 def test_the_batch_size_follows_the_processes_unless_it_is_named(
         tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "_processes", lambda: 2, raising=True)
     for options, size in (({}, 8), ({"batch_size": 5}, 5)):
         args = config("dpo", tmp_path, tropism_options=options)
+        monkeypatch.setattr(Process, "num_processes", 2)
         trainer = ours.DPOTrainer(str(tiny_model_dir), args=args, train_dataset=ROWS)
         assert trainer._ours.options.batch_size == size
         assert len(trainer._ours.objects.steps.step(1)) == size
+        monkeypatch.undo()
 
 
 # Scripts

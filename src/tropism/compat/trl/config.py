@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from transformers import TrainingArguments
 
 from tropism.compat.trl.fields import fields_of, is_off
+from tropism.compat.trl.process import Process
+from tropism.distributed import connect
 from tropism.errors import UsageError
 from tropism.observe.rundir import free_name
 
@@ -45,6 +47,9 @@ class _Config(TrainingArguments):
             self.output_dir = str(free_name(Path("trainer_output")))
         if getattr(self, "activation_checkpointing", self.gradient_checkpointing) is None:  # not the deprecated name
             self.activation_checkpointing = self.gradient_checkpointing
+        if Process().num_processes > 1:  # first, with our backends: transformers joins the group that exists
+            with connect(stay=True):
+                pass
         super().__post_init__()
 
 

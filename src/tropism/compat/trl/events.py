@@ -68,7 +68,9 @@ class Events(Listener):
     def replay(self, line: dict[str, Any]) -> None:
         """Remember a line of `metrics.jsonl`, of an earlier part of the run."""
         metrics = {name: value for name, value in line.items() if name not in ("step", "split")}
-        self._remember(Record(line["step"], line["split"], metrics))
+        entry = self._remember(Record(line["step"], line["split"], metrics))
+        if entry is not None and line["split"] == "eval":
+            self._compare(entry, line["step"])
 
     def step_begins(self, state: RunState) -> None:
         """As `Listener` says."""
@@ -101,7 +103,7 @@ class Events(Listener):
         self.call("on_log", logs=entry)
         if record.split == "eval":
             self.call("on_evaluate", metrics=entry)
-            self._compare(entry)
+            self._compare(entry, record.step)
         return _STOPPED if self.control.should_training_stop else None
 
     def saved(self, state: RunState) -> None:
@@ -138,7 +140,7 @@ class Events(Listener):
         self.state.log_history.append({**entry, "step": record.step})
         return entry
 
-    def _compare(self, metrics: Mapping[str, float]) -> None:
+    def _compare(self, metrics: Mapping[str, float], step: int) -> None:
         """Note whether this evaluation is the best."""
         if not self.args.metric_for_best_model:
             return
@@ -146,7 +148,7 @@ class Events(Listener):
         best = self.state.best_metric
         better = np.greater if self.args.greater_is_better else np.less
         if value is not None and (best is None or better(value, best)):
-            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+            self.state.best_metric, self.state.best_global_step = value, step
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -49,7 +49,9 @@ _TAKEN = {
     "save_steps": "`save_every`; a share of the run if below 1",
     "save_total_limit": "`keep`. Unset keeps all checkpoints",
     "metric_for_best_model": "`keep_best`, and the metric of EarlyStoppingCallback",
-    "greater_is_better": "the direction of metric_for_best_model in `state.best_metric`",
+    "greater_is_better": "the direction of metric_for_best_model. It must be the one in which the metric improves",
+    "load_best_model_at_end": "`keep_best`. After train(), `model`, evaluate() and save_model() have the best "
+                              "checkpoint. RUN/model has the last step",
     "seed": "`seed`, and the order of the rows: the same as in TRL",
     "data_seed": "order of the rows",
     "dataloader_drop_last": "omit a short last batch of each epoch",
@@ -133,8 +135,6 @@ _REFUSED = {
     "label_smoothing_factor": "preference losses have label_smoothing",
     "neftune_noise_alpha": "noise in the embeddings is not supported",
     "eval_delay": "evaluate from the first interval on",
-    "load_best_model_at_end": "set save_strategy='best' and metric_for_best_model. The best checkpoint is then kept "
-                              "under checkpoints/step-N/model",
     "push_to_hub": "upload the result with: hf upload NAME RUN/model",
     "restore_callback_states_from_checkpoint": "keep the state of a callback in your code",
     "deepspeed": "remove it. Under torchrun, processes share the training state as ZeRO 3 does",

@@ -14,6 +14,7 @@ from transformers import get_scheduler
 from tropism.compat.trl.order import Batches
 from tropism.data.schedule import STEP, MicroBatchRule
 from tropism.errors import UsageError
+from tropism.observe.metrics import direction
 from tropism.train.optimizer import UpdateRule
 
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "sgd": "sgd",
@@ -108,13 +109,26 @@ def intervals(args: Any, steps: int, evaluates: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"log_every": every("logging", args.logging_strategy) or max(1, steps)}
     if evaluates:
         found["eval_every"] = every("eval", args.eval_strategy) or 0
-    if strategy == "best":
-        if not evaluates or not args.metric_for_best_model:
-            raise UsageError("save_strategy='best' needs metric_for_best_model and eval_dataset")
-        found |= {"keep_best": args.metric_for_best_model.removeprefix("eval_"), "checkpoint_model": True}
-    elif (save := every("save", strategy)) is not None:
+    if strategy == "best" or args.load_best_model_at_end:
+        found |= _best(args, evaluates)
+    if (save := every("save", strategy)) is not None:
         found |= {"save_every": save, "keep": args.save_total_limit or 0, "checkpoint_model": True}
     return found
+
+
+def _best(args: Any, evaluates: bool) -> dict[str, Any]:
+    """Options that keep the best checkpoint.
+
+    Raises:
+        UsageError: without a metric or evaluations, or for the direction in which the metric gets worse.
+    """
+    if not evaluates or not args.metric_for_best_model:
+        raise UsageError("save_strategy='best' and load_best_model_at_end need metric_for_best_model and eval_dataset")
+    metric = args.metric_for_best_model.removeprefix("eval_")
+    if direction(metric) == ("lower" if args.greater_is_better else "higher"):
+        raise UsageError(f"greater_is_better={args.greater_is_better}: {metric} improves in the other direction. Set "
+                         f"greater_is_better={not args.greater_is_better}.")
+    return {"keep_best": metric, "checkpoint_model": True}
 
 
 def lora_of(peft_config: Any, quantization: Any, model_type: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """From TRL's arguments to one of our trainers: checks, token ids, order and options."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from tropism.compat.trl.encode import Rules, encode
 from tropism.compat.trl.events import Events
 from tropism.compat.trl.options import Plan, intervals, lora_of, plan_of, quantization_of
 from tropism.compat.trl.order import packed, per_chunk, schedule_of, with_partners
+from tropism.compat.trl.process import Process
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import GivenSchedule
 from tropism.errors import UsageError, count_of
@@ -65,7 +65,7 @@ def prepare(method: str, trainer: type[Trainer], args: Any, *, model: Any, train
         if value is None:
             raise UsageError(f"{name} is required")
     check_refused(args, method)
-    plan = plan_of(args, method, _processes())
+    plan = plan_of(args, method, Process().num_processes)
     options = dict(plan.options)
     quiet = bool(options.pop("quiet", False))
     config, tokenizer = _config_and_tokenizer(model, tokenizer, options["trust_remote_code"])
@@ -160,11 +160,6 @@ def _refuse(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise UsageError(f"{name} is not supported: {_REASONS[name]}.")
-
-
-def _processes() -> int:
-    """Processes that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _rules(args: Any, method: str, formatting: Any) -> Rules:

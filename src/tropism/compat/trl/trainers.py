@@ -21,6 +21,7 @@ from tropism.data.rows import EncodedRow
 from tropism.data.tree import score_key
 from tropism.errors import UsageError
 from tropism.model.save import write_model
+from tropism.train.checkpoints.files import place_of
 from tropism.train.evaluation.evaluator import Evaluator
 from tropism.train.frozen.reference import StoredReference
 
@@ -102,12 +103,29 @@ class _Trainer:
         if not self.state.log_history:  # the run was done before
             for line in self._events.directory.records():
                 self._events.replay(line)
+        if self.args.load_best_model_at_end:
+            self._take_best(result.steps)
         seconds = time.monotonic() - began
         steps = self.state.global_step = result.steps
         metrics = {"train_runtime": seconds, "train_steps_per_second": steps / seconds,
                    "train_loss": self._events.training_loss, "epoch": float(self.state.epoch or 0.0)}
         self._events.finish(metrics)
         return TrainOutput(steps, self._events.training_loss, metrics)
+
+    def _take_best(self, last: int) -> None:
+        """Load the weights of the best checkpoint.
+
+        Args:
+            last: step whose weights the model has.
+        """
+        step = self.state.best_global_step
+        place = place_of(self._events.directory.checkpoints, step or 0)
+        if not (place / "model").is_dir():
+            return
+        self.state.best_model_checkpoint = str(place)
+        with self._ours.working() as run:
+            if step != last and self.model is not None:
+                run.inputs.policy.take_result(self.model, place / "model", run.inputs.numerics, run.world)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None,
                  metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -177,7 +195,8 @@ class _Trainer:
             UsageError: before the model is loaded.
         """
         place = Path(str(output_dir or self.args.output_dir)).expanduser()
-        finished = self._events.directory.model
+        best = self.state.best_model_checkpoint
+        finished = Path(best) / "model" if best else self._events.directory.model
         if not self.accelerator.is_main_process:
             return
         place.mkdir(parents=True, exist_ok=True)
