@@ -14,6 +14,8 @@ from tropism.errors import UsageError, did_you_mean
 from tropism.options import shown
 
 _TRUST = "trust_remote_code"
+_ON_OFF = ("compile", "parallel.shard")
+"""Options that take the words `on` and `off`, which YAML reads as booleans."""
 
 
 def read_yaml(path: str | Path, default: str | None = None, decided: bool = False,
@@ -79,6 +81,8 @@ def _ours(values: dict[str, Any], options: type[MethodOptions] | None, place: Ca
                 continue
         option = alias or key
         value = str(value).lower() if option == "resume" and isinstance(value, bool) else value
+        if option in _ON_OFF and isinstance(value, bool):
+            value = "on" if value else "off"
         new = value_of(option, value)
         if new is not value and new != value:  # NaN differs from itself
             say(f"{place(key)}{option} {value} is {new} here")

@@ -47,6 +47,7 @@ from tropism.train.setup.checks import check_reference
 from tropism.train.setup.data import steps_fingerprint
 from tropism.train.setup.inputs import Named, check_start, read_inputs
 from tropism.train.setup.parallel import parallelize
+from tropism.train.setup.planned import arranged
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.setup.resolve import resolve
 from tropism.train.step_packs import StepPlanner
@@ -87,11 +88,10 @@ class Run:
         self.values = options.values
         given = any(getattr(objects, name) is not None for name in ("model", "reference", "teacher"))
         named = check_start(options, world, objects)
-        self.world = parallelize(
-            world, options.parallel,
-            "does not support models that are passed as modules. Pass the model by name." if given else
-            "has no effect with --lora.quantize: each process holds the quantized weights." if options.lora.quantize
-            else "")
+        whole = ("does not support models that are passed as modules. Pass the model by name." if given else
+                 "does not support DoRA on quantized weights. Remove --lora.dora or --lora.quantize."
+                 if options.lora.quantize and options.lora.dora else "")
+        self.world = parallelize(world, options.parallel, whole, quantized=options.lora.quantize is not None)
         self.voice = voice or Voice(loud=world.is_main)
         self.named = named["model"]
         self.preemption = Preemption(self.world)
@@ -108,6 +108,11 @@ class Run:
         make_rule(options.stop_metric, options.stop_patience, options.stop_delta, inputs.method,
                   bool(inputs.data.evaluation))
         return inputs
+
+    def _arrange(self, kept: Settings | None) -> None:
+        """Settle once what `--parallel.shard auto` stands for. `kept` has the settings of the run that is resumed."""
+        self.inputs = arranged(self.inputs, kept)
+        self.world = self.inputs.world
 
     def _check_call(self, name: str) -> None:
         """Check that all processes make the same call, with the same options: `fit` may be given another `resume`."""
@@ -135,13 +140,15 @@ class Run:
             return self._fit(directory, ownership, began)
 
     def _fit(self, directory: RunDirectory, ownership: Ownership, began: float) -> RunResult:
-        options, inputs = self.options, self.inputs
+        options = self.options
         self.preemption = Preemption(self.world, options.max_seconds, began)
         origin = self.world.broadcast(self.world.on_main(
             lambda: find(directory, options.resume, options.fall_back)))
+        self._arrange(Settings.kept_in(origin.trainer if origin else None))
+        inputs = self.inputs
         announce_data(inputs.data, inputs.method, self.voice)
         announce_plan(options, inputs.data, inputs.schedule, len(inputs.held_out), inputs.numerics.precision,
-                      self.world, self.objects, inputs.store, self.voice)
+                      self.world, self.objects, inputs.store, self.voice, inputs.shard)
         for note in inputs.notes:
             self.voice.say(note)
         if origin is not None and resume.is_over(origin, directory, inputs.schedule.total_steps, self._resolved(),
@@ -178,8 +185,7 @@ class Run:
             The manifest, on the main process; the weights before step 1, if the export is compared with them.
         """
         world, trainer = self.world, origin.trainer if origin else None
-        kept = Settings.restored(trainer["settings"]) if trainer and "settings" in trainer else None
-        engine = self.build(fresh=trainer is None, kept=kept)
+        engine = self.build(fresh=trainer is None, kept=Settings.kept_in(trainer))
         keep = (world.is_main or world.mesh is not None) and self.options.export_dtype != "float32"
         initial = engine.model.snapshot() if keep else None
         if origin is not None:
@@ -319,6 +325,7 @@ class Run:
         if self._built is None:
             if isinstance(self.named, ModelSource):
                 self.voice.say(f"loading model {self.named.absolute}")
+            self._arrange(kept)
             built = build_engine(self.inputs, self.preemption, kept)
             engine, own = built.engine, built.engine.reference is not None and self.inputs.reference is None
             if fresh and engine.reference is not None:

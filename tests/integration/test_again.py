@@ -326,7 +326,7 @@ def test_a_rank_that_fails_leaves_no_other_waiting(where: str, tiny_model_dir: P
         assert raised == ["TropismError: a rank failed"] * 2
     if where not in ("teacher", "reference", "evaluate"):
         return
-    settings |= {"parallel": {}, "output": str(tmp_path / "sharded"), "store": str(tmp_path / "its store")}
+    settings |= {"parallel": {"shard": "on"}, "output": str(tmp_path / "sharded"), "store": str(tmp_path / "its store")}
     assert run_ranks(2, _failing, where, settings, str(tmp_path)) == [0, 0]
     raised = [(tmp_path / f"{where}-{rank}").read_text() for rank in range(2)]
     assert raised[0].startswith("TropismError: another process of the run failed")  # it waited inside of a layer

@@ -143,7 +143,7 @@ def trained_and_evaluated(rank: int, size: int, port: int, jobs: list[tuple[str,
 
 
 @pytest.mark.parametrize("kinds", [
-    [("kto", {}), ("dpo", {"lora": {"rank": 4}})],
+    [("kto", {"parallel": {"shard": "on"}}), ("dpo", {"lora": {"rank": 4}})],
     pytest.param([("kto", {"lora": {"rank": 4}}), ("dpo", {}), ("sft", {}), ("sft", {"lora": {"rank": 4}}), ("kd", {}),
                   ("kd", {"lora": {"rank": 4}})], marks=pytest.mark.slow)], ids=["two", "others"])
 def test_two_processes(tiny_model_dir: Path, teacher: Path, data_of: dict[str, Path], tmp_path: Path,

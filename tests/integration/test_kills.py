@@ -205,7 +205,7 @@ def test_ranks_stop_together(settings: Callable[..., dict[str, Any]], tmp_path: 
     """C1, X1: one rank's signal stops both, and both go on with the straight run, to the bit. (With another number of
     ranks: test_sharding.)"""
     straight, output = tmp_path / "straight", tmp_path / "run"
-    settings = partial(settings, max_steps=8, samples=0, microbatch_tokens=256)
+    settings = partial(settings, max_steps=8, samples=0, microbatch_tokens=256, **{"parallel.shard": "on"})
     assert run_ranks(2, _ranks, "kto", settings(straight), 0) == [0, 0]
     assert run_ranks(2, _ranks, "kto", settings(output), 5) == [75, 75]
     assert [one.step for one in checkpoint.listed(output / "checkpoints")] == [4, 5]

@@ -335,15 +335,6 @@ def test_what_is_refused(tiny_model_dir: Path, answers: Path, trained: Path, tmp
                    optimizer=torch.optim.SGD(module.parameters(), lr=0.1)).fit()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(ModelError, r"bitsandbytes.*pip install 'tropism\[quant\]'", rank=2, quantize="nf4")
-    monkeypatch.undo()
-    from tropism.distributed import World
-    from tropism.model.options import LoraOptions
-    from tropism.train.setup.policy import PolicyBuilder
-
-    monkeypatch.setattr("tropism.model.quantization.check_installed", lambda: None)
-    with pytest.raises(UsageError, match=r"sharded weights.*--parallel\.shard 1"):
-        PolicyBuilder.of(ModelSource.of(str(tiny_model_dir)), LoraOptions(rank=2, quantize="nf4"), None,
-                 World(0, 2, torch.device("cpu"), mesh=object()))
 
 
 @pytest.mark.parametrize(("kind", "more"), [("nf4", {}), ("int8", {"dora": True, "modules_to_save": "lm_head"})],

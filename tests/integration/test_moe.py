@@ -94,7 +94,8 @@ def test_two_ranks_equal_one_process(bench: Bench) -> None:
         for tokens in (64, 8192) if name == "kto" else (64,):
             place = f"{name}-two-{tokens}"
             jobs.append((method, bench.settings(place, method, **{**PLAIN, **options, "store": "store-of-two",
-                                                                  "microbatch_tokens": tokens})))
+                                                                  "microbatch_tokens": tokens,
+                                                                  "parallel": {"shard": "on"}})))
             left[name, tokens] = Left(bench.folder / place)
     assert run_ranks(2, one_rank, jobs) == [0, 0]
     for (name, tokens), run in left.items():

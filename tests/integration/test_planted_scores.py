@@ -307,7 +307,8 @@ def test_sharded_processes_are_stopped_together(go: Callable[..., Any], tiny_mod
     plant(tmp_path / "store", 50.0)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tropism",
                "dpo", "--model", str(tiny_model_dir), "--data", str(data_of["dpo"]), "--output", str(tmp_path / "two"),
-               "--store", str(tmp_path / "store"), "--batch-size", "8", "--max-steps", "2", "--samples", "0"]
+               "--store", str(tmp_path / "store"), "--batch-size", "8", "--max-steps", "2", "--samples", "0",
+               "--parallel.shard", "on"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode != 0
     assert re.search(r"pairs\.jsonl:\d+: the stored log-prob is", done.stderr + done.stdout)

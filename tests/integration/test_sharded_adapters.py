@@ -29,7 +29,8 @@ def adapter(run_directory: Path) -> dict[str, Any]:
 def common(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     store = tmp_path_factory.mktemp("store")
     return {"model": str(tiny_model_dir), "batch_size": 8, "max_steps": 4, "learning_rate": 1e-2, "precision": "fp64",
-            "export_dtype": "float64", "samples": 0, "eval_fraction": 0.2, "store": str(store)}
+            "export_dtype": "float64", "samples": 0, "eval_fraction": 0.2, "store": str(store),
+            "parallel": {"shard": "on"}}
 
 
 def test_two_processes_equal_one(common: dict[str, Any], data_of: dict[str, Path], tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from tropism.config import METHODS
 from tropism.runner import run
 
 Settings = dict[str, Any]
-TWO: dict[str, Settings] = {"tensor": {"tensor": 2}, "copies": {"shard": 1, "replicate": 2}}
+TENSOR: dict[str, Settings] = {"tensor": {"tensor": 2}}
 FOUR: dict[str, Settings] = {
-    "shard": {}, "replicas": {"replicate": 2, "reduce_once": True}, "shard and tensor": {"tensor": 2},
+    "shard": {"shard": "on"}, "replicas": {"replicate": 2, "reduce_once": True}, "shard and tensor": {"tensor": 2},
     "replicas of tensor": {"replicate": 2, "shard": 1, "tensor": 2}}
 
 
@@ -127,11 +127,9 @@ def made(folder: Path, model: Path, other: Path, data_of: dict[str, Path],
 
 
 def test_two_processes(tiny_model_dir: Path, other: Path, data_of: dict[str, Path], tmp_path: Path) -> None:
-    """X1, X2, L1: layers that two processes compute together, and whole copies. (Two shards: test_invariance.)"""
+    """X1, X2, L1: layers that two processes compute together. (Two shards, and two copies: test_invariance.)"""
     kto, dpo, _, kd = made(tmp_path, tiny_model_dir, other, data_of, max_steps=4, batch_size=10, log_every=1)
-    spread(tmp_path, 2, TWO, [kto])
-    (tmp_path / "others").mkdir()
-    spread(tmp_path / "others", 2, {"tensor": {"tensor": 2}}, [dpo, kd])
+    spread(tmp_path, 2, TENSOR, [kto, dpo, kd])
 
 
 @pytest.mark.slow
@@ -167,7 +165,7 @@ def test_real_rows(test_data: Path, tmp_path: Path, size: int, precision: str, o
             "precision": precision, "optimizer": optimizer, "learning_rate": 1e-1 if optimizer == "sgd" else 1e-4,
             "export_dtype": "float64", "samples": 0, **({"teacher": str(teacher)} if method == "kd" else {}),
             **({} if method == "sft" else {"store": str(tmp_path / "store")})}))
-    spread(tmp_path, size, {"shard": {}} if size == 2 else {**FOUR}, runs)
+    spread(tmp_path, size, {"shard": {"shard": "on"}} if size == 2 else {**FOUR}, runs)
 
 
 @pytest.mark.slow
@@ -202,7 +200,7 @@ def test_bfloat16_is_that_of_one_process(method: str, changes: Settings, tiny_mo
     settings |= changes
     base, found = tmp_path / "base", tmp_path / "two"
     run(METHODS[method](**settings, output=str(base)))
-    assert run_ranks(2, one_rank, [(method, {**settings, "output": str(found)})]) == [0, 0]
+    assert run_ranks(2, one_rank, [(method, {**settings, "output": str(found), "parallel": {"shard": "on"}})]) == [0, 0]
     ours, theirs = records(Left(found)), records(Left(base))
     assert ours[0] == theirs[0]  # the first evaluation
     for key in {"loss", "logps/chosen", "logps/rejected", "kd/divergence"} & theirs[1].keys():
@@ -216,7 +214,8 @@ def test_bfloat16_is_that_of_one_process(method: str, changes: Settings, tiny_mo
 
 
 def _resumed(size: int, settings: Settings, checkpoint: Path) -> None:
-    settings = {**settings, "output": str(checkpoint.parents[1]), "resume": str(checkpoint)}
+    settings = {**settings, "output": str(checkpoint.parents[1]), "resume": str(checkpoint),
+                "parallel": {"shard": "on"}}
     if size == 1:
         run(METHODS["kto"](**settings))
     else:
@@ -231,7 +230,7 @@ def test_resume_on_other_processes(before: int, after: int, tiny_model_dir: Path
     method, settings = made(tmp_path, tiny_model_dir, other, data_of, max_steps=6, save_every=3, keep=0)[0]
     assert method == "kto"
     run(METHODS[method](**settings, output=str(tmp_path / "straight")))
-    jobs = [(method, {**settings, "output": str(tmp_path / "run")})]
+    jobs = [(method, {**settings, "output": str(tmp_path / "run"), "parallel": {"shard": "on"}})]
     if before == 1:
         run(METHODS[method](**jobs[0][1]))
     else:

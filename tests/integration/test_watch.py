@@ -246,7 +246,7 @@ def test_two_ranks_agree_on_what_is_left_out_and_when_to_stop(tiny_model_dir: Pa
     settings = {"model": str(tiny_model_dir), "data": str(data_of["dpo"]), "output": str(tmp_path / "run"),
                 "store": str(tmp_path / "store"), "samples": 0, "batch_size": 8, "max_steps": 20, "learning_rate": 1e-9,
                 "on_nonfinite": "skip", "eval_fraction": 0.2, "eval_every": 2, "stop_metric": "rewards/margins",
-                "stop_patience": 2, "stop_delta": 1.0}
+                "stop_patience": 2, "stop_delta": 1.0, "parallel": {"shard": "on"}}
     assert run_ranks(2, _two_ranks, settings) == [0, 0]
     found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["skipped"]) for line in found if "skipped" in line] == [(2, 1)]

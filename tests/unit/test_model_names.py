@@ -5,9 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from tropism.distributed import World
 from tropism.errors import ModelError, TropismError, UsageError
 from tropism.model import load
 from tropism.model import source as model_source
@@ -32,8 +30,7 @@ def test_where_an_adapter_should_be(tmp_path: Path, tiny_model_dir: Path) -> Non
     """X1: a directory that is not there, one without an adapter, and a run, which has one."""
     def refused(match: str, path: Path) -> None:
         with pytest.raises(UsageError, match=match):
-            PolicyBuilder.of(ModelSource.of(str(tiny_model_dir)), LoraOptions(adapter=str(path)), None,
-                     World(0, 1, torch.device("cpu")))
+            PolicyBuilder.of(ModelSource.of(str(tiny_model_dir)), LoraOptions(adapter=str(path)), None)
 
     refused(f"adapter {tmp_path}/nowhere: directory not found$", tmp_path / "nowhere")
     refused(r"adapter_config\.json not found$", tmp_path)

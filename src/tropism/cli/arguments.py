@@ -142,7 +142,7 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     group, names = "parallel.", names_of(given)
     recorded = {name.removeprefix(group): value for name, value in values.items()
                 if name.startswith(group) and value and name.replace("_", "-") not in names}
-    if recorded in ({}, {"tensor": 1}):  # which fits any number
+    if recorded.items() <= {"tensor": 1, "shard": "auto"}.items():  # which fit any number
         return values
     from tropism.distributed.world import processes
     from tropism.train.setup.parallel import unusable_sizes  # both import torch: a run does too

@@ -15,19 +15,16 @@ from tropism.distributed.world import World
 from tropism.errors import ModelError, TropismError, clause, first_line
 from tropism.model.compiled import worth_compiling
 from tropism.model.options import LoraOptions
-from tropism.model.token_state import carries_state, depends_on_line
 from tropism.observe.console import Voice
 from tropism.train.adamw8bit import NAMES as EIGHT_BIT
 from tropism.train.adamw8bit import check_usable
-from tropism.train.planning.choose import Choice, candidates, choose, describe, gib, limit_of
+from tropism.train.planning.choose import Choice, candidates, describe, gib, limit_of
 from tropism.train.planning.devices import GPUS, Device, this_gpu, this_machine
-from tropism.train.planning.memory import BASE, HELD, Needs, available, base_bytes, resident
-from tropism.train.planning.needs import measure
-from tropism.train.settings import Settings
+from tropism.train.planning.memory import BASE, HELD, available, base_bytes, resident
 from tropism.train.setup import models
 from tropism.train.setup.build import RunInputs
 from tropism.train.setup.inputs import check_start, read_inputs
-from tropism.train.setup.planned import blueprint_of, tree_and_step
+from tropism.train.setup.planned import blueprint_of, likely_layout, needs_of, planner_of, predicted
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import StepPacks, StepPlanner
 
@@ -128,7 +125,7 @@ def _device(name: str | None, options: MethodOptions) -> Device:
 
 def _processes(options: MethodOptions) -> int:
     parallel = options.parallel
-    return (parallel.shard or 1) * (parallel.replicate or 1) * parallel.tensor
+    return (parallel.given_shard or 1) * (parallel.replicate or 1) * parallel.tensor
 
 
 def _for(inputs: RunInputs, options: MethodOptions, device: Device) -> RunInputs:
@@ -145,35 +142,26 @@ def _planned(inputs: RunInputs, device: Device, base: float) -> Plan:
     """
     options, policy = inputs.options, inputs.policy
     module = policy.skeleton(inputs.numerics)
-    layout: Layout = options.layout if options.layout != "auto" else (
-        "padded" if carries_state(module) or depends_on_line(module) else "tree")
+    layout: Layout = options.layout if options.layout != "auto" else likely_layout(module)
     processes = _processes(options)  # type: ignore[arg-type]
-    shards = 1 if options.parallel.shard is None else options.parallel.shard * options.parallel.tensor
+    shards = 1 if options.parallel.given_shard is None else options.parallel.given_shard * options.parallel.tensor
     blueprint = blueprint_of(inputs, module, layout)
     tried = candidates(options, device.kind, None,
                        worth_compiling(inputs.schedule.total_steps, torch.device(device.kind)))
-    planner = StepPlanner(inputs.data.train, inputs.schedule, inputs.method, layout, tried[0].microbatch_tokens,
-                          inputs.data.max_length, World(0, processes, torch.device("cpu")),
-                          reuse_prompts=not inputs.live, balanced=options.router_aux_weight > 0)
+    planner = planner_of(inputs, layout, tried[0].microbatch_tokens, World(0, processes, torch.device("cpu")))
     limit = limit_of(options, device.memory_bytes)
-    measured: list[Needs] = []
-
-    def needs(settings: Settings) -> Needs:
-        measured.append(measure(blueprint, planner, tried[0].microbatch_tokens, base, settings, shards=shards))
-        return measured[-1]
-
-    choice = choose(tried, limit, options.memory_limit is not None, needs, *tree_and_step(planner), device.kind,
-                    planner.saves)
+    needs = needs_of(blueprint, planner, tried[0].microbatch_tokens, base)
+    choice = predicted(needs, planner, tried, limit, options, shards, device.kind, planner.saves)
     choice = choice.with_forwards_first(choice.forwards_first_tokens)
     settings = choice.settings
     step, share = _typical(planner.under(settings))
     count = blueprint.count([step], settings.checkpointing, device.clock)
     seconds, steps = device.seconds(count) / share, inputs.schedule.total_steps
-    held = measured[-1].held
+    held = needs(replace(settings, forwards_first_tokens=0), 1).held
     once = min(steps, -(-len(inputs.data.train) // options.batch_size))
     stored = inputs.method.needs_reference and not inputs.live
     return Plan(device.name, limit, choice, seconds, steps, step.computed_tokens, count.total().flops / share,
-                round((held["gradients"] + held["optimizer"]) * shards), seconds / 3 * once * stored)
+                round(held["gradients"] + held["optimizer"]), seconds / 3 * once * stored)
 
 
 def _typical(planner: StepPlanner) -> tuple[StepPacks, float]:

@@ -15,7 +15,6 @@ from tropism.commands.files import write_json
 from tropism.commands.run_files import Check, State, check_output
 from tropism.config import METHODS, MethodOptions
 from tropism.config_file import read_yaml
-from tropism.distributed import World
 from tropism.errors import ModelError, TropismError, UsageError, count_of, first_line
 from tropism.model import load
 from tropism.model.language_model import LanguageModel
@@ -193,7 +192,7 @@ def _weights(what: str, name: str, options: MethodOptions, manifest: Mapping[str
     try:
         cpu = torch.device("cpu")
         lora = options.lora if what == "initial weights" else LoraOptions()
-        start = PolicyBuilder.of(ModelSource.of(name), lora, None, World(0, 1, cpu), merge=what != "initial weights")
+        start = PolicyBuilder.of(ModelSource.of(name), lora, None, merge=what != "initial weights")
         module = start.module(Numerics(precision, cpu, 0, options.trust_remote_code), options.seed)
     except (ModelError, UsageError) as error:
         return Check(what, _state_of_missing(name), str(error))

@@ -6,10 +6,9 @@ divided once, by the counts of the entire step.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -21,16 +20,16 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from tropism.distributed.mesh import AXES, Mesh
+from tropism.distributed.passes import connect_layers
 
 T = TypeVar("T")
 
-_WITHIN, _TRAVELS = "tropism_within", "tropism_travels_in"
+_TRAVELS = "tropism_travels_in"
 
 
 @dataclass(frozen=True)
@@ -51,82 +50,43 @@ class Sharding:
 def shard(module: torch.nn.Module, layers: Sequence[torch.nn.Module], how: Sharding) -> None:
     """Shard a model in place: one FSDP unit per layer, and one for everything outside the layers.
 
-    Layers are gathered for their own forward and backward pass, the rest for the time of both. Norms keep the dtype of
-    the weights, as under autocast in one process.
+    Layers are gathered for their own forward and backward pass, the rest for the time of both. Matrices are gathered in
+    the dtype in which layers compute. An embedding is not: one process does not round it either. A head of its own is a
+    unit for that reason. Norms and other vectors are not sharded: each process holds them, in the dtype of the weights,
+    as under autocast in one process. Weights that are kept in host memory are all sharded.
     """
     offload = CPUOffloadPolicy() if how.offload else OffloadPolicy()
     common: dict[str, Any] = {"mesh": how.mesh.fsdp, "offload_policy": offload}
-    narrow = MixedPrecisionPolicy(how.compute, torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(how.compute, None if how.compute is None else torch.float32,
+                                  cast_forward_inputs=False)
+    small = {part for part in module.modules() if _is_small(part)}
+    if how.offload:
+        for layer in layers:
+            if norms := [part for part in layer.modules() if part in small]:
+                fully_shard(norms, **common)
+    else:
+        common["ignored_params"] = {weight for part in small for weight in part.parameters()}
     for layer in layers:
-        if how.compute is None:
-            fully_shard(layer, **common)
-            continue
-        if norms := [part for part in layer.modules() if _is_small(part)]:
-            fully_shard(norms, **common)
-        fully_shard(layer, mp_policy=narrow, **common)
+        fully_shard(layer, mp_policy=policy, **common)
+    head = _narrow_head(module, how)
+    for part in head:
+        fully_shard(part, mp_policy=policy, **common)
     fully_shard(module, **common)
-    for part in _units(module):
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
-    setattr(module, _WITHIN, MethodType(_call, module))
+    connect_layers(module, layers, head)
     setattr(module, _TRAVELS, how.compute)
-    register_fsdp_forward_method(module, _WITHIN)
+
+
+def _narrow_head(module: Any, how: Sharding) -> list[torch.nn.Linear]:
+    """The output head, if its weight is gathered in another dtype than the embedding's."""
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    apart = type(head) is torch.nn.Linear and head.weight is not embedding.weight
+    return [head] if apart and how.compute is not None and how.mesh.size("tensor") == 1 and not how.offload else []
 
 
 def _is_small(part: torch.nn.Module) -> bool:
     """Whether a module has only vectors, as a norm does. Autocast does not convert those."""
     own = list(part.parameters())
     return bool(own) and all(parameter.dim() < 2 for parameter in own)
-
-
-def _units(module: torch.nn.Module) -> Iterable[FSDPModule]:
-    return (part for part in module.modules() if isinstance(part, FSDPModule))
-
-
-def _call(module: torch.nn.Module, action: Callable[[], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-    """The result of the action, without views: FSDP attaches its backward pass to the tensors."""
-    return tuple(one if one is None or one._base is None else one.clone() for one in action())
-
-
-def within(module: Any, action: Callable[[], T], stay: bool = False) -> T:
-    """Run an action that calls parts of a model and returns a tuple of tensors and None. If the model is sharded, the
-    weights outside its layers are gathered for it.
-
-    Args:
-        stay: keep them gathered after a pass without gradients.
-    """
-    if not isinstance(module, FSDPModule):
-        return action()
-    found: T = getattr(module, _WITHIN)(action)
-    if not stay:
-        rest(module)
-    return found
-
-
-def let_go(module: Any) -> None:
-    """Free the gathered weights of a frozen model that is no longer needed."""
-    for unit in _units(module):
-        unit.reshard()
-
-
-def rest(module: Any) -> None:
-    """Free the weights that a pass without gradients left gathered."""
-    if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
-        module.reshard()
-
-
-def prepare_backward(module: Any, last: bool, once: bool) -> None:
-    """Set what the next backward pass of a sharded model does with gradients.
-
-    Args:
-        last: it is the last of the step. Gradients are summed over replicas only then.
-        once: sum them over all axes only then. Each process holds complete gradients until then.
-    """
-    if isinstance(module, FSDPModule):
-        module.set_is_last_backward(last)
-        module.set_requires_all_reduce(last)
-        if once:
-            module.set_requires_gradient_sync(last)
 
 
 def part_of(tensor: Tensor) -> Tensor:
@@ -328,10 +288,11 @@ class Owned:
             if part is not weight:
                 part.grad = torch.zeros_like(part) if weight.grad is None else part_of(weight.grad)
                 weight.grad = None
-                if getattr(weight, "summed_over_tensor", False):
-                    torch.distributed.all_reduce(part.grad, group=world.mesh.group("tensor"))
-        if world.mesh is None:
-            world.sum_gradients(self.parts)
+        world.sum_gradients([part for weight, part in zip(self.weights, self.parts, strict=True)
+                             if world.mesh is None or part is weight])
+        for weight, part in zip(self.weights, self.parts, strict=True):
+            if getattr(weight, "summed_over_tensor", False) and part.grad is not None:
+                torch.distributed.all_reduce(part.grad, group=world.mesh.group("tensor"))
 
     def norm(self, world: Any) -> Tensor:
         """The norm of the complete gradient, equal on every process."""

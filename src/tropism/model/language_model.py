@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tropism.data.batching.collate import Batch, Layout
-from tropism.distributed.shard import part_of, prepare_backward, travels_in, within
+from tropism.distributed.passes import begin_step, prepare_backward, within
+from tropism.distributed.shard import part_of, travels_in
 from tropism.errors import ModelError
 from tropism.model.adapters.switch import without_input_cast
 from tropism.model.attention import NAME, TreePass, plain_implementation, tree_arguments
@@ -82,6 +83,7 @@ class LanguageModel:
         precision: `fp32`, `fp64`, or `bf16` (autocast, with weights in their own dtype).
         device: device of its weights.
         sum_once: for a sharded policy: sum gradients over processes only after the last pack of a step.
+        gather_once: for a sharded policy: gather weights once per step, and keep them for all of its packs.
         stays: for a sharded frozen model: keep weights outside of its layers gathered between passes.
         rounding: largest difference between our log-prob of a completion and the model's own, measured at start, in
             nats per square root of its tokens.
@@ -95,6 +97,7 @@ class LanguageModel:
     precision: Precision
     device: torch.device
     sum_once: bool = False
+    gather_once: bool = False
     stays: bool = False
     rounding: float = 0.0
     checkpointing: Checkpointing = "none"
@@ -219,6 +222,11 @@ class LanguageModel:
         per_token, away, peaks = self._within(action, tree)
         sure = None if peaks is None else summed(per_token.detach() - peaks, batch) / batch.lengths
         return CompletionScores(summed(per_token, batch), None if away is None else summed(away, batch), sure)
+
+    def begin_step(self) -> None:
+        """Call this before the first pass of a step, whose last one is `backward` with `last`."""
+        if self.gather_once:
+            begin_step(self.module)
 
     @timed_as("backward")
     def backward(self, share: Tensor, last: bool) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from tropism.borders import is_out_of_memory
 from tropism.data.batching.collate import Layout, collate
 from tropism.data.tree import PromptTree
-from tropism.distributed.shard import is_sharded, rest
+from tropism.distributed.passes import rest
+from tropism.distributed.shard import is_sharded
 from tropism.errors import ModelError, first_line
 from tropism.model.attention import TreePass, attention, plain_implementation
 from tropism.model.language_model import LanguageModel, Precision, computing

@@ -19,6 +19,7 @@ from tropism.model.generation import read_generation
 from tropism.model.head.vocab_parallel import Divided
 from tropism.model.language_model import Precision
 from tropism.model.load import load_config, load_model, skeleton, weights_dtype
+from tropism.model.quantization import made_shardable
 from tropism.model.source import ModelSource
 from tropism.model.tied_weights import names_by_tensor, stored_tensors
 from tropism.model.token_state import layers_of
@@ -81,6 +82,17 @@ def load_sharded(source: ModelSource, precision: Precision, world: World, shardi
         del module.config.quantization_config
     module.generation_config = world.together(lambda: read_generation(source.name)[0]) or module.generation_config
     return module
+
+
+def shard_quantized(module: Any, sharding: Sharding) -> None:
+    """Shard a quantized model with its adapter, in place. Every process holds all of it until then, because weights are
+    quantized as in one process: with scales that depend on all values of a weight.
+
+    Raises:
+        ModelError: for an adapter that needs complete weights.
+    """
+    with made_shardable(module):
+        shard(module, layers_of(module), sharding)
 
 
 def _fill(module: Any, read: Read, names: dict[str, set[str]], device: torch.device) -> None:

@@ -7,6 +7,7 @@ bitsandbytes' own 8-bit product also rounds the inputs, so results would depend 
 import importlib.util
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn import functional
 from tropism.errors import ModelError
 
 Quantization = Literal["nf4", "int8"]
+
+_KEPT = "tropism_quantization"
 
 
 def check_installed() -> None:
@@ -106,8 +109,41 @@ def dequantized(layer: Any) -> Tensor:
     """`[out, in]` dequantized weight of a layer."""
     from bitsandbytes import functional as kernels  # an optional package
 
+    weight, kept = layer.weight, getattr(layer, _KEPT, None)
+    if kept is None:
+        kept = _state_of(layer)
+    elif weight.dtype not in (torch.uint8, torch.int8):
+        raise ModelError(f"torch {torch.__version__} converts quantized weights when it gathers them. Install a newer "
+                         "torch, or pass --parallel.shard off.")
+    if isinstance(kept, Tensor):
+        return kernels.int8_vectorwise_dequant(weight.data, kept)
+    return kernels.dequantize_4bit(weight.data, kept)
+
+
+def _state_of(layer: Any) -> Any:
+    """What a quantized weight needs to be dequantized: its state of bitsandbytes in 4 bits, its scales in 8 bits."""
     weight = layer.weight
     if hasattr(weight, "quant_state"):
-        return kernels.dequantize_4bit(weight.data, weight.quant_state)
-    scale = weight.SCB if weight.SCB is not None else layer.state.SCB
-    return kernels.int8_vectorwise_dequant(weight.data, scale)
+        return weight.quant_state
+    return weight.SCB if weight.SCB is not None else layer.state.SCB
+
+
+@contextmanager
+def made_shardable(model: Any) -> Iterator[None]:
+    """Context in which a model is sharded whose quantized weights every process holds in full: its layers keep what
+    dequantizes their weights, of which FSDP only divides the codes.
+
+    Raises:
+        ModelError: for DoRA, which needs complete weights.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, _DequantizedLinear)]
+    if any(len(getattr(layer, "lora_magnitude_vector", None) or ()) for layer in model.modules()):
+        raise ModelError("DoRA on quantized weights cannot be sharded. Pass --parallel.shard off.")
+    for layer in layers:
+        setattr(layer, _KEPT, _state_of(layer))
+        codes = layer.weight.data.as_subclass(Tensor)  # type: ignore[attr-defined]
+        layer.weight = torch.nn.Parameter(codes, requires_grad=False)  # type: ignore[attr-defined]
+    yield
+    for layer in layers:  # for those who count or save the weights
+        kept = getattr(layer, _KEPT)
+        setattr(layer.weight, "SCB" if isinstance(kept, Tensor) else "quant_state", kept)  # type: ignore[attr-defined]

@@ -95,9 +95,9 @@ class ParallelOptions(Options):
 
     heading: ClassVar[str] = "Parallelism"
 
-    shard: Everyday[int | None] = Field(None, ge=1)
-    """Processes that share one copy of the training state (FSDP). The state is weights, gradients and optimizer
-    state; 1 keeps a full copy in each process. Default: all."""
+    shard: Everyday[Annotated[int, Field(ge=1)] | Literal["auto", "on", "off"]] = "auto"
+    """Processes that share a training state (FSDP). The state is weights, gradients and optimizer state. `on` shares
+    it among all, and `off` or 1 keeps a full copy in each. `auto` is `off` if full copies fit without smaller packs."""
     replicate: int | None = Field(None, ge=1)
     """Copies of the sharded model (HSDP). Gradients are summed across copies once per optimizer step. Default: 1, or
     with `--parallel.shard` as many as use all processes."""
@@ -111,14 +111,31 @@ class ParallelOptions(Options):
     """Sum gradients over processes once per optimizer step, not after each pack. This saves communication, but each
     process then holds all gradients."""
 
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        """Accept null in YAML, as earlier versions wrote it, and a boolean, as YAML reads `on` and `off`."""
+        return "auto" if value is None else {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    @property
+    def given_shard(self) -> int | None:
+        """The size of `shard`; None if it is what the other sizes leave."""
+        return self.shard if isinstance(self.shard, int) else 1 if self.shard == "off" else None
+
+    @property
+    def may_copy(self) -> bool:
+        """Whether each process keeps a full copy if it fits."""
+        return self.shard == "auto" and self.tensor == 1 and not (self.offload or self.reduce_once)
+
     def sizes(self, world: int) -> tuple[int, int, int]:
-        """(replicate, shard, tensor) for a number of processes.
+        """(replicate, shard, tensor) for a number of processes, where `auto` is `on`.
 
         Raises:
             UsageError: if their product is another number.
         """
-        replicate = self.replicate or (max(1, world // (self.shard * self.tensor)) if self.shard else 1)
-        shard = self.shard or max(1, world // (replicate * self.tensor))
+        given = self.given_shard
+        replicate = self.replicate or (max(1, world // (given * self.tensor)) if given else 1)
+        shard = given or max(1, world // (replicate * self.tensor))
         if replicate * shard * self.tensor != world:
             more = ". Start more with torchrun." if world == 1 else ""
             raise UsageError(f"--parallel.shard {shard} x --parallel.replicate {replicate} x --parallel.tensor "

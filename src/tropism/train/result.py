@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tropism.distributed.shard import gathered
+from tropism.distributed.shard import axes_of, gathered
 from tropism.distributed.world import World
 from tropism.errors import DataError, OutputError, clause, count_of
 from tropism.model import save
@@ -105,6 +105,8 @@ def export_result(engine: Engine, tokenizer: Any, path: Path, dtype_name: str, s
     world.on_main(lambda: check_owned(path.parent, path))
     world.on_main(lambda: save.export(module, tokenizer, path, dtype, stop_ids, weights))
     if initial is not None:
+        if not world.is_main:  # which counts what all hold
+            initial = {name: before for name, before in initial.items() if axes_of(module.get_parameter(name))}
         own = save.count_changed_weights(module, initial, dtype)
         changed, kept = map(sum, zip(*(world.gather(own) if world.mesh else [own]), strict=True))
         share = kept / changed if changed else 1.0

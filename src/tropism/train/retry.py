@@ -47,6 +47,7 @@ def attempt(engine: Engine, step: StepPacks, train_step: TrainStep) -> StepOutco
     """
     world = engine.world
     if world.mesh is not None:
+        engine.model.begin_step()
         return train_step(engine, step)
     agreeing = replace(engine, world=replace(world, before_exchange=partial(_agree, world)))
     try:

@@ -164,7 +164,7 @@ class EngineBuilder:
         source, run = self.subject.model, self.subject.run
         assert run is not None
         quantize = run.options.lora.quantize if source.adapter else None
-        builder = PolicyBuilder.of(source, LoraOptions(quantize=quantize), None, self.world)
+        builder = PolicyBuilder.of(source, LoraOptions(quantize=quantize), None)
         model = self._in_layout(builder, 0)
         if source.inspect_base is not None:
             source.inspect_base(model.module)
@@ -186,7 +186,7 @@ class EngineBuilder:
         Raises:
             ModelError: if it cannot be loaded.
         """
-        builder = PolicyBuilder.of(ModelSource.of(run.named("model") or ""), run.options.lora, None, self.world)
+        builder = PolicyBuilder.of(ModelSource.of(run.named("model") or ""), run.options.lora, None)
         model = self._in_layout(builder, run.options.seed)
         stack.enter_context(builder.as_reference(model.module))
         return model

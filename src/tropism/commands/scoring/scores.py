@@ -45,6 +45,7 @@ from tropism.train.setup.agreement import facts_at_start, facts_of_rows
 from tropism.train.setup.data import limits
 from tropism.train.setup.models import config_of, numerics_of, tokenizer_of
 from tropism.train.setup.parallel import parallelize
+from tropism.train.setup.planned import weights_fit
 
 
 @dataclass(frozen=True)
@@ -160,14 +161,17 @@ class _Scoring:
         self.reference, self.teacher = world.together(self._others)
         check_same(world, lambda: facts_at_start("evaluate", options, {
             "model": self.source, "reference": self.reference, "teacher": self.teacher}))
-        self.world = parallelize(world, options.parallel, learns=False)
-        self.numerics = computing_as(self.own, numerics_of(options, self.world))
         remote = options.trust_remote_code
+        others = [other for other in (self.reference, self.teacher) if other is not None]
+        self.configs = [config_of(one, remote) for one in (self.source, *others)]
+        parallel = options.parallel
+        if world.size > 1 and parallel.may_copy and weights_fit(world, self.configs, remote):
+            parallel = parallel.model_copy(update={"shard": "off"})
+        self.world = parallelize(world, parallel, learns=False)
+        self.numerics = computing_as(self.own, numerics_of(options, self.world))
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code=remote)
         for name, one in (("reference", self.reference), ("teacher", self.teacher)):
             tokenizer_of(one, name, self.tokenizer, remote)
-        others = [other for other in (self.reference, self.teacher) if other is not None]
-        self.configs = [config_of(one, remote) for one in (self.source, *others)]
         self.renderer = make_renderer(self.tokenizer, limits(options, *self.configs), options)
         self.data, self.view, self.rows = self._read()
         self.subject = self._subject()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tropism.borders import border
-from tropism.distributed.shard import give, is_sharded
+from tropism.distributed.shard import give, is_sharded, whole_of
 from tropism.errors import ModelError, UsageError
 from tropism.model.adapters.parameters import NAME, PARTS, adapter_name, adapter_weight_names
 from tropism.model.adapters.targets import check_rank
@@ -134,7 +134,8 @@ def set_dora_magnitudes(module: Any) -> None:
         if magnitude is not None:
             change = layer.lora_B[NAME].weight @ layer.lora_A[NAME].weight
             weight = dequantize_module_weight(layer.get_base_layer())
-            magnitude.weight.copy_(magnitude.get_weight_norm(weight, change.to(weight.dtype), layer.scaling[NAME]))
+            norm = magnitude.get_weight_norm(weight, change.to(weight.dtype), layer.scaling[NAME])
+            give(magnitude.weight, whole_of(norm))
 
 
 def allocate(module: Any, dtype: torch.dtype) -> None:

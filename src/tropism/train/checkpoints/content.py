@@ -7,6 +7,7 @@ from tropism.model.checkpointing import Checkpointing
 from tropism.model.cpu_products import Products
 from tropism.observe.rundir import GROWING
 from tropism.train.run_state import RunState
+from tropism.train.settings import AutoShard
 
 Kind = Callable[[Any], bool]
 """Whether a value is of a kind."""
@@ -71,6 +72,7 @@ _SETTINGS: Mapping[str, Kind] = {
     "microbatch_tokens": lambda value: _count(value) and value > 0,
     "checkpointing": _one_of(*get_args(Checkpointing)), "offload": _switch, "compiled": _switch, "asked_tokens": _count,
     "asked_checkpointing": _one_of("", *get_args(Checkpointing)), "products": _one_of(*get_args(Products)),
+    "gather_once": _optional(_switch), "shard": _one_of(*get_args(AutoShard)),
     "forwards_first_tokens": _count}
 
 

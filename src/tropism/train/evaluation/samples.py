@@ -9,7 +9,8 @@ from transformers import GenerationConfig
 
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import TokenIds
-from tropism.distributed.shard import is_sharded, rest
+from tropism.distributed.passes import rest
+from tropism.distributed.shard import is_sharded
 from tropism.errors import CheckpointError, count_of
 from tropism.model.attention import attention, plain_implementation
 from tropism.model.language_model import LanguageModel, computing

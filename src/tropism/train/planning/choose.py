@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tropism.data.batching.pack import stretched_budget
 from tropism.errors import clause, first_line
 from tropism.model.checkpointing import Checkpointing
 from tropism.options import size_bytes
@@ -18,6 +19,7 @@ TOKENS = {"cpu": 2048, "cuda": 32768}
 _FAST = {"cpu": 512, "cuda": 8192}
 """Tokens of a pack below which recomputing activations costs less than smaller packs."""
 _FEWEST = 128
+_LEVELS: list[Checkpointing] = ["none", "selective", "full"]
 _LIMITED, _USED = 0.88, 0.95
 """Share of `--memory-limit`, and of the memory that is there, that a prediction may take. Runs were seen to need up to
 7% more than predicted, and a limit is not exceeded."""
@@ -87,13 +89,18 @@ def candidates(options: Any, kind: str, kept: Settings | None, worth: bool = Fal
     if kept and options.checkpointing in ("auto", kept.asked_checkpointing):
         levels = [kept.checkpointing]
     elif options.checkpointing == "auto":
-        levels = ["full"] if offload else ["none", "selective", "full"]
+        levels = ["full"] if offload else _LEVELS
     fast = [size for size in tokens if size >= _FAST[kind]] or tokens[:1]
     order = [(size, level) for level in levels for size in fast]
     order += [(size, levels[-1]) for size in tokens if size not in fast]
     return [replace(auto, microbatch_tokens=size, checkpointing=level, offload=offload and level == "full",
                     compiled=compiled, forwards_first_tokens=auto.forwards_first_tokens * (level == "full"))
             for size, level in order]
+
+
+def slowness(settings: Settings, kind: str) -> tuple[int, int]:
+    """What settings cost in speed, for comparison: recomputation first, then packs that are too small for a device."""
+    return _LEVELS.index(settings.checkpointing), -min(settings.microbatch_tokens, _FAST[kind])
 
 
 def _halved(size: int, least: int) -> Iterable[int]:
@@ -126,10 +133,10 @@ def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds
             measured[level] = needs(settings)
         tokens = min(max(settings.microbatch_tokens, largest), max(step, largest))
         waiting = max(0, min(settings.forwards_first_tokens, step) - tokens)
-        found = measured[level].components(tokens, settings.microbatch_tokens < step, waiting)
+        found = measured[level].components(tokens, stretched_budget(settings.microbatch_tokens) < step, waiting)
         if sum(found.values()) <= share * limit:
             tokens_first = 0
-            if saves and level == "full" and settings.microbatch_tokens < step:
+            if saves and level == "full" and stretched_budget(settings.microbatch_tokens) < step:
                 tokens_first, found = _forwards_first(needs(replace(settings, forwards_first_tokens=step)), found,
                                                       tokens, step, share * limit)
             return replace(_chosen(settings, found, limit, limited, True), forwards_first_tokens=tokens_first)
@@ -185,7 +192,8 @@ def describe(settings: Settings) -> str:
     """The settings in words."""
     kept = {"none": "no checkpointing", "selective": "selective checkpointing", "full": "full checkpointing"}
     return (f"packs of {settings.microbatch_tokens:,} tokens, {kept[settings.checkpointing]}"
-            + (", compiled layers" if settings.compiled else ""))
+            + (", compiled layers" if settings.compiled else "")
+            + (", weights gathered once per step" if settings.gather_once else ""))
 
 
 def gib(size: float) -> str:

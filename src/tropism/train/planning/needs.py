@@ -8,6 +8,7 @@ import torch
 
 from tropism.train.planning.blueprint import Blueprint
 from tropism.train.planning.count import Count
+from tropism.train.planning.fake_engine import layers_of
 from tropism.train.planning.memory import HELD, Needs, Pass
 from tropism.train.settings import Settings
 from tropism.train.step_packs import StepPacks, StepPlanner
@@ -16,7 +17,7 @@ _SMALLER = 4
 
 
 def measure(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float, settings: Settings,
-            held: Mapping[str, float] | None = None, shards: int = 1) -> Needs:
+            held: Mapping[str, float] | None = None) -> Needs:
     """Count two packs of the first step, of at most `tokens` and a quarter of it.
 
     Args:
@@ -24,7 +25,6 @@ def measure(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float
         base: bytes of the program.
         settings: their checkpointing, and whether forward passes come first.
         held: bytes of the components of `HELD`; by default as counted.
-        shards: processes that share weights, gradients and optimizer state.
     """
     planner = planner.under(settings)
     large = one_pack(replace(planner, microbatch_tokens=tokens).packs_of(1))
@@ -32,7 +32,7 @@ def measure(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float
     small = one_pack(replace(planner, microbatch_tokens=max(1, most // _SMALLER)).packs_of(1))
     count = blueprint.count([small, large], settings.checkpointing)
     passes = [Pass(step.packs[0].batch.tokens, _phases(count, number)) for number, step in enumerate((small, large))]
-    return Needs(base, held or shared(held_in(count), blueprint.module, shards), *passes)
+    return Needs(base, held or held_in(count), *passes)
 
 
 def one_pack(step: StepPacks) -> StepPacks:
@@ -47,18 +47,27 @@ def held_in(count: Count) -> dict[str, float]:
     return {name: max((held.get(name, 0.0) for held in count.peaks.values()), default=0.0) for name in HELD}
 
 
-def shared(held: dict[str, float], module: Any, shards: int) -> dict[str, float]:
+def shared(held: Mapping[str, float], blueprint: Blueprint, shards: int, once: bool = False) -> dict[str, float]:
     """The same for one of several processes that share the training state.
 
-    Each holds its part, and the gathered weights of what is outside of the layers and of two layers.
+    Each holds its part, and gathered weights: what is outside of the layers, with a buffer, and three layers, of which
+    one travels. With `--parallel.reduce-once` it holds all gradients.
+
+    Args:
+        once: weights are gathered, and gradients summed, once per step, so that it holds all of both.
     """
     if shards == 1:
-        return held
-    sizes = [weight.numel() * weight.element_size() for weight in module.parameters()]
-    outside = {id(part): part.weight.numel() * 4 for part in (module.get_input_embeddings(),
-                                                              module.get_output_embeddings())}
+        return dict(held)
+    module, narrow = blueprint.module, blueprint.precision == "bf16"
+    layers = [sum(weight.numel() * (2 if narrow else weight.element_size()) for weight in layer.parameters())
+              for layer in layers_of(module)]
+    outside = {id(part.weight): part.weight.numel() * 4 for part in (module.get_input_embeddings(),
+                                                                     module.get_output_embeddings())}
     found = {name: size / shards for name, size in held.items()}
-    found["weights"] += min(sum(outside.values()) + 2 * max(sizes), held["weights"])
+    gathered = 2 * sum(outside.values()) + (sum(layers) if once else 3 * max(layers, default=0))
+    found["weights"] += min(gathered, held["weights"])
+    if once or blueprint.options.parallel.reduce_once:
+        found["gradients"] = held["gradients"]
     return found
 
 

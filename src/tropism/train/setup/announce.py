@@ -14,6 +14,7 @@ from tropism.methods import Method
 from tropism.methods.build import describe_method
 from tropism.observe.console import Voice
 from tropism.train.options import RunOptions, StoreOptions
+from tropism.train.settings import AutoShard
 from tropism.train.setup.data import PreparedData, labels_of
 from tropism.train.setup.python_objects import PythonObjects
 
@@ -61,17 +62,21 @@ def describe_weights(method: Method, rows: Sequence[EncodedRow]) -> str:
     return text
 
 
-def describe_processes(world: World) -> str:
-    """`2 x cpu`, with the mesh axes if a model is sharded over the processes."""
-    text = f"{world.size} x {world.device.type}"
-    if world.mesh is not None:
-        sizes = {axis: world.mesh.size(axis) for axis in ("replicate", "shard", "tensor")}
-        text += " (" + ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) + ")"
-    return text
+def describe_processes(world: World, shard: AutoShard = "") -> str:
+    """`2 x cpu`, with the mesh axes if a model is sharded over the processes, and what `--parallel.shard auto` chose.
+
+    Args:
+        shard: that choice.
+    """
+    axes = [] if world.mesh is None else [
+        f"{axis} {size}" for axis in ("replicate", "shard", "tensor") if (size := world.mesh.size(axis)) > 1]
+    axes += {"on": ["since full copies would not fit with packs as fast"], "off": ["a full copy in each, which fits"],
+             "": []}[shard]
+    return f"{world.size} x {world.device.type}" + (f" ({', '.join(axes)})" if axes else "")
 
 
 def announce_plan(options: RunOptions, data: PreparedData, schedule: Steps, evaluated: int, precision: str,
-                  world: World, objects: PythonObjects, root: Path, voice: Voice) -> None:
+                  world: World, objects: PythonObjects, root: Path, voice: Voice, shard: AutoShard = "") -> None:
     """Log the plan: rows, optimizer steps, learning rate, length limit, precision and processes. Log first whether
     other users can change the store."""
     if note := store.exposure(root):
@@ -84,7 +89,7 @@ def announce_plan(options: RunOptions, data: PreparedData, schedule: Steps, eval
     rate = f"{options.learning_rate:g}" if own else "set by the optimizer"
     voice.say(f"plan: {count_of(len(data.train), 'training row')}{held_out}; "
               f"{count_of(schedule.total_steps, 'optimizer step')} of {size}, learning rate {rate}, max length "
-              f"{data.max_length:,} tokens, {precision}, {describe_processes(world)}")
+              f"{data.max_length:,} tokens, {precision}, {describe_processes(world, shard)}")
     for note in doubtful(options, len(data.train), objects):
         voice.warn(note)
     if precision == "fp32" and world.device.type == "cuda":
@@ -111,9 +116,15 @@ def doubtful(options: RunOptions, rows: int, objects: PythonObjects) -> list[str
     return notes
 
 
-def sharding_lines(models: dict[str, Any], world: World) -> list[str]:
-    """A line for each model: how many of its weights are sharded, and how much of them a process holds."""
-    lines = []
+def sharding_lines(models: dict[str, Any], world: World, gather_once: bool, sum_once: bool) -> list[str]:
+    """A line for each model: how many of its weights are sharded, and how much of them a process holds; and when the
+    policy's are exchanged.
+
+    Args:
+        gather_once, sum_once: weights and gradients are exchanged once per step, not for each pack.
+    """
+    when = {True: "once per step", False: "for each pack"}
+    lines = [f"sharding: weights are gathered {when[gather_once]}, and gradients summed {when[sum_once]}"]
     for name, module in models.items():
         divided, tensors, here, total, size = shard_sizes(module)
         most, largest = world.max([here, size])

@@ -31,7 +31,7 @@ from tropism.train.out_of_memory import place_of
 from tropism.train.planning.memory import resident
 from tropism.train.preemption import Preemption
 from tropism.train.router_loss import build_router_loss
-from tropism.train.settings import Settings
+from tropism.train.settings import AutoShard, Settings
 from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights
 from tropism.train.setup.announce import sharding_lines, tidy_store
@@ -39,7 +39,7 @@ from tropism.train.setup.checks import probe_trees
 from tropism.train.setup.cpu_load import cpu_notes
 from tropism.train.setup.data import PreparedData
 from tropism.train.setup.memory_and_speed import with_settings
-from tropism.train.setup.planned import choose_settings
+from tropism.train.setup.planned import choose_settings, planner_of
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import StepPlanner, all_trees, own_trees
@@ -64,6 +64,7 @@ class RunInputs:
         reference, teacher: other models; None if there is none.
         live: the reference stays in memory.
         notes: a sentence for each setting of the model that training ignores.
+        shard: what `--parallel.shard auto` stands for.
     """
 
     options: RunOptions
@@ -81,6 +82,7 @@ class RunInputs:
     teacher: models.ModelOrModule | None
     live: bool
     notes: Sequence[str] = ()
+    shard: AutoShard = ""
 
     @cached_property
     def held_out(self) -> Sequence[EncodedRow]:
@@ -136,12 +138,10 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
                      f"{probe.per_token:.1e} nats per token" + (f" ({probe.reason})" if probe.reason else ""))
     inputs.policy.round_weights(module, model.precision, sharded=False)
     check_weights(world, "model", module)
-    planner = StepPlanner(inputs.data.train, inputs.schedule, method, model.layout, numerics.microbatch_tokens,
-                          inputs.data.max_length, world, reuse_prompts=not inputs.live,
-                          balanced=options.router_aux_weight > 0)
+    planner = planner_of(inputs, model.layout, numerics.microbatch_tokens)
     choice = choose_settings(inputs, module, planner, before, kept)
     (inputs.voice.say if choice.fits else inputs.voice.warn)(choice.sentence)
-    inputs, settings = settle_products(inputs, choice.settings, module, kept)
+    inputs, settings = settle_products(inputs, replace(choice.settings, shard=inputs.shard), module, kept)
     model, settings = with_settings(model, settings, probes, world, inputs.voice, options.compile == "on")
     planner = planner.under(settings)
     teacher, reference = _frozen_models(inputs, model, planner, probes, preemption)
@@ -154,7 +154,7 @@ def build_engine(inputs: RunInputs, preemption: Preemption, kept: Settings | Non
               "layout_error_nats_per_token": probe.per_token,
               "layout_error_nats_per_root_token": probe.per_root_token, "products": settings.products}
     if world.mesh is not None:
-        for line in sharding_lines(engine.modules, world):
+        for line in sharding_lines(engine.modules, world, model.gather_once, model.sum_once):
             inputs.voice.say(line)
     return BuiltEngine(engine, planner, facts, settings, idle)
 

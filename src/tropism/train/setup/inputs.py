@@ -105,7 +105,7 @@ def read_inputs(options: Any, world: World, voice: Voice, objects: PythonObjects
 
 def _read_parts(options: Any, world: World, objects: PythonObjects, named: Named) -> _Parts:
     remote, model = options.trust_remote_code, named["model"]
-    policy = PolicyBuilder.of(model, options.lora, objects.optimizer, world)
+    policy = PolicyBuilder.of(model, options.lora, objects.optimizer)
     if isinstance(model, ModelSource):
         config = load.load_config(model, trust_remote_code=remote)
     else:

@@ -53,7 +53,8 @@ def with_settings(model: LanguageModel, settings: Settings, trees: Sequence[Prom
     if settings.checkpointing != "none" and not model.layers:
         raise ModelError(f"--checkpointing {settings.checkpointing}: {type(model.module).__name__} has no list of "
                          "decoder layers. Use --checkpointing none.")
-    model = replace(model, checkpointing=settings.checkpointing, offload=settings.offload)
+    model = replace(model, checkpointing=settings.checkpointing, offload=settings.offload,
+                    gather_once=bool(settings.gather_once), sum_once=model.sum_once or bool(settings.gather_once))
     if settings.checkpointing == "selective" and world.max([int(_changes_what_is_kept(model, trees))])[0]:
         voice.say("full checkpointing: selective checkpointing does not work for layers of "
                   f"{type(model.module).__name__}")

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from tropism.data.tree import PromptTree
-from tropism.distributed.shard import Sharding, is_sharded, let_go
+from tropism.distributed.passes import let_go
+from tropism.distributed.shard import Sharding, is_sharded
 from tropism.distributed.world import World
 from tropism.errors import ModelError, ReferenceMismatchError, UsageError, count_of
 from tropism.model import load

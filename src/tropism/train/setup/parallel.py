@@ -12,29 +12,35 @@ from tropism.errors import UsageError
 from tropism.train.options import ParallelOptions
 
 
-def parallelize(world: World, options: ParallelOptions, whole: str = "", learns: bool = True) -> World:
-    """Arrange the processes as the options say. All processes call this together.
+def parallelize(world: World, options: ParallelOptions, whole: str = "", learns: bool = True,
+                quantized: bool = False) -> World:
+    """Arrange the processes as the options say. All processes call this together. If a run may keep full copies, they
+    have them until its inputs are known.
 
     Args:
         whole: why each process must hold a full copy of the model, to follow the name of an option; empty if it need
             not.
         learns: the run computes gradients.
+        quantized: frozen weights are quantized.
 
     Raises:
         UsageError: for options that have no effect or cannot work here.
     """
     if whole:
-        for name, value in (("shard", (options.shard or 1) > 1), ("tensor", options.tensor > 1),
+        shards = world.size if options.shard == "on" else options.given_shard or 1
+        for name, value in (("shard", shards > 1), ("tensor", options.tensor > 1),
                             ("offload", options.offload), ("reduce_once", options.reduce_once),
                             ("replicate", options.replicate not in (None, 1, world.size))):
             if value:
                 raise UsageError(f"--parallel.{name.replace('_', '-')} {whole}")
         options = ParallelOptions(shard=1, replicate=world.size)
     sizes = options.sizes(world.size)
-    found = world.spread(*sizes)
+    found = world if learns and options.may_copy else world.spread(*sizes)
     if options.offload and found.mesh is None:
         raise UsageError("--parallel.offload requires weights that are sharded over processes. Start several processes "
                          "with torchrun.")
+    if options.offload and quantized:
+        raise UsageError("--parallel.offload does not support --lora.quantize. Remove one of them.")
     if options.offload and world.device.type == "cpu":
         raise UsageError("--parallel.offload has no effect without a GPU: the weights are already in host memory")
     if options.reduce_once and not (learns and found.mesh is not None and found.mesh.size("shard") > 1):

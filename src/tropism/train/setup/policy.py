@@ -25,6 +25,7 @@ from tropism.model.adapters.switch import adapter_off
 from tropism.model.base_weights import base_hash
 from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.language_model import LanguageModel, Precision
+from tropism.model.load_sharded import shard_quantized
 from tropism.model.names import find_adapter
 from tropism.model.options import LoraOptions
 from tropism.model.source import ModelSource
@@ -53,8 +54,7 @@ class PolicyBuilder:
     held: bool = False
 
     @classmethod
-    def of(cls, named: ModelOrModule, lora: LoraOptions, optimizer: Any, world: World,
-           merge: bool = False) -> "PolicyBuilder":
+    def of(cls, named: ModelOrModule, lora: LoraOptions, optimizer: Any, merge: bool = False) -> "PolicyBuilder":
         """The builder that the options ask for.
 
         Args:
@@ -67,7 +67,7 @@ class PolicyBuilder:
             ModelError: if the directory holds no adapter or an unsupported one, or a package is missing.
         """
         if lora.quantize is not None:
-            _check_quantize(named, world)
+            _check_quantize(named)
         if isinstance(named, ModelSource):
             if named.adapter is not None and lora.wanted:
                 raise UsageError(f"--model {named.adapter} is an adapter, which is trained further. Remove --lora.rank "
@@ -138,6 +138,12 @@ class PolicyBuilder:
         """The policy's module with its adapter, before step 1."""
         if not self.adapts:
             return numerics.module(self.named)
+        module = self._adapted(numerics, seed)
+        if self.lora.quantize is not None and numerics.spreading is not None:
+            shard_quantized(module, numerics.spreading)
+        return module
+
+    def _adapted(self, numerics: Numerics, seed: int) -> Any:
         if self.lora.quantize is not None:
             module = load.load_model(self.named, numerics.precision, numerics.device, quantize=self.lora.quantize,
                                      trust_remote_code=numerics.trust_remote_code,
@@ -284,11 +290,8 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _check_quantize(named: ModelOrModule, world: World) -> None:
+def _check_quantize(named: ModelOrModule) -> None:
     quantized.check_installed()
-    if world.mesh is not None:
-        raise UsageError("--lora.quantize does not support sharded weights: each process holds the quantized weights. "
-                         "Pass --parallel.shard 1.")
     if not isinstance(named, ModelSource):
         raise UsageError("lora.quantize has no effect on a module. Pass the model by name.")
     if named.gguf_file:
