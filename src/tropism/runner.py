@@ -368,7 +368,7 @@ class Run:
     def evaluator(self) -> Evaluator:
         """Evaluates the held-out rows; its first call also finds the initial policy's baselines."""
         return Evaluator(self.inputs.held_out, self.inputs.numerics.microbatch_tokens, self.inputs.data.max_length,
-                         self.objects.eval_parts)
+                         None if self.options.eval_limit else self.objects.eval_parts)
 
     def _score_held_out(self) -> Scored:
         """The held-out rows' scores under the current policy."""

@@ -1,45 +1,39 @@
 """The trainer classes for Python. They run what the command line runs, and take objects as well as names."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import ValidationError
-
-from tropism.argument_names import ALIASES, arguments, canonical
-from tropism.config import (
-    DPOOptions,
-    KDOptions,
-    KTOOptions,
-    MethodOptions,
-    SFTOptions,
-    check_name,
-    explain,
-    place_of,
-    takes_bool,
-)
+from tropism.argument_names import arguments, canonical
+from tropism.config import DPOOptions, KDOptions, KTOOptions, MethodOptions, SFTOptions
 from tropism.data.dataloaders.steps import ReadSteps, read_batches, rule_of
-from tropism.data.formats.options import FormatOptions
 from tropism.data.rows_from_trees import rows_of_trees
 from tropism.data.schedule import STEP, MicroBatchRule
-from tropism.data.tokenization.chat_template import TemplateOptions
-from tropism.data.tree import PromptTree
 from tropism.distributed import connect
 from tropism.errors import UsageError
 from tropism.model.cpu_products import products_of, use_products
 from tropism.model.options import RATE_OF_ADAPTERS
+from tropism.model.wrapped_module import uncompiled
 from tropism.observe.console import Voice
 from tropism.observe.metrics import OtherNames
 from tropism.observe.rundir import free_name
 from tropism.runner import PythonObjects, Run, RunResult
-
-_RENDERING = (*FormatOptions.model_fields, *TemplateOptions.model_fields)
-"""Options that control how text becomes token ids."""
+from tropism.trainer_arguments import (
+    OBJECT_OF,
+    RENDERING,
+    check_names,
+    check_objects,
+    find_data,
+    make_options,
+    modules_inside,
+    name_of,
+    refuse_with,
+    with_lora_options,
+)
 
 _WITH_MODEL = ("save_interval", "save_steps")
 """Option names of trainers that save a loadable model in every checkpoint, and keep all checkpoints."""
@@ -108,22 +102,20 @@ class Trainer:
                  metric_names: OtherNames | None = None, **options: Any) -> None:
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "tokenizer": tokenizer}
         model, optimizer, scheduler, tokenizer = arguments(given, options).values()
+        options, notes = with_lora_options(options, model)
         values = canonical(options)
+        check_names(self.options_class, self.options_class.flattened(values), _ARGUMENTS)
         if values.get("save_every") and any(name in options for name in _WITH_MODEL):
             values = {"checkpoint_model": True, "keep": 0, **values}
         self.voice = voice or (Voice(loud=False) if quiet else None)
-        named: dict[str, tuple[str, Any]] = {
-            "model": ("model", model), "ref_model": ("reference", ref_model),
-            "teacher_model": ("teacher", teacher_model), "train_dataset": ("data", train_dataset),
-            "eval_dataset": ("eval_data", eval_dataset)}
         if isinstance(optimizer, str):  # the option `optimizer`
             values["optimizer"], optimizer = optimizer, None
         objects: dict[str, Any] = {"tokenizer": tokenizer, "optimizer": optimizer, "scheduler": scheduler}
-        if ref_model is not None and ref_model is model:
-            raise UsageError("ref_model is the model that is trained. Omit it: the reference is then the model before "
-                             "step 1.")
-        if teacher_model is not None and teacher_model is model:
-            raise UsageError("teacher_model is the model that is trained. Pass a copy of it.")
+        models = modules_inside({"model": model, "ref_model": ref_model, "teacher_model": teacher_model})
+        named: dict[str, tuple[str, Any]] = {
+            "model": ("model", models["model"]), "ref_model": ("reference", models["ref_model"]),
+            "teacher_model": ("teacher", models["teacher_model"]), "train_dataset": ("data", train_dataset),
+            "eval_dataset": ("eval_data", eval_dataset)}
         for argument, (option, value) in named.items():
             if value is None:
                 continue
@@ -134,21 +126,23 @@ class Trainer:
             if isinstance(value, str | Path):
                 values[option] = str(value)
             else:
-                objects[_OBJECT_OF[option]] = value
-                values[option] = _name_of(value)
+                objects[OBJECT_OF[option]] = value
+                values[option] = name_of(value)
         track = values.get("track")
         if use_wandb or isinstance(track, list | tuple):
             names = track if isinstance(track, list | tuple) else [track] if track else []
             values["track"] = ",".join(dict.fromkeys(map(str, [*names, *["wandb"] * use_wandb])))
         if "model" not in values:
             raise UsageError("model is required. Pass a name or a module.")
-        _check_objects(values, objects)
+        check_objects(values, objects)
         if getattr(objects.get("model"), "peft_config", None) and objects["optimizer"] is None:
             values.setdefault("learning_rate", RATE_OF_ADAPTERS)
         values.setdefault("output", str(free_name(Path("tropism-run"))))
         self._check_data(values, objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source,
                          reference_point)
-        self.options = make_options(self.options_class, values)  # before the dataloader is read
+        self.options = make_options(self.options_class, values, _ARGUMENTS)  # before the dataloader is read
+        for note in notes:
+            self._say(note)
         self._read(objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source == "batch",
                    rule_of(reference_point, self.options_class.view))
         objects["other_names"] = metric_names
@@ -169,14 +163,14 @@ class Trainer:
                     raise UsageError(f"{name} has no effect without train_dataloader")
             if "data" not in values:
                 raise UsageError("train_dataset is required. Pass a file, rows or trees.")
-            _find_trees(values, objects)
+            find_data(values, objects)
             return
         if "data" in values:
             raise UsageError("train_dataset and train_dataloader are both set. Pass one of them.")
         if accumulation_steps < 1:
             raise UsageError(f"accumulation_steps: must be at least 1 (got {accumulation_steps})")
-        _refuse_with(values, "train_dataloader", ("batch_size", "shuffle", "group_prompts", "seed", "eval_fraction",
-                                                  "eval_data", "max_prompt_length", "workers", *_RENDERING))
+        refuse_with(values, "train_dataloader", ("batch_size", "shuffle", "group_prompts", "seed", "eval_fraction",
+                                                  "eval_data", "max_prompt_length", "workers", *RENDERING))
         values["data"] = "batches of a dataloader"
         if evaluation is not None:
             values["eval_data"] = "batches of a dataloader"
@@ -210,7 +204,7 @@ class Trainer:
         given = [module for module in (objects.model, objects.reference, objects.teacher) if module is not None]
         own = [(module.config._attn_implementation, module.config._experts_implementation, products_of(module))
                for module in given]
-        with connect(stay=True) as world:
+        with uncompiled(given), connect(stay=True) as world:
             if self._run is None:
                 self._run = Run(self.options, world, self.voice, objects)
             self._run.options = self.options
@@ -247,6 +241,17 @@ class Trainer:
         with self._working() as run:
             return run.fit(began)
 
+    def train(self, resume: bool | str | Path | None = None, *,
+              resume_from_checkpoint: bool | str | Path | None = None) -> RunResult:
+        """Another name of `fit`. The argument has the name of transformers, too.
+
+        Raises:
+            TropismError: as in `fit`.
+        """
+        if resume is not None and resume_from_checkpoint is not None:
+            raise UsageError("resume and resume_from_checkpoint are the same. Pass one of them.")
+        return self.fit(resume_from_checkpoint if resume is None else resume)
+
     def evaluate(self) -> EvalResult:
         """Evaluate the current policy on the held-out rows.
 
@@ -281,100 +286,5 @@ class KDTrainer(Trainer):
     options_class = KDOptions
 
 
-_OBJECT_OF = {"model": "model", "reference": "reference", "teacher": "teacher", "data": "train",
-              "eval_data": "evaluation"}
-
-
-def _name_of(value: Any) -> str:
-    """The name of an object in config.yaml."""
-    origin = f" (from {_origin(value)})" if _origin(value) else ""  # not a path: the module may have been trained since
-    return f"a {type(value).__name__} given in Python{origin}"
-
-
-def _origin(module: Any) -> str:
-    """The name that a module was loaded from, or an empty string."""
-    return str(getattr(getattr(module, "config", None), "name_or_path", "") or "")
-
-
-def make_options(options: type[MethodOptions], values: Mapping[str, Any]) -> MethodOptions:
-    """Typed options.
-
-    Raises:
-        UsageError: for an unknown name, with the closest known one, or an invalid value.
-    """
-    fields = options.flat_fields()
-    values = options.flattened(values)
-    aliases = {name for name, ours in ALIASES.items() if ours in fields}
-    known = {*fields, *aliases, *signature(Trainer).parameters} - {"options"}
-    for name, value in values.items():
-        if name not in fields:
-            check_name(options, name, known)
-        elif isinstance(value, bool) and not takes_bool(fields[name].annotation):
-            raise UsageError(f"{name}: {value} is not a valid value")
-    try:
-        return options.model_validate(options.nested(values))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = place_of(problem, fields)
-        if problem["type"] == "missing":
-            raise UsageError(f"{name} is required") from None
-        raise UsageError(f"{name}: {explain(problem)}") from None
-
-
-def _refuse_with(values: Mapping[str, Any], owner: str, names: Sequence[str]) -> None:
-    for name in names:
-        if name in values:
-            raise UsageError(f"{name} has no effect with {owner}, which sets it. Remove one of them.")
-
-
-def _check_objects(values: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """Check that objects that need each other are passed together.
-
-    Raises:
-        UsageError: for a missing object, or an option without effect.
-    """
-    if objects["optimizer"] is not None:
-        _refuse_with(values, "optimizer", ("learning_rate", "schedule", "warmup_ratio", "weight_decay"))
-        if "model" not in objects:
-            raise UsageError("optimizer requires the module that it optimizes. Pass it as model.")
-    elif objects["scheduler"] is not None:
-        raise UsageError("scheduler requires its optimizer. Pass both, or set schedule and learning_rate instead.")
-    if "model" in objects and objects["tokenizer"] is None and not _origin(objects["model"]):
-        raise UsageError("tokenizer is required, because the module has no name to load it from. Pass its tokenizer.")
-
-
-def _find_trees(values: dict[str, Any], objects: dict[str, Any]) -> None:
-    """Separate trees from rows as dicts, in place.
-
-    Raises:
-        UsageError: if only one dataset holds trees, or an option has no effect on them.
-    """
-    for source in ("train", "evaluation"):
-        if isinstance(objects.get(source), Iterator):  # looking at the first entry must not consume it
-            first = list(islice(objects[source], 1))
-            objects[source] = first + list(objects[source]) if _trees(first) else chain(first, objects[source])
-        if (trees := _trees(objects.get(source))) is not None:
-            objects.pop(source)
-            objects[f"{source}_trees"] = trees
-        elif objects.get(source) is not None and not isinstance(objects[source], Sized):
-            if source == "evaluation":
-                raise UsageError("eval_dataset is a stream without a length. Pass a list of its rows.")
-            values["streaming"] = True
-    if "eval_data" in values and ("train_trees" in objects) != ("evaluation_trees" in objects):
-        raise UsageError("only one of train_dataset and eval_dataset holds trees. Pass both as trees or both as rows.")
-    for name in ("eval_fraction", "max_prompt_length", *_RENDERING):
-        if "train_trees" in objects and name in values:
-            raise UsageError(f"{name} has no effect on trees, which are already token ids. Remove it"
-                             + (" and pass eval_dataset." if name == "eval_fraction" else "."))
-
-
-def _trees(source: Any) -> list[Any] | None:
-    """The trees, or trees with labels, in a source; None if it holds something else."""
-    if source is None or isinstance(source, str | Path | Mapping):
-        return None
-    if isinstance(source, Iterator):
-        return None
-    first = next(iter(source), None)
-    is_tree = isinstance(first, PromptTree) or (
-        isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], PromptTree))
-    return list(source) if is_tree else None
+_ARGUMENTS = {*signature(Trainer).parameters} - {"options"}
+"""Names that the trainers take besides options."""

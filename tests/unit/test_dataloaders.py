@@ -2,7 +2,7 @@
 
 from collections import UserDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from published_batches import (
     openrlhf_sft_with_lengths,
 )
 from tropism.data.dataloaders.published_layouts import LAYOUTS
-from tropism.data.dataloaders.rows import BatchRows, rows_of_batch
+from tropism.data.dataloaders.rows import BatchRows, remarks_on, rows_of_batch
 from tropism.data.rows import EncodedRow
 from tropism.errors import DataError
 
@@ -259,54 +259,6 @@ def test_rows_without_supervised_token(case: Case) -> None:
     refused(batch, case.view, "batch 3 row 2", "no supervised token")
 
 
-# OpenRLHF's newer SFT mask cannot mark the first token at all.
-@pytest.mark.parametrize("case", [case for case in CASES if case.layout != "OpenRLHF SFT"],
-                         ids=lambda case: case.layout)
-def test_rows_without_prompt(case: Case) -> None:
-    refused(case.collate([ROWS[0], replace(ROWS[1], prompt=[])], PAD, "right"), case.view, "batch 3 row 2", "no prompt")
-
-
-PAIRED = pytest.mark.parametrize("case", [case for case in CASES if case.view == "paired" and case.masks],
-                                 ids=lambda case: case.layout)
-
-
-def pairs_of(case: Case, chosen: list[int], rejected: list[int]) -> Any:
-    """A batch whose second row has two prompts."""
-    one, other = (case.collate([ROWS[0], replace(ROWS[1], prompt=prompt)], PAD, "right")
-                  for prompt in (chosen, rejected))
-    return {name: (one if name.startswith("chosen") else other)[name] for name in one}
-
-
-@PAIRED
-def test_pairs_cut_on_the_left_by_different_amounts(case: Case) -> None:
-    refused(pairs_of(case, [1, 2, 3], [2, 3]), "paired", "batch 3 row 2", "prompts of chosen and rejected differ",
-            "3 and 2 tokens", "truncated on the left")
-
-
-@PAIRED
-def test_pairs_whose_prompts_differ(case: Case) -> None:
-    refused(pairs_of(case, [1, 2, 3], [1, 4, 3]), "paired", "batch 3 row 2", "different from token 2 on")
-    refused(pairs_of(case, [1, 2, 3], [1, 2]), "paired", "batch 3 row 2", "start of the longer one")
-
-
-def test_a_token_may_grow_over_the_border() -> None:
-    """OpenRLHF measures the prompt alone but encodes it with the completion."""
-    chosen, chosen_mask, reject, reject_mask, lengths = openrlhf_dpo(ROWS, PAD, "right")
-    reject[0, 0, 1] = 8
-    refused((chosen, chosen_mask, reject, reject_mask, lengths), "paired", "batch 3 row 1", "spans the border")
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.partners], ids=lambda case: case.layout)
-def test_mismatched_rows_of_another_prompt(case: Case) -> None:
-    batch = case.collate(ROWS, PAD, "right")
-    if isinstance(batch, tuple):
-        batch[0][2, 0, 1] = 8
-    else:
-        batch["kl_samples" if "kl_samples" in batch else "kl_input_ids"][0, 1] = 8
-    assert rows_of_batch(batch, case.view, number=3).has_partners
-    refused(batch, case.view, "batch 3 row 1", "mismatched row", "different from token 2", keep_partners=True)
-
-
 @pytest.mark.parametrize("label", [2, -1, 0.5, float("nan"), None, "yes"])
 @pytest.mark.parametrize("key", ["label", "preference"])
 def test_labels_that_are_none(label: Any, key: str) -> None:
@@ -326,7 +278,7 @@ def test_labels_of_openrlhf_say_which_rows_are_mismatched(labels: list[int], mes
 def test_margins_are_no_prompt_lengths() -> None:
     """The reward model's batches have the shape of DPO's."""
     refused((*openrlhf_dpo(ROWS, PAD, "left")[:4], [0.5, 0.0]), "paired", "row 1: prompt_ids_lens 0.5")
-    refused((*openrlhf_dpo(ROWS, PAD, "left")[:4], [0, 0]), "paired", "row 1, chosen: no prompt")
+    refused((*openrlhf_dpo(ROWS, PAD, "left")[:4], [-1, 0]), "paired", "row 1: prompt_ids_lens -1")
 
 
 def test_packed_batches_are_refused() -> None:
@@ -386,3 +338,18 @@ def test_nemo_batches_padded_on_the_left_are_refused() -> None:
 ])
 def test_parts_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     refused({**coati_kto(ROWS, PAD, "right"), **changes}, "unpaired", message)
+
+
+# --- mismatched rows that are matched ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("collate", "rows", "first"), [
+    (openrlhf_kto, ROWS[:1], 1), (nemo_kto, ROWS[:1], 1), (coati_kto, ROWS[:1], 1),
+    (coati_kto, [*ROWS, known([1], [2])], 2), (openrlhf_kto, [ROWS[0], ROWS[0]], 1)])
+def test_rows_that_are_their_own_mismatched_row_are_noticed(collate: Any, rows: list[Known], first: int) -> None:
+    """A micro-batch of one row in OpenRLHF and NeMo, the middle of an odd one in coati, a row that occurs twice."""
+    batch = collate(rows, PAD, "right")
+    said, = remarks_on(rows_of_batch(batch, "unpaired", number=3, keep_partners=True).rows)
+    assert f"row's own completion (first: batch 3 row {first})" in said
+    assert not remarks_on(rows_of_batch(batch, "unpaired", number=3).rows)
+    assert not remarks_on(rows_of_batch(collate(ROWS, PAD, "right"), "unpaired", number=3, keep_partners=True).rows)

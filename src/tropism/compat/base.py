@@ -62,7 +62,7 @@ class Door:
         """Train on a dataloader.
 
         Args:
-            evaluation: the dataloader that is evaluated; None or empty for none.
+            evaluation: the dataloader that is evaluated; None for none.
             output: run directory; the next free name if it exists, unless `resume`.
             epochs: passes over the dataloader.
             accumulation: batches per optimizer step.
@@ -75,7 +75,7 @@ class Door:
         if not resume:
             output = free_name(Path(output))
         with variables(environment or {}):
-            trainer = self._plain(rule or self.rule, train_dataloader=loader, eval_dataloader=evaluation or None,
+            trainer = self._plain(rule or self.rule, train_dataloader=loader, eval_dataloader=evaluation,
                                   optimizer=self.optimizer, scheduler=self.scheduler, epochs=epochs,
                                   accumulation_steps=accumulation, output=str(output), **options)
             return trainer.fit(resume=True if resume else None)
@@ -92,16 +92,24 @@ class Door:
     def announce(self) -> None:
         """Say the notes, once."""
         for note in self.notes:
-            (self.voice or Voice(loud=os.environ.get("RANK", "0") == "0")).warn(note)
+            self._speaker.warn(note)
         self.notes = ()
+
+    def say(self, text: str) -> None:
+        """Print a message, on the main process only."""
+        self._speaker.say(text)
+
+    @property
+    def _speaker(self) -> Voice:
+        return self.voice or Voice(loud=os.environ.get("RANK", "0") == "0")
 
     def _plain(self, rule: MicroBatchRule, **options: Any) -> Trainer:
         objects = {"ref_model": self.reference, "teacher_model": self.teacher}
-        precision = {"precision": "fp64"} if next(self.model.parameters()).dtype == torch.float64 else {}
+        defaults: dict[str, Any] = {"samples": 0, "max_grad_norm": 0.0}
+        if next(self.model.parameters()).dtype == torch.float64:
+            defaults["precision"] = "fp64"
         return self.trainer(self.model, tokenizer=self.tokenizer, reference_point=rule, metric_names=self.names,
-                            voice=self.voice, samples=0, max_grad_norm=0.0,
-                            **{name: value for name, value in objects.items() if value is not None},
-                            **{**precision, **self.options, **options})
+                            voice=self.voice, **objects, **{**defaults, **self.options, **options})
 
 
 @contextmanager

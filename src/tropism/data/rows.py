@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
+import numpy as np
+
 from tropism.data.tree import Completion, TokenIds, prompt_key
 
 Message = dict[str, Any]
@@ -73,15 +75,17 @@ class EncodedRow:
 
     Args:
         id, place: as in `Row`.
-        prompt_ids: `[p]` the ids that generation would get.
+        prompt_ids: `[p]` the ids that generation would get. If the sides have different prompts, the common beginning
+            of these; see `asked`.
         completions: as in `Row`. A pair may have two more, see `with_shared_lengths`.
         desirable: label of an unpaired row.
         split_key: decides the side of the train/evaluation split; rows of one conversation share it.
         notes: changes to the row (`prompt_cut`, `completion_cut`, `text_changed`, ...).
         partner: mismatched completion that was given with the row. KTO's reference point uses it instead of another
             row's completion.
-        prompt_key: `tree.prompt_key` of the prompt before truncation. It decides whether two rows have the same prompt.
-            Default: that of `prompt_ids`, for rows that were never truncated.
+        prompt_key: `tree.prompt_key` of the prompt before truncation, of the first side if the sides have different
+            ones. It decides whether two rows have the same prompt. Default: that of `prompt_ids`, for rows that were
+            never truncated.
         weight: factor of the row's loss, 0 or more.
     """
 
@@ -102,8 +106,16 @@ class EncodedRow:
 
     @property
     def tree_key(self) -> bytes:
-        """Rows with equal prompt ids after truncation share a tree within a step. They may have different prompts."""
-        return self.prompt_ids.tobytes()
+        """Rows with equal prompt ids after truncation share a tree within a step. They may have different prompts.
+        Without prompt ids there is nothing to share."""
+        return self.prompt_ids.tobytes() or self.place.encode()
+
+    @property
+    def asked(self) -> TokenIds:
+        """The ids that generation would get. If the sides have different prompts, those of the first side."""
+        first = self.completions[0]
+        whole = np.concatenate((self.prompt_ids, first.ids[: first.loss_mask.argmax()]))
+        return whole if prompt_key(whole) == self.prompt_key or not len(self.prompt_ids) else self.prompt_ids
 
     @property
     def flat_tokens(self) -> int:

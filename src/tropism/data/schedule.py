@@ -21,9 +21,8 @@ class MicroBatchRule:
         division: the losses of a step are divided by the counts of the `step`; or those of each process's part of a
             micro-batch by its own counts, and then averaged over processes, and averaged (`mean`) or added (`sum`) over
             micro-batches.
-        leftover: what becomes of micro-batches that an epoch leaves over: they `close` it as a last step; they are
-            `carry`-ed into the next step as its first micro-batches; or they `join` it in addition to its own. In the
-            latter two ways nothing is done with those that the last epoch leaves over.
+        leftover: what becomes of micro-batches that an epoch leaves over: they `close` it as a last step, or they are
+            `carry`-ed into the next step as its first micro-batches. Those of the last epoch are then left out.
         size: rows of a micro-batch. Default: a batch of the dataloader is one.
         published: pair completions as the batch does, and keep rows without a supervised token. Their log-ratio is 0.
         first_epoch: number of the first pass over the dataloader.
@@ -32,7 +31,7 @@ class MicroBatchRule:
 
     point: Literal["step", "micro_batch", "process"] = "step"
     division: Literal["step", "mean", "sum"] = "step"
-    leftover: Literal["close", "carry", "join"] = "close"
+    leftover: Literal["close", "carry"] = "close"
     size: int | None = None
     published: bool = False
     first_epoch: int = 0
@@ -45,7 +44,7 @@ MICRO_BATCH = MicroBatchRule("micro_batch")
 """The reference point is pooled over each micro-batch."""
 PUBLISHED: dict[str, MicroBatchRule] = {
     "OpenRLHF": MicroBatchRule("micro_batch", "mean", "carry", published=True),
-    "coati": MicroBatchRule("micro_batch", "sum", "join", published=True),
+    "coati": MicroBatchRule("micro_batch", "sum", "carry", published=True),
     "NeMo-Aligner": MicroBatchRule("process", "mean", "close", published=True),
 }
 """The rules of published trainers."""

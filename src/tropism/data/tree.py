@@ -99,11 +99,12 @@ class PromptTree:
     """A prompt and its distinct completions. No pack, rank or step splits a tree.
 
     Args:
-        prompt_ids: `[p]` at least one token; the last one predicts the first token of each completion.
+        prompt_ids: `[p]`; the last one predicts the first token of each completion. Empty if the completions have
+            nothing in common: their first tokens are then context, unsupervised.
         completions: at least one, distinct by content.
 
     Raises:
-        ValueError: for an empty prompt, no completion, or two equal ones.
+        ValueError: for no completion, two equal ones, or a supervised first token without a prompt.
     """
 
     prompt_ids: TokenIds
@@ -111,8 +112,9 @@ class PromptTree:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", _as_int32(self.prompt_ids))
-        if len(self.prompt_ids) == 0:
-            raise ValueError("a tree needs a prompt of at least one token")
+        if len(self.prompt_ids) == 0 and any(completion.loss_mask[0] for completion in self.completions):
+            raise ValueError("a tree needs a prompt of at least one token, or completions whose first token is not "
+                             "supervised")
         if not self.completions:
             raise ValueError("a tree needs at least one completion")
         if len({completion.key for completion in self.completions}) != len(self.completions):

@@ -1,8 +1,10 @@
 """The transformers model inside a module that wraps it: DDP, a compiled module, a booster's, or a class of the user."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -10,6 +12,8 @@ from transformers import PreTrainedModel
 
 from tropism.errors import ModelError, count_of
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_QUANTIZED = ("torch.ao.nn.quantized", "torch.nn.quantized")
 _BY_NAME = "Pass the plain model, or pass it by name: under torchrun Tropism shards it."
 
 
@@ -33,6 +37,21 @@ def model_inside(module: Any, place: str) -> Any:
         _check_nothing_else(module, model, place)
     _check_values(model, place)
     return model
+
+
+@contextmanager
+def uncompiled(models: Iterable[Any]) -> Iterator[None]:
+    """Context in which models that were compiled in place, as a whole or by layer, run as they are written. Compiling
+    their own forward takes minutes, and is used for one small check only."""
+    compiled = [(part, part._compiled_call_impl) for model in models for part in model.modules()
+                if getattr(part, "_compiled_call_impl", None) is not None]
+    for part, _ in compiled:
+        part._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for part, call in compiled:
+            part._compiled_call_impl = call
 
 
 def _find(module: Any, place: str) -> Any:
@@ -87,7 +106,14 @@ def _check_nothing_else(module: nn.Module, model: nn.Module, place: str) -> None
 
 
 def _check_values(model: Any, place: str) -> None:
-    """Check that every weight is here as a whole."""
+    """Check that the model predicts tokens, and that every weight is here as a whole, as a number that can learn."""
+    if getattr(model, "is_quantized", False) or any(type(part).__module__.startswith(_QUANTIZED)
+                                                    for part in model.modules()):
+        raise ModelError(f"{place} has quantized weights, which would be expanded to float32. Pass the model by name. "
+                         "The policy is quantized with lora.quantize.")
+    if model.get_output_embeddings() is None:
+        raise ModelError(f"{place} is a {type(model).__name__}, which has no output head over the vocabulary. Load it "
+                         "with AutoModelForCausalLM.")
     devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
     if len(devices) > 1:
         raise ModelError(f"{place} is spread over several devices ({', '.join(devices)}) by device_map. Load it "
@@ -96,6 +122,9 @@ def _check_values(model: Any, place: str) -> None:
         if parameter.is_meta:
             raise ModelError(f"{place} has weights on the meta device, which hold no values (first: {name}). Load it "
                              "with from_pretrained.")
+        if parameter.dtype not in _DTYPES:
+            raise ModelError(f"{place} has weights of type {str(parameter.dtype).removeprefix('torch.')} (first: "
+                             f"{name}), which cannot be trained. Load it with weights in float32 or bfloat16.")
         if not parameter.untyped_storage().size():
             raise ModelError(f"{place} has weights without values (first: {name}): they were moved elsewhere, as "
                              f"ZeRO-3 and Gemini do. {_BY_NAME}")

@@ -199,20 +199,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def check_given(optimizer: Any, module: Any) -> None:
-    """Check that the user's optimizer holds weights of this model.
-
-    Raises:
-        UsageError: if it holds others.
-    """
-    if optimizer is None:
-        return
-    own = {id(parameter) for parameter in module.parameters()}
-    if not all(id(parameter) in own for parameter in parameters_of(optimizer)):
-        raise UsageError("optimizer holds weights that are not the model's. Create it from model.parameters() of the "
-                         "module that you pass as model.")
-
-
 def step_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finite: torch.Tensor) -> None:
     """Apply the gradients, or nothing if `finite` (a boolean scalar on the device) is False."""
     for group in optimizer.param_groups:

@@ -146,7 +146,10 @@ class _Labels:
     lengths: list[int]
 
     def add(self, tree: PromptTree, position: int, prompt_end: int, start: int) -> None:
-        """Add completion `position` of `tree`; its prompt ends at `prompt_end`, its input starts at `start`."""
+        """Add completion `position` of `tree`; its prompt ends at `prompt_end`, its input starts at `start`.
+
+        Without a prompt the first token is not supervised, so that `prompt_end` has no effect.
+        """
         completion = tree.completions[position]
         where = np.concatenate(([prompt_end], start + np.arange(len(completion.ids) - 1)))
         self.index.append(where[completion.loss_mask].astype(np.int64))
@@ -236,7 +239,8 @@ def _tree(trees: Sequence[PromptTree]) -> Batch:
     at = 0
     for tree in trees:
         depth = len(tree.prompt_ids)
-        layout.add(tree.prompt_ids, 0, at + np.arange(depth))
+        if depth:
+            layout.add(tree.prompt_ids, 0, at + np.arange(depth))
         at = layout.add_completions(tree, at, at + depth, labels)
     return layout.batch(labels, at)
 

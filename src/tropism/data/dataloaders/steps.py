@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from tropism.data.dataloaders.rows import rows_of_batch
+from tropism.data.dataloaders.rows import remarks_on, rows_of_batch
 from tropism.data.formats import View
 from tropism.data.rows import EncodedRow
 from tropism.data.schedule import MICRO_BATCH, PUBLISHED, STEP, GivenSchedule, MicroBatchRule
@@ -133,12 +133,11 @@ class _Reading:
                 raise UsageError("the dataloader yielded no batch" + (
                     " in its second pass. It must support several iterations." if epoch > first else ""))
             self.rows_per_epoch = self.rows_per_epoch or rows_per_pass(loader, len(self.rows), self.batches)
-            if self.rule.leftover == "close" and self.open:  # no step crosses an epoch
-                self._close()
-            self._since = 0 if self.rule.leftover != "carry" else self._since
+            if self.rule.leftover == "close":  # no step crosses an epoch
+                if self.open:
+                    self._close()
+                self._since = 0
             epoch += 1
-            if last is None and not self.steps and epoch - first > how.accumulation_steps:
-                break
         if not self.steps:
             raise UsageError(f"no optimizer step: {count_of(self.batches, 'batch', 'batches')} are fewer than "
                              f"accumulation_steps {how.accumulation_steps}. Lower it, or use more data.")
@@ -178,14 +177,11 @@ class _Reading:
 
     def tell(self, say: Callable[[str], None]) -> None:
         """Say what a reader of the numbers should know about the batches."""
+        for text in remarks_on(self.rows):
+            say(text)
         if self.ignored:
             say(f"the mismatched (kl) rows of {count_of(self.ignored, 'batch', 'batches')} are not used: mismatched "
                 "completions come from the same step. kl_source='batch' uses the given rows")
-        alone = sum(row.partner is not None and row.partner.key == row.completions[0].key for row in self.rows)
-        if alone:
-            say(f"the mismatched row of {count_of(alone, 'row')} is the row's own completion, as in micro-batches of 1 "
-                "row. The reference point then follows the rows' own rewards and cancels them. Use micro-batches of at "
-                "least 2 rows, or reference_point='step'.")
         empty = sum(isinstance(side, Unsupervised) for row in self.rows for side in row.completions)
         if empty:
             say(f"completions without a supervised token: {empty}. They count with log-ratio 0 and teach nothing, as "
@@ -195,8 +191,9 @@ class _Reading:
 def announce_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of whatever shuffles a dataloader, so that every epoch has its own order."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    for one in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None),
-                getattr(loader, "dataset", None)):
+    found = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None),
+             getattr(loader, "dataset", None))
+    for one in {id(one): one for one in found}.values():
         if callable(set_epoch := getattr(one, "set_epoch", None)):
             set_epoch(epoch)
 

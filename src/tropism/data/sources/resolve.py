@@ -103,6 +103,10 @@ def resolve_source(source: DataSource, limits: ReadingLimits | None = None,
         if not source or any(isinstance(rows, str | int | float | None) for rows in source.values()):
             raise DataError("the data is a mapping, but not one of splits to rows. Pass a list of rows, or a "
                             "mapping of splits to rows.")
+        firsts = [rows[0] for rows in source.values() if isinstance(rows, list | tuple) and rows]
+        if any(isinstance(first, str | int | float | list | None) for first in firsts):
+            raise DataError(f"the data is a dict of columns ({', '.join(map(str, source))[:200]}), not of splits. Pass "
+                            "a table, such as pandas.DataFrame(columns), or a list of rows.")
         name = chosen_split([str(key) for key in source], split.name, "data", split.option, split.held_out)
         others = ", ".join(str(key) for key in source if str(key) != name)
         return [SourcePart("data", records=source[name],

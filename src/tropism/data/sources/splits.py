@@ -81,12 +81,22 @@ def chosen_split(names: Sequence[str], wanted: str | None, place: str, option: s
         listed = ", ".join(name for name in names if name)
         raise DataError(f"{place}: {option} {wanted}: no split of this name. "
                         + (f"Splits: {listed}" if listed else f"The data has no splits. Remove {option}."))
-    for name in (*(_HELD_OUT if held_out else ()), TRAIN):
-        if name in names:
+    for kind in (*(_HELD_OUT if held_out else ()), TRAIN):
+        if name := _of_kind(names, kind):
             return name
     if len(names) == 1:
         return names[0]
     raise DataError(f"{place}: no split is called {TRAIN}. Choose one with {option}. Splits: {', '.join(names)}")
+
+
+def held_out_split(names: Sequence[str]) -> str | None:
+    """The name of the held-out split that evaluation data has: validation, or else test; None if neither is there."""
+    return next(filter(None, (_of_kind(names, kind) for kind in _HELD_OUT)), None)
+
+
+def _of_kind(names: Sequence[str], kind: str) -> str | None:
+    """The split of this name, or else the first whose name means the same."""
+    return kind if kind in names else next((name for name in names if _SPLIT_OF.get(name.lower()) == kind), None)
 
 
 def find_splits(path: Path, wanted: str | None, data_files: Sequence[Path],

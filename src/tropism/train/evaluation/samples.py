@@ -1,6 +1,6 @@
 """Completions of held-out prompts, sampled before and after training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ NEW_TOKENS = 64
 _TOGETHER = 16  # prompts in a batch
 
 
-def sample_prompts(rows: Sequence[EncodedRow], count: int) -> list[EncodedRow]:
+def sample_prompts(rows: Iterable[EncodedRow], count: int) -> list[EncodedRow]:
     """The first rows with distinct prompts."""
     distinct: dict[bytes, EncodedRow] = {}
     for row in rows:
@@ -38,7 +38,7 @@ def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], sto
     with (attention(model.module, plain_implementation(model.module)), _plain_generation(model.module),
           computing(model.module, model.precision, model.device)):
         for start in range(0, len(rows), _TOGETHER):
-            ids, mask = _pad_left([row.prompt_ids for row in rows[start : start + _TOGETHER]], stop_ids[0])
+            ids, mask = _pad_left([row.asked for row in rows[start : start + _TOGETHER]], stop_ids[0])
             out = model.module.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
                                         do_sample=False, max_new_tokens=new_tokens, eos_token_id=list(stop_ids),
                                         synced_gpus=is_sharded(model.module),
@@ -83,7 +83,7 @@ class Sampler:
 
     def __init__(self, rows: Sequence[EncodedRow], *, held_out: bool, count: int, tokenizer: Any,
                  stop_ids: Sequence[int], max_positions: int | None) -> None:
-        room = [row for row in rows if max_positions is None or len(row.prompt_ids) + NEW_TOKENS <= max_positions]
+        room = (row for row in rows if max_positions is None or len(row.asked) + NEW_TOKENS <= max_positions)
         self.rows = sample_prompts(room, count)
         self.held_out = held_out
         self.tokenizer = tokenizer
@@ -112,6 +112,6 @@ class Sampler:
     def compare(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
         """Lines of `samples.jsonl`."""
         return [{"id": row.id, "held_out": self.held_out,
-                 "prompt": self.tokenizer.decode(row.prompt_ids.tolist(), skip_special_tokens=False),
+                 "prompt": self.tokenizer.decode(row.asked.tolist(), skip_special_tokens=False),
                  "before": old, "after": new}
                 for row, old, new in zip(self.rows, before, after, strict=True)]

@@ -51,7 +51,7 @@ def describe_weights(method: Method, rows: Sequence[EncodedRow]) -> str:
     desirable = sum(map(bool, labels_of(rows)))
     counts = f"{desirable} desirable, {len(rows) - desirable} undesirable"
     options = next((term.options for term in method.terms if "desirable_weight" in term.options), None)
-    if options is None:
+    if options is None or desirable in (0, len(rows)):
         return counts
     weights = options["desirable_weight"], options["undesirable_weight"]
     ratio = weights[0] * desirable / (weights[1] * (len(rows) - desirable))

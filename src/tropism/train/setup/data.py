@@ -140,8 +140,11 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
 
 
 def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View, rows: Sequence[EncodedRow],
-                 evaluation: Sequence[EncodedRow]) -> PreparedData:
+                 evaluation: Sequence[EncodedRow], one_class: bool = False) -> PreparedData:
     """`prepare_data` for rows of token ids, which are neither rendered nor truncated.
+
+    Args:
+        one_class: accept labeled rows of one class, as published trainers do.
 
     Raises:
         DataError: for rows that cannot be trained on.
@@ -162,7 +165,7 @@ def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
     audits = [Audit(source="token ids from Python", read=len(part), rows=part) for part in (rows, evaluation)]
     if not rows:
         raise DataError("no rows to train on: the training data is empty")
-    if view == "unpaired":
+    if view == "unpaired" and not one_class:
         check_classes(rows, audits[0].source)
     return PreparedData(rows, evaluation, audits[0], audits[1] if evaluation else None, renderer,
                     max(needed, renderer.limits.max_length))

@@ -15,7 +15,6 @@ from tropism.model.config import check_rope
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.train.adamw8bit import check_usable
-from tropism.train.optimizer import check_given
 from tropism.train.setup import models
 from tropism.train.setup.agreement import check_weights, facts_at_start, facts_of_data
 from tropism.train.setup.build import RunInputs
@@ -27,6 +26,7 @@ from tropism.train.setup.data import (
     prepare_data,
     prepare_rows,
 )
+from tropism.train.setup.given_optimizer import check_given, check_length
 from tropism.train.setup.memory_and_speed import check_compute
 from tropism.train.setup.policy import PolicyBuilder
 from tropism.train.setup.python_objects import PythonObjects
@@ -97,6 +97,7 @@ def read_inputs(options: Any, world: World, voice: Voice, objects: PythonObjects
                        evaluation=[row.with_shared_lengths() for row in data.evaluation])
     schedule = check_partners(objects.steps, data.train, method) if objects.steps else (
         make_schedule(options, options, data.train, method.needs_reference_point))
+    check_length(objects.scheduler, schedule.total_steps)
     return RunInputs(options, world, voice, objects, models.numerics_of(options, world), options.store_root, tokenizer,
                      data, method, schedule, parts.policy, named["reference"], named["teacher"],
                      options.values.get("reference") == "live",
@@ -110,7 +111,7 @@ def _read_parts(options: Any, world: World, objects: PythonObjects, named: Named
         config = load.load_config(model, trust_remote_code=remote)
     else:
         config = model.config
-        check_given(objects.optimizer, model)
+        check_given(objects.optimizer, objects.scheduler, model, models.numerics_of(options, world))
     policy.check(config, remote, options.parallel.tensor)
     router.check_option(options.router_aux_weight, config)
     tokenizer = objects.tokenizer or load.load_tokenizer(
@@ -125,7 +126,8 @@ def _read_data(options: Any, world: World, voice: Voice, objects: PythonObjects,
     """The rows. The main process reads them first, so that the others find them in the store."""
     tokenizer, configs = parts.tokenizer, parts.configs
     if objects.rows is not None:
-        data = prepare_rows(options, tokenizer, configs, options.view, objects.rows, objects.eval_rows)
+        published = objects.steps is not None and objects.steps.rule.published
+        data = prepare_rows(options, tokenizer, configs, options.view, objects.rows, objects.eval_rows, published)
     else:
         if objects.train is None:
             voice.say(f"reading {' and '.join(filter(None, (options.data, options.eval_data)))}")

@@ -74,9 +74,6 @@ class PolicyBuilder:
                                  f"and --lora.adapter, or pass --model {named.base.absolute} with them.")
             if named.adapter is not None and not merge:
                 return cls(named.base, lora, _checked(Path(named.adapter)))
-        elif getattr(named, "is_quantized", False):
-            raise ModelError(f"{PASSED_MODULE} has quantized weights, which would be expanded to float32. Pass the "
-                             "model by name, with lora.quantize.")
         elif (name := adapter_name(inner := given.inner(named, PASSED_MODULE))) is not None:
             if lora.wanted:
                 raise UsageError(f"{PASSED_MODULE} already has an adapter, which is trained further. Remove "
