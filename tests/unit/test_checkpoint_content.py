@@ -29,7 +29,7 @@ def test_what_is_written_is_valid() -> None:
 
 
 @pytest.mark.parametrize("settings", [
-    Settings().state(), Settings(64, "full", True, True, 128, "none", "onednn", 4096).state(), {},
+    Settings().state(), Settings(64, "full", True, True, 128, "none", "onednn", forwards_first_tokens=4096).state(), {},
     {"microbatch_tokens": 2048, "checkpointing": "none", "offload": False, "compiled": False}])
 def test_settings_of_this_and_earlier_versions_are_valid(settings: dict[str, Any]) -> None:
     assert invalid_entries(content() | {"settings": settings}) == []

@@ -157,7 +157,7 @@ def _planned(inputs: RunInputs, device: Device, base: float) -> Plan:
     step, share = _typical(planner.under(settings))
     count = blueprint.count([step], settings.checkpointing, device.clock)
     seconds, steps = device.seconds(count) / share, inputs.schedule.total_steps
-    held = needs(settings, 1).held
+    held = needs(replace(settings, forwards_first_tokens=0), 1).held
     once = min(steps, -(-len(inputs.data.train) // options.batch_size))
     stored = inputs.method.needs_reference and not inputs.live
     return Plan(device.name, limit, choice, seconds, steps, step.computed_tokens, count.total().flops / share,

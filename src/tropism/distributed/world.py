@@ -186,7 +186,7 @@ class World:
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace each gradient by its sum over the parts of a step. A missing gradient becomes zero, also with one
         process: optimizers treat the two differently."""
-        bucket: list[Tensor] = []
+        buckets: list[list[Tensor]] = []
         held = 0
         for parameter in parameters:
             if not parameter.requires_grad:
@@ -194,22 +194,30 @@ class World:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
-            if self.parts == 1:
-                continue
-            if bucket and (held + gradient.nbytes > _BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
-                self._sum_bucket(bucket)
-                bucket, held = [], 0
-            bucket.append(gradient)
+            if not buckets or held + gradient.nbytes > _BUCKET_BYTES or gradient.dtype != buckets[-1][0].dtype:
+                buckets.append([])
+                held = 0
+            buckets[-1].append(gradient)
             held += gradient.nbytes
-        if bucket:
-            self._sum_bucket(bucket)
+        if self.parts > 1:
+            self._sum_buckets(buckets)
 
-    def _sum_bucket(self, bucket: Sequence[Tensor]) -> None:
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    def _sum_buckets(self, buckets: Sequence[Sequence[Tensor]]) -> None:
+        """Sum each bucket in one exchange. All share the memory of the largest, so processes agree once that they have
+        it."""
+        sizes = [sum(gradient.numel() for gradient in bucket) for bucket in buckets]
+        most: dict[torch.dtype, int] = {}
+        for bucket, size in zip(buckets, sizes, strict=True):
+            most[bucket[0].dtype] = max(most.get(bucket[0].dtype, 0), size)
+        device = buckets[0][0].device if buckets else self.device
+        room = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in most.items()}
         self.before_exchange()
-        dist.all_reduce(flat, group=None if self.mesh is None else self.mesh.data)
-        for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+        for bucket, size in zip(buckets, sizes, strict=True):
+            flat = room[bucket[0].dtype][:size]
+            torch.cat([gradient.reshape(-1) for gradient in bucket], out=flat)
+            dist.all_reduce(flat, group=None if self.mesh is None else self.mesh.data)
+            for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
 
 
 @timed_as("communication")

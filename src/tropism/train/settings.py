@@ -23,10 +23,10 @@ class Settings:
         asked_tokens, asked_checkpointing: what a step ran out of memory with, before it was repeated with the above; 0
             and empty if none has.
         products: library of the matrix products of linear layers on a CPU.
-        forwards_first_tokens: of a step whose forward passes may all come before its backward passes, if that saves
-            passes; 0 if the backward pass of a pack follows its forward pass.
         gather_once: a sharded model gathers its weights, and sums its gradients, once per step; None without one.
         shard: whether the processes share one copy of the training state, if `auto` decided that.
+        forwards_first_tokens: of a step whose forward passes may all come before its backward passes, if that saves
+            passes; 0 if the backward pass of a pack follows its forward pass.
     """
 
     microbatch_tokens: int = 2048
@@ -36,9 +36,9 @@ class Settings:
     asked_tokens: int = 0
     asked_checkpointing: str = ""
     products: Products = "mkl"
-    forwards_first_tokens: int = 0
     gather_once: bool | None = None
     shard: AutoShard = ""
+    forwards_first_tokens: int = 0
 
     def lowered(self, tokens: int, checkpointing: Checkpointing, before: int) -> "Settings":
         """The settings after a step has run out of memory with packs of `before` tokens."""

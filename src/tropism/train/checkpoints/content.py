@@ -72,7 +72,8 @@ _SETTINGS: Mapping[str, Kind] = {
     "microbatch_tokens": lambda value: _count(value) and value > 0,
     "checkpointing": _one_of(*get_args(Checkpointing)), "offload": _switch, "compiled": _switch, "asked_tokens": _count,
     "asked_checkpointing": _one_of("", *get_args(Checkpointing)), "products": _one_of(*get_args(Products)),
-    "forwards_first_tokens": _count, "gather_once": _optional(_switch), "shard": _one_of(*get_args(AutoShard))}
+    "gather_once": _optional(_switch), "shard": _one_of(*get_args(AutoShard)),
+    "forwards_first_tokens": _count}
 
 
 def _settings(value: Any) -> bool:

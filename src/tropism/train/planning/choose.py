@@ -138,7 +138,7 @@ def choose(tried: list[Settings], limit: int, limited: bool, needs: MeasureNeeds
         found = measured[level].components(tokens, stretched_budget(settings.microbatch_tokens) < step, waiting)
         if sum(found.values()) <= share * limit:
             tokens_first = 0
-            if saves and level == "full" and settings.microbatch_tokens < step:
+            if saves and level == "full" and stretched_budget(settings.microbatch_tokens) < step:
                 tokens_first, found = _forwards_first(needs(replace(settings, forwards_first_tokens=step)), found,
                                                       tokens, step, share * limit)
             return replace(_chosen(settings, found, limit, limited, True), forwards_first_tokens=tokens_first)

@@ -73,12 +73,13 @@ def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int,
 
 
 def needs_of(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: float) -> Callable[..., Needs]:
-    """What one process needs: of the settings, the processes that share the training state, and whether it holds all
-    weights and gradients for a step. What does not depend on the last two is counted once, as in `measure`."""
+    """What one process needs: of settings, the processes that share the training state, and whether it holds all
+    weights and gradients for a step. Each level of checkpointing is counted once, as in `measure`, and once more if
+    forward passes come first."""
     @cache
-    def whole(checkpointing: Checkpointing, forwards_first_tokens: int) -> Needs:
-        return measure(blueprint, planner, tokens, base, Settings(
-            checkpointing=checkpointing, forwards_first_tokens=forwards_first_tokens))
+    def whole(level: Checkpointing, forwards_first_tokens: int) -> Needs:
+        settings = Settings(tokens, level, forwards_first_tokens=forwards_first_tokens)
+        return measure(blueprint, planner, tokens, base, settings)
 
     def needs(settings: Settings, shards: int, once: bool = False) -> Needs:
         found = whole(settings.checkpointing, settings.forwards_first_tokens)
