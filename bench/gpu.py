@@ -2,7 +2,7 @@
 
     PYTORCH_ALLOC_CONF=expandable_segments:True python bench/gpu.py --output gpu.jsonl
 
-A exactness of the tree layout in fp32 and bf16 on five architectures; B time and peak memory of KTO, DPO and KD at the
+A exactness of the tree layout in fp32 and bf16 on seven architectures; B time and peak memory of KTO, DPO and KD at the
 shapes of Qwen3-0.6B and Llama-3.2-1B with random weights beside tuned TRL, after a check of the work; C a step under
 `set_sync_debug_mode("error")`, and its profile. Every result is a line of JSON. No part starts after --limit-s. The
 exit code is 1 if a part failed. Without a GPU only --smoke runs.
@@ -30,16 +30,27 @@ CELLS = ["qwen3-0.6b:kto", "qwen3-0.6b:dpo", "llama-1.2b:kto", "llama-1.2b:dpo",
 
 def exactness(device: Any, smoke: bool) -> list[dict[str, Any]]:
     """For each architecture: log-probs and gradients of both layouts against the model's own, in fp32 and bf16."""
-    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers import (
+        Gemma2Config,
+        Gemma3TextConfig,
+        GptOssConfig,
+        LlamaConfig,
+        MistralConfig,
+        Qwen2Config,
+        Qwen3Config,
+    )
 
     from tropism.data.tree import Completion, PromptTree, token_ids
+    from tropism.model import capped_attention
 
     sizes = {"vocab_size": 2048, "hidden_size": 64 if smoke else 256, "intermediate_size": 128 if smoke else 512,
              "num_hidden_layers": 2 if smoke else 4, "num_attention_heads": 8, "num_key_value_heads": 2,
              "max_position_embeddings": 2048}
     configs = {"llama": LlamaConfig(**sizes), "qwen2": Qwen2Config(**sizes),
                "qwen3": Qwen3Config(**sizes, head_dim=64), "mistral": MistralConfig(**sizes, sliding_window=48),
-               "gemma3": Gemma3TextConfig(**sizes, head_dim=64, sliding_window=32)}
+               "gemma3": Gemma3TextConfig(**sizes, head_dim=64, sliding_window=32),
+               "gemma2": Gemma2Config(**sizes, head_dim=64, sliding_window=32),
+               "gpt_oss": GptOssConfig(**sizes, head_dim=64, sliding_window=32, num_local_experts=4)}
     generator, most = random.Random(1), 20 if smoke else 200
 
     def ids() -> Any:
@@ -47,8 +58,8 @@ def exactness(device: Any, smoke: bool) -> list[dict[str, Any]]:
 
     trees = [PromptTree(ids(), tuple(Completion.supervised(ids()) for _ in range(generator.randint(1, 4))))
              for _ in range(8)]
-    return [{"kind": "exact", "architecture": name, **_exact(config, trees, device)}
-            for name, config in configs.items()]
+    return [{"kind": "exact", "architecture": name, **_exact(config, trees, device),
+             "flex": bool(capped_attention._compiled.cache_info().currsize)} for name, config in configs.items()]
 
 
 def _exact(config: Any, trees: Any, device: Any) -> dict[str, Any]:

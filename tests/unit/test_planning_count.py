@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from helpers import row
 from tropism.config import KDOptions, KTOOptions, SFTOptions
@@ -168,6 +177,12 @@ def test_attention_of_a_gpu_is_one_call() -> None:
     assert gpu.costs["attention"].launches == 2 * 3 * len(step.packs)
     assert gpu.costs["products"].flops == host.costs["products"].flops
     assert 0.5 < gpu.costs["attention"].flops / host.costs["attention"].flops < 2
+    with torch.device("meta"):
+        capped = Gemma2ForCausalLM(Gemma2Config(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=2, head_dim=8,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)).eval()
+    flex = Blueprint(options, capped, "tree", "fp32", plan.method, gpu=True).count([step])
+    assert flex.costs["attention"].launches == gpu.costs["attention"].launches
 
 
 def test_blocks_of_a_tile_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:

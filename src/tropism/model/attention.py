@@ -3,8 +3,8 @@
 Queries of a segment (a prompt or a completion) see the keys of their tree's prompt and of their own segment, causally,
 with the last query aligned to the last key. With these keys gathered, one plain variable-length call suffices. It is
 exact, needs no mask and no recompilation, and handles sliding windows, since gathered keys are contiguous in position.
-On CUDA it is `varlen_attn`; elsewhere one scaled-dot-product call per segment. Soft-caps of attention scores and
-attention sinks are computed in plain operations. Where prompts have many completions, the keys of a prompt are not
+On CUDA it is `varlen_attn`; elsewhere one scaled-dot-product call per segment. For soft-caps of attention scores and
+attention sinks see `capped_attention`. Where prompts have many completions, the keys of a prompt are not
 gathered for each of them: `merged_attention` attends to prompts and to own keys apart.
 
 Nothing here waits for the device: lengths are kept on the host.
@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from tropism.data.batching.collate import Segments
 from tropism.errors import ModelError
+from tropism.model.capped_attention import Visible, eager, flex, serves, visible
 from tropism.model.merged_attention import merged_attention
 from tropism.spans import timed_as
 
@@ -56,6 +57,7 @@ class TreePass:
     """Sliding windows that they were given."""
     _kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    _visible: dict[int | None, Visible] = field(default_factory=dict)
 
     def again(self) -> "TreePass":
         """The same pass without a record, for layers that are computed again in the backward pass."""
@@ -85,6 +87,12 @@ class TreePass:
         mask = torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
         mask.tropism_tree = self
         return mask
+
+    def visible(self, keys: int, window: int | None) -> Visible:
+        """What queries see of this number of packed keys, for attention that does not gather them."""
+        if window not in self._visible:
+            self._visible[window] = visible(self.segments, keys, window)
+        return self._visible[window]
 
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
         """Additive mask `[queries, keys]`: causal from the bottom right, at most `window` keys back."""
@@ -139,6 +147,9 @@ def tree_attention(
     if segments.shared is not None and plain and sliding_window is None and (kernel or query.device.type == "cpu"):
         merged = merged_attention(query, key, value, segments, segments.shared, scaling)
         return merged.transpose(1, 2)[..., :size].contiguous(), None
+    if not plain and serves(query, key, softcap, s_aux is not None):
+        out = flex(query, key, value, tree.visible(key.shape[2], sliding_window), scaling, softcap, s_aux)
+        return out.transpose(1, 2)[..., :size].contiguous(), None
     key, value = key.index_select(2, segments.key_index), value.index_select(2, segments.key_index)
     if kernel and plain:
         return _varlen(query, key, value, segments, scaling, sliding_window)[None, ..., :size], None
@@ -150,7 +161,8 @@ def tree_attention(
         if plain:
             outputs.append(_segment(tree, q, k, v, scaling, sliding_window))
         else:
-            outputs.append(_eager(tree, q, k, v, scaling, sliding_window, softcap, s_aux))
+            mask = tree.mask(q.shape[2], k.shape[2], sliding_window, q)
+            outputs.append(eager(q, k, v, mask, scaling, softcap, s_aux))
     return torch.cat(outputs, dim=2).transpose(1, 2)[..., :size].contiguous(), None  # some models take a view of it
 
 
@@ -193,24 +205,6 @@ def _segment(tree: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None and length > 1, scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1]).to(dtype)
-
-
-def _eager(tree: TreePass, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
-           softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """One segment in plain operations, for score soft-caps (Gemma 2) and attention sinks (gpt-oss)."""
-    repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + tree.mask(query.shape[2], key.shape[2], window, query)
-    at_least_fp32 = torch.promote_types(scores.dtype, torch.float32)
-    if sinks is None:
-        weights = torch.softmax(scores, dim=-1, dtype=at_least_fp32)
-    else:
-        sink = sinks.reshape(1, -1, 1, 1).expand(1, -1, query.shape[2], 1).to(scores.dtype)
-        weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1, dtype=at_least_fp32)[..., :-1]
-    return weights.to(value.dtype) @ value
 
 
 # There is no mask function: with one, transformers would wait for the device in each forward to choose a mask.

@@ -195,18 +195,19 @@ class _Kernels:
 
 
 def _on_gpu(counter: Counter, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Tree attention as a GPU computes it, where it takes one variable-length call; else `plain`."""
+    """Tree attention as a GPU computes it: one call for a pack, which gathers keys unless scores have caps or sinks."""
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None,
                dropout: float = 0.0, **rest: Any) -> tuple[Tensor, None]:
         tree = rest.get("tree")
-        if tree is None or rest.get("softcap") is not None or rest.get("s_aux") is not None:
+        if tree is None:
             return plain(module, query, key, value, mask, scaling, dropout, **rest)
         segments, window = tree.segments, rest.get("sliding_window")
         tree.seen.add(id(module))
         tree.windows.add(window)
         query, key = query.to(value.dtype), key.to(value.dtype)
         key, value = tree.with_earlier(module, key, value)
-        key, value = key.index_select(2, segments.key_index), value.index_select(2, segments.key_index)
+        if rest.get("softcap") is None and rest.get("s_aux") is None:
+            key, value = key.index_select(2, segments.key_index), value.index_select(2, segments.key_index)
         pairs = float(sum(_pairs(q, k, window) for q, k in zip(segments.query_lengths, segments.key_lengths,
                                                                strict=True)))
         return _Varlen.apply(query, key, value, pairs, counter).transpose(1, 2).contiguous(), None
