@@ -59,8 +59,9 @@ def visible(segments: Segments, keys: int, window: int | None) -> Visible:
     bounds = torch.stack((low + torch.minimum(hidden, shared), low + shared,
                           before + first + (hidden - shared).clamp(min=0), before + at + 1))
     padded, width = _padded(queries), _padded(keys)
-    rest = torch.tensor([[0], [1], [0], [0]], dtype=torch.int32).to(device, non_blocking=True)  # sees the first key
-    bounds = torch.cat((bounds, rest.expand(4, padded - queries)), dim=1)
+    rest = bounds.new_zeros(4, padded - queries)
+    rest[1] = 1  # padding sees the first key
+    bounds = torch.cat((bounds, rest), dim=1)
     return Visible(_blocks(bounds, width), padded, width)
 
 

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tropism.losses.divergence import LOWEST
+from tropism.losses.divergence import DIVERGENCES, LOWEST
+from tropism.model.head import folds
 from tropism.model.head.folds import score
 from tropism.model.head.logprob import Head, backpropagate
 from tropism.model.head.tiles import at, by_blocks, on_gpu, put, slices
-from tropism.model.head.vocab_parallel import Columns
+from tropism.model.head.vocab_parallel import UNDIVIDED, Columns
 from tropism.shapes import Hidden, PerToken, TokenIndex
 from tropism.spans import timed_as
 
@@ -94,6 +95,9 @@ class FullTargets:
             return value, slope.sum(-1)
 
         teacher = self._logits(rows, slice(None), columns)[:, : logits.shape[1]].to(logits.dtype)
+        if (kernel := kernel_of(logits, divergence, columns)) is not None:
+            value, numbers = kernel[0].compare(logits, teacher, temperature, *kernel[1:])
+            return value, (numbers,)
         log_z, _ = columns.join(torch.stack(by_blocks(log_sums, logits, teacher)), logits.new_empty(0, len(logits)))
         parts = torch.stack(by_blocks(compared, logits, teacher, log_z.t()))
         _, (value, total) = columns.join(parts[:0], parts)
@@ -108,12 +112,30 @@ class FullTargets:
                             for number, one in enumerate((student, teacher)))
             return divergence(log_p, log_q, value=False)[1].addcmul(log_q.exp_(), total, value=-1)
 
-        return change, (self._logits(rows, part, columns), *kept)
+        def changed(student: Tensor, teacher: Tensor, numbers: Tensor) -> Tensor:
+            if not student.shape[1]:
+                return torch.zeros_like(student)
+            kernel = kernel_of(student, divergence, columns)
+            teacher = teacher[:, : student.shape[1]].to(student.dtype)
+            result: Tensor = kernel[0].slope(student, teacher, numbers, temperature, *kernel[1:])  # type: ignore[index]
+            return result
+
+        return change if len(kept) > 1 else changed, (self._logits(rows, part, columns), *kept)
 
     def _logits(self, rows: slice, part: slice, columns: Columns) -> Tensor:
         head = self.head.divided_as(columns)
         weight = head.weight.to(head.compute or head.weight.dtype)
         return head.logits(self.hidden[rows].to(weight.dtype), weight, part)
+
+
+def kernel_of(logits: Tensor, divergence: Divergence, columns: Columns) -> tuple[Any, str, float] | None:
+    """Triton's kernels for a divergence, its name and its mixing weight; None for plain torch."""
+    name = next((name for name, known in DIVERGENCES.items() if known is getattr(divergence, "func", None)), None)
+    if name is None or columns != UNDIVIDED or not folds.on_triton(logits):
+        return None
+    from tropism.model.head import divergence_triton_kernels
+
+    return divergence_triton_kernels, name, divergence.keywords["mix"]  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

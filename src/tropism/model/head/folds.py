@@ -21,8 +21,13 @@ def _has_triton() -> bool:
 
 def fused(raw: Tensor) -> bool:
     """Whether Triton works on this tile. Tensors without memory (fake ones) take plain torch."""
-    return (raw.is_cuda and type(raw) is Tensor and raw.dtype == torch.float32 and raw.is_contiguous()
-            and raw.shape[1] > 0 and _has_triton())
+    return raw.is_contiguous() and on_triton(raw)
+
+
+def on_triton(logits: Tensor) -> bool:
+    """Whether Triton works on logits with contiguous rows."""
+    return (logits.is_cuda and type(logits) is Tensor and logits.dtype == torch.float32 and logits.shape[1] > 0
+            and _has_triton())
 
 
 def kernels(raw: Tensor) -> Any:
