@@ -1,6 +1,6 @@
 """Callbacks of transformers, called by our loop. They read, and may ask to log, evaluate, save or stop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ class Events(Listener):
         callbacks: instances or classes.
         processing_class: the tokenizer.
         steps: optimizer steps of the run.
+
+    `module` returns the module that is trained, for callbacks.
     """
 
     def __init__(self, args: Any, directory: RunDirectory, callbacks: Sequence[Any], processing_class: Any,
@@ -40,6 +42,7 @@ class Events(Listener):
         self.handler.pop_callback(DefaultFlowCallback)
         for callback in callbacks:
             self.handler.add_callback(callback)
+        self.module: Callable[[], Any] = lambda: None
         self.window, self.within_epoch = 0, False
         self.losses: list[tuple[int, float]] = []
 
@@ -54,6 +57,7 @@ class Events(Listener):
 
     def call(self, event: str, **more: Any) -> None:
         """Call an event of every callback."""
+        self.handler.model = self.module()
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **more)
 
     def begins(self, state: RunState) -> None:
