@@ -92,7 +92,7 @@ def plan_of(args: Any, method: str, processes: int) -> Plan:
     if point not in (("step", "published") if method == "kto" else ("step",)):
         raise UsageError(f"tropism_options: reference_point must be step or, for KTO, published (got {point!r})")
     rule = (MicroBatchRule("micro_batch", "mean") if point == "published" else
-            MicroBatchRule("step", "mean") if method == "dpo" else STEP)
+            MicroBatchRule("step", "mean", per_token=True) if method == "dpo" else STEP)
     return Plan({**values, **own}, batches, float(args.num_train_epochs), maximum, _rule(args), rule,
                 point == "published")
 
