@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from tropism.compat import trl as ours
 from tropism.compat.trl.options import lora_of, resume_of
-from tropism.errors import OutputExistsError, UsageError
+from tropism.errors import DataError, OutputExistsError, UsageError
 
 PAIRS = [{"prompt": f"Name {name}.", "chosen": f" {name} is one", "rejected": " none"} for name in "abcdef"]
 LABELED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": number % 2 == 0}
@@ -93,6 +93,41 @@ def test_merged_steps_of_kto_are_announced(tmp_path: Path, tiny_model_dir: Path,
     args = ours.KTOConfig(**fields(tmp_path, max_steps=-1, num_train_epochs=1, tropism_options={}))
     ours.KTOTrainer(str(tiny_model_dir), args=args, train_dataset=rows)
     assert "3 optimizer steps became 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("trainer", "rows", "text"), [
+    (ours.DPOTrainer, [*PAIRS, {**PAIRS[0], "chosen": None}], "row 7: a value has the wrong type"),
+    (ours.DPOTrainer, [*PAIRS, {"prompt": "a", "chosen": "b"}], "row 7: no column 'rejected'"),
+    (ours.DPOTrainer, [*PAIRS, {**PAIRS[0], "prompt": 3}], "row 7: a value has the wrong type"),
+    (ours.DPOTrainer, [*PAIRS, "text"], "row 7: a value has the wrong type"),
+    (ours.KTOTrainer, [*PAIRS, {"prompt": "a", "chosen": "b"}], "row 7: no column"),
+    (ours.KTOTrainer, [*PAIRS, {**PAIRS[0], "rejected": None}], "row 7: a value has the wrong type"),
+    (ours.KTOTrainer, [*LABELED, {**LABELED[0], "completion": None}], "row 7: a value has the wrong type"),
+    (ours.SFTTrainer, [{"text": "a b"}, {"text": None}], "row 2: a value has the wrong type"),
+    (ours.SFTTrainer, [{**TEXTS[0], "images": ["a.png"]}], "column images")])
+def test_rows_with_values_of_another_type_are_named(trainer: Any, rows: list[Any], text: str, tmp_path: Path,
+                                                    tiny_model_dir: Path) -> None:
+    config = getattr(ours, trainer.__name__.replace("Trainer", "Config"))
+    with pytest.raises((DataError, UsageError), match=text):
+        trainer(str(tiny_model_dir), args=config(**fields(tmp_path)), train_dataset=rows)
+
+
+def test_an_evaluation_that_a_callback_asks_for_reaches_callbacks(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Without an eval_strategy, too."""
+    seen: list[int] = []
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            control.should_evaluate = state.global_step == 1
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            seen.append(state.global_step)
+
+    trainer = ours.SFTTrainer(str(tiny_model_dir), args=ours.SFTConfig(**fields(tmp_path, max_steps=2)),
+                              train_dataset=TEXTS, eval_dataset=TEXTS[:2], callbacks=[Asks])
+    trainer.train()
+    assert seen == [1]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [1]
 
 
 def test_where_a_run_is_resumed(tmp_path: Path) -> None:

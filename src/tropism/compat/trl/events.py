@@ -42,6 +42,7 @@ class Events(Listener):
         self.handler.pop_callback(DefaultFlowCallback)
         for callback in callbacks:
             self.handler.add_callback(callback)
+        self.requested = -1  # step whose evaluation a callback asked for
         self.module: Callable[[], Any] = lambda: None
         self.window, self.within_epoch = 0, False
         self.losses: list[tuple[int, float]] = []
@@ -92,6 +93,8 @@ class Events(Listener):
             self.call("on_epoch_end")
             self.within_epoch = False
         control = self.control
+        if control.should_evaluate:
+            self.requested = state.step
         if control.should_epoch_stop:
             raise UsageError("a callback set should_epoch_stop, which is not supported. Set should_training_stop to "
                              "end the run.")
@@ -131,7 +134,7 @@ class Events(Listener):
         """Add a record to the history; None for an evaluation that TRL would not do."""
         if record.split == "eval":
             strategy = str(getattr(self.args.eval_strategy, "value", self.args.eval_strategy))
-            if not (self.args.eval_on_start if record.step == 0 else strategy != "no"):
+            if not (self.args.eval_on_start if record.step == 0 else strategy != "no" or record.step == self.requested):
                 return None
             entry = prefixed(record.metrics, "eval")
         else:
