@@ -118,7 +118,7 @@ def test_a_command_of_trl() -> None:
         "model": "m", "data": "d", "output": "runs/first", "batch_size": 64, "loss": "sigmoid,sft",
         "loss_weights": "1,0.5", "eval_every": 50, "save_every": "1ep", "keep": 2, "lora.rank": 16,
         "lora.targets": "q_proj,v_proj", "lora.quantize": "nf4", "warmup_ratio": "0.05", "precision": "bf16",
-        "max_steps": 200, "epochs": 3, "max_length": 1024, "seed": 42}
+        "max_steps": 200, "epochs": 3, "max_length": 1024, "seed": 42, "lora.alpha": 32, "eval_split": "test"}
     assert line_of(run, "gradient_accumulation_steps") == (
         "replaced", "--batch-size 64: 2 rows x 8 accumulation steps x 4 processes")
     assert line_of(run, "remove_unused_columns")[0] == "without effect"
@@ -216,7 +216,7 @@ unheard_of: 3
 """
 
 
-@pytest.mark.parametrize(("rl", "method", "loss"), [("kto", "kto", None), ("dpo", "dpo", None), ("ipo", "dpo", "ipo"),
+@pytest.mark.parametrize(("rl", "method", "loss"), [("kto", "kto", None), ("dpo", "dpo", None), ("ipo", "dpo", "ipo_mean"),
                                                     ("null", "sft", None), ("orpo", "dpo", "orpo")])
 def test_a_configuration_of_axolotl(rl: str, method: str, loss: str | None, tmp_path: Path) -> None:
     config = tmp_path / "a.yaml"

@@ -28,6 +28,8 @@ class MicroBatchRule:
         first_epoch: number of the first pass over the dataloader.
         done: optimizer steps at the beginning that were done before.
         average: compare completions, mismatched ones too, by their mean log-prob per token.
+        per_token: the likelihood of pairs is divided by the tokens of a part of a micro-batch, as in TRL, instead of
+            each row's own tokens and the rows, as in OpenRLHF. Only with `mean` or `sum`.
     """
 
     point: Literal["step", "micro_batch", "process"] = "step"
@@ -38,6 +40,7 @@ class MicroBatchRule:
     first_epoch: int = 0
     done: int = 0
     average: bool = False
+    per_token: bool = False
 
 
 STEP = MicroBatchRule()

@@ -158,12 +158,13 @@ class Method:
                          for term in self.terms)
         return tuple(len(rows) if term.row.covers is None else sum(map(term.row.covers, rows)) for term in self.terms)
 
-    def shares(self, rows: Sequence[EncodedRow], factor: float) -> list[tuple[float, ...]]:
+    def shares(self, rows: Sequence[EncodedRow], factor: float, per_token: bool = False) -> list[tuple[float, ...]]:
         """For each row of a part of a micro-batch, the factor of its loss in each term: `factor` over the count of the
-        part. The likelihood of a pair is its mean per token there."""
+        part. The likelihood of a pair is its mean per token there, unless the part counts tokens (`per_token`)."""
         counts = [factor / (count or 1) for count in self.counts(rows)]
-        return [tuple(factor / len(rows) / (term.row.covers(row) or 1) if term.row.covers and self.view == "paired"
-                      else count for term, count in zip(self.terms, counts, strict=True)) for row in rows]
+        by_row = self.view == "paired" and not per_token
+        return [tuple(factor / len(rows) / (term.row.covers(row) or 1) if term.row.covers and by_row else count
+                      for term, count in zip(self.terms, counts, strict=True)) for row in rows]
 
     def weights(self, rows: Iterable[EncodedRow]) -> PerUnit | None:
         """`[U]` the weight of each row; None if weights have no effect."""

@@ -261,7 +261,7 @@ def shares_of_parts(rows: Sequence[EncodedRow], indices: Sequence[int], parts: P
     for places, number in zip(parts.ranges(), parts.micro_batches, strict=True):
         own = [indices[place] for place in places]
         equal = 1 / len(parts.sizes[number]) / (1 if parts.rule.division == "sum" else len(parts.sizes))
-        shares = method.shares([rows[index] for index in own], equal)
+        shares = method.shares([rows[index] for index in own], equal, parts.rule.per_token)
         found |= {index: (number, share if parts.rule.division != "step" else None)
                   for index, share in zip(own, shares, strict=True)}
     return found

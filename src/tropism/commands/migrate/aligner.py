@@ -9,7 +9,7 @@ from tropism.borders import parse_mapping, read_object
 from tropism.commands.migrate import shared
 from tropism.commands.migrate.command_line import Given
 from tropism.commands.migrate.transformers_based import with_config
-from tropism.commands.migrate.translation import Translation, number, off
+from tropism.commands.migrate.translation import Line, Translation, number, off
 from tropism.errors import UsageError
 
 COATI = r"(?:^|/)(train_\w+)\.py$"
@@ -100,8 +100,16 @@ def nemo(given: Given) -> Translation:
     if clip is not None:
         run.set("max_grad_norm", max(clip, 0.0), "gradient_clip_val")
     if str(run.value("peft_scheme")).lower() == "lora":
-        run.set("lora.rank", next((value for name, value in given.values.items() if name.endswith("adapter_dim")), 32),
-                "peft_scheme")
+        rank = run.value("adapter_dim")
+        run.set("lora.rank", 32 if rank is None else rank, "peft_scheme", "adapter_dim")
+    for name, known in (("optim.name", ("distributed_fused_adam", "fused_adam", "adamw")),
+                        ("sched.name", ("cosineannealing",))):
+        key = next((key for key in given.values if key.endswith(name)), None)
+        if key and str(given.values[key]).lower() in known:
+            used = "AdamW is the default." if name == "optim.name" else "--schedule cosine_with_min_lr"
+            run.account.append(Line(key, str(given.values.pop(key)), "replaced", used))
+    if run.has("encoder_seq_length"):
+        run.set("max_length", run.value("encoder_seq_length"), "encoder_seq_length")
     _prefixes(run)
     run.notes.append("Rewards of their metrics are log-ratios. Here they are multiplied by beta.")
     run.rest()

@@ -5,7 +5,7 @@ from typing import Any
 from tropism.commands.migrate import shared
 from tropism.commands.migrate.command_line import CONFIGS, Given
 from tropism.commands.migrate.transformers_based import with_config
-from tropism.commands.migrate.translation import Translation, number, off
+from tropism.commands.migrate.translation import Translation, off
 from tropism.errors import UsageError
 
 PROGRAMS = r"^(?:\S*/)?axolotl$|axolotl\.cli\.(\w+)$"
@@ -29,7 +29,7 @@ def translate(given: Given) -> Translation:
                          "none for sft.")
     run = Translation("axolotl", _METHODS[kind], given, _DEFAULTS)
     if kind in ("ipo", "orpo", "simpo"):
-        run.set("loss", kind, "rl")
+        run.set("loss", "ipo_mean" if kind == "ipo" else kind, "rl")  # TRL divides by lengths
     else:
         run.close("replaced", f"tropism {run.method}", "rl")
     if run.has("orpo_alpha"):
@@ -59,11 +59,7 @@ def _optimization(run: Translation) -> None:
     shared.intervals(run)
     shared.best(run)
     shared.memory(run)
-    size = number(run.value("val_set_size"))
-    if size is not None and size >= 1:
-        run.close("replaced", f"add --eval-fraction with {size:g} / number of rows", "val_set_size")
-    elif size == 0:
-        run.close("without effect", "0 is the default.", "val_set_size")
+    shared.held_out(run, "val_set_size")
     shared.trackers(run)
     if run.has("chat_template"):
         name = str(run.value("chat_template"))
@@ -81,6 +77,9 @@ def _adapters(run: Translation) -> None:
     run.close("replaced" if kind else "without effect", "--lora.rank" if kind else "No adapter is trained.", "adapter")
     if kind == "qlora" and not run.has("load_in_4bit"):
         run.options["lora.quantize"] = "nf4"
+    if kind and run.has("lora_target_linear"):
+        run.close("without effect", "Every linear layer except the head is the default.", "lora_target_linear",
+                  "lora_target_modules")
     shared.adapter(run, bool(kind), "lora_r", "lora_alpha", "lora_target_modules", nf4=("load_in_4bit",),
                    int8=("load_in_8bit",), others=("lora_dropout", "lora_target_linear", "lora_modules_to_save",
                                                    "peft_use_dora", "peft_use_rslora"))

@@ -13,6 +13,7 @@ from tropism.errors import UsageError
 _MOST = 2**18  # bytes of a command
 _ENDS = re.compile(r"[;&|<>()\n]+")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?:(?<=\s)|^)\#[^\n]*""", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"-(\d|\.\d)")
 _PROCESSES = ("nproc_per_node", "num_gpus", "num_processes", "nproc_per_machine")
 _MACHINES = ("nnodes", "num_nodes")
@@ -93,7 +94,7 @@ def _commands(text: str) -> list[list[str]]:
     Raises:
         UsageError: for a quote that is not closed.
     """
-    text = re.sub(r"(?m)^[ \t]*#.*$", "", text.replace("\r\n", "\n"))
+    text = _COMMENT.sub(lambda found: found[1] or "", text.replace("\r\n", "\n"))
     text = re.sub(r"(^|\s)\d(?=[<>])", r"\1", text)  # of 2>&1
     lexer = shlex.shlex(re.sub(r"\\[ \t]*\n", " ", text), posix=True, punctuation_chars=";&|<>()\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""

@@ -49,6 +49,8 @@ def translate(given: Given) -> Translation:
     _loss(run)
     shared.precision(run, "param_dtype", "bf16")
     rank = number(run.value("lora_rank")) or 0
+    if rank > 0:
+        run.defaults = {**run.defaults, "lora_alpha": 16}
     shared.adapter(run, rank > 0, "lora_rank", "lora_alpha", "target_modules", nf4=("load_in_4bit",))
     if number(run.value("eval_steps")) == -1:
         run.set("eval_every", "1ep", "eval_steps")

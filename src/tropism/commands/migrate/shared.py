@@ -61,9 +61,11 @@ def precision(run: Translation, *names: str) -> None:
     """The dtype of computation."""
     for name in names:
         value = str(run.value(name)).strip().lower()
-        kind = {"true": name, "full": name, "1": name, "16": "fp16", "bf16-mixed": "bf16",
+        kind = {"true": name.removeprefix("pure_"), "full": name, "1": name, "16": "fp16", "bf16-mixed": "bf16",
                 "16-mixed": "fp16", "32": "fp32", "float16": "fp16", "half": "fp16"}.get(value, value)
-        if run.value(name) is None or (not run.has(name) and name not in run.defaults):
+        if name == "bf16" and run.trainer == "trl" and value == "false" and not run.has("fp16"):  # on by default there
+            run.set("precision", "fp32", name)
+        elif run.value(name) is None or (not run.has(name) and name not in run.defaults):
             run.close("without effect", "It is off.", name)
         elif kind in ("auto", "no"):
             run.close("without effect", "--precision auto is the default: bf16 on GPUs, fp32 on CPUs.", name)
@@ -205,6 +207,15 @@ def memory(run: Translation) -> None:
     for name in ("torch_compile", "deepcompile"):
         if run.has(name):
             run.set("compile", "on", name)
+
+
+def held_out(run: Translation, name: str) -> None:
+    """A share or a number of rows to hold out."""
+    size = number(run.value(name))
+    if size is not None and size >= 1:
+        run.close("replaced", f"add --eval-fraction with {size:g} / number of rows", name)
+    elif size == 0:
+        run.close("without effect", "0 is the default.", name)
 
 
 def columns(run: Translation, names: dict[str, str], usual: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ from tropism.argument_names import plain
 from tropism.borders import read_object
 from tropism.commands.migrate import shared
 from tropism.commands.migrate.command_line import CONFIGS, Given, read_config
-from tropism.commands.migrate.translation import VARIABLE, Translation, off
+from tropism.commands.migrate.translation import VARIABLE, Translation, number, off
 from tropism.errors import UsageError
 
 TRL = r"^(?:\S*/)?trl$|trl[./]scripts[./](\w+?)(?:\.py)?$|(?:^|/)(kto|dpo|sft|gkd)\.py$"
@@ -24,6 +24,7 @@ _LLAMA_FACTORY = {"learning_rate": 5e-5, "num_train_epochs": 3, "warmup_steps": 
                   "per_device_train_batch_size": 8, "finetuning_type": "lora", "lora_rank": 8}
 _STAGES = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto"}
 _SAMPLES = r"(async_)?(grpo|rloo|ppo|online_dpo|nash_md|xpo|prm|reward|vllm|env|chat|utils)"
+_READ = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "columns", "ranking", "formatting"}
 _OFFLINE = "Offline training only: kto, dpo, sft and kd."
 
 
@@ -44,15 +45,22 @@ def trl(given: Given) -> Translation:
     run = Translation("trl", method, given, _TRL.get(method, _TRL["sft"]))
     _mixture(run)
     _common(run)
+    _of_trl(run)
     wanted = run.has("use_peft")
     run.close("replaced" if wanted else "without effect", "--lora.rank" if wanted else "No adapter is trained.",
               "use_peft")
     if wanted:
-        run.defaults = {**run.defaults, "lora_r": 16}
+        run.defaults = {**run.defaults, "lora_r": 16, "lora_alpha": 32}
+        if not run.has("lora_target_modules"):
+            run.notes.append("Adapters are on every linear layer except the head. Without lora_target_modules, peft "
+                             "chooses by the kind of model, often q_proj and v_proj: --lora.targets q_proj,v_proj.")
     shared.adapter(run, wanted, "lora_r", "lora_alpha", "lora_target_modules", nf4=("load_in_4bit",),
                    int8=("load_in_8bit",), others=("lora_dropout", "use_dora", "use_rslora", "lora_modules_to_save"))
     if method == "kto":
         run.notes.append("z0 is the paper's, over the whole optimizer step. TRL's depends on the micro-batch.")
+        if "shuffle" not in run.options:
+            run.notes.append("TRL trains on rows in the order of the file. Here they are shuffled, unless --shuffle "
+                             "false.")
     run.rest()
     return run
 
@@ -75,8 +83,12 @@ def llamafactory(given: Given) -> Translation:
         run.notes.append("Pretraining is tropism sft on texts without prompts.")
     _registered(run)
     _common(run)
+    shared.held_out(run, "val_size")
+    if run.value("pref_loss") == "ipo":
+        run.set("loss", "ipo_mean", "pref_loss", text="--loss ipo_mean, which divides by lengths as they do")
     kind = str(run.value("finetuning_type"))
-    run.close("replaced", {"lora": "--lora.rank", "full": "the default"}.get(kind, f"{kind} is not offered"),
+    said = {"lora": "--lora.rank", "full": "the default"}.get(kind)
+    run.close("replaced" if said else "not supported", said or "All weights or an adapter are trained: --lora.rank 8",
               "finetuning_type")
     bits = str(run.value("quantization_bit"))
     if kind == "lora" and bits in ("4", "8"):
@@ -121,6 +133,51 @@ def with_config(given: Given, option: str) -> None:
         given.directory = config.directory
 
 
+def _of_trl(run: Translation) -> None:
+    """Evaluation rows, the likelihood term of older versions, distillation and supervision."""
+    evaluates = any(line.name.endswith(("eval_strategy", "evaluation_strategy")) and line.kind == "taken"
+                    for line in run.account)
+    if evaluates and run.has("dataset_name") and not run.has("dataset_test_split"):
+        run.options["eval_split"] = "test"
+        run.notes.append("--eval-split test is where TRL looks for evaluation rows.")
+    if run.has("rpo_alpha") and run.method == "dpo":
+        losses, weight = run.options.get("loss", "sigmoid"), run.value("rpo_alpha")
+        if "," not in losses and run.set("loss", f"{losses},sft", "rpo_alpha",
+                                         text=f"--loss {losses},sft --loss-weights 1,{weight}"):
+            run.options["loss_weights"] = f"1,{weight}"
+    if run.method == "kd":
+        _distilled(run)
+    if run.method == "sft":
+        if run.has("assistant_only_loss"):
+            run.set("supervise", "all", "assistant_only_loss")
+        if run.value("completion_only_loss") is not None:
+            run.close("replaced", "Only completions are trained. To train on prompts too, use texts without prompts.",
+                      "completion_only_loss")
+        run.notes.append("Of messages TRL trains every token, unless assistant_only_loss is on. Here the last "
+                         "assistant message is trained, and with --supervise all every one.")
+
+
+def _distilled(run: Translation) -> None:
+    """GKD: a divergence alone, forward at beta 0 and reverse at 1, on given completions."""
+    share = number(run.value("beta"))
+    share = 0.5 if share is None else share
+    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(share, "js")
+    run.options["kd_weight"] = 1.0
+    run.set("divergence", kind, "beta", text=f"--divergence {kind}" + f" --divergence-mix {share:g}" * (kind == "js"))
+    run.options.setdefault("divergence", kind)
+    if kind == "js":
+        run.options["divergence_mix"] = share
+    run.close("without effect", "It is about sampling. The divergence is computed at temperature 1 there, too.",
+              "temperature", "max_new_tokens")
+    if number(run.value("lmbda")) == 0:
+        run.close("without effect", "Given completions are trained, as with lmbda 0.", "lmbda")
+    else:
+        run.close("not supported", "Completions are not generated during training. Generate them before, as data.",
+                  "lmbda", "seq_kd")
+        run.notes.append("GKD generates a share lmbda of the completions during training, 0.5 by default. Here all are "
+                         "given.")
+
+
 def _mixture(run: Translation) -> None:
     """`datasets` of a TRL configuration: a list of sources with their splits and columns."""
     key = next((key for key in run.given.values if plain(key) == "datasets"), None)
@@ -149,8 +206,9 @@ def _common(run: Translation) -> None:
             kept = str(run.value(name)).lower() == "sequential"
             run.set("shuffle", not kept, name)
     loss, weights = run.value("loss_type"), run.value("loss_weights")
-    if loss is not None and run.method in ("kto", "dpo"):
-        run.set("loss", shared.joined(loss), "loss_type")
+    if loss is not None and run.method in ("kto", "dpo"):  # TRL's ipo divides by lengths
+        names = ["ipo_mean" if name == "ipo" else name for name in str(shared.joined(loss)).split(",")]
+        run.set("loss", ",".join(names), "loss_type")
         if weights is not None and "loss" in run.options:
             run.set("loss_weights", shared.joined(weights), "loss_weights")
     elif loss is not None:
@@ -183,6 +241,11 @@ def _source(directory: Path, entry: Any, name: str, run: Translation) -> str:
         run.notes.append(f"{name} is not in dataset_info.json: replace it with a file.")
         return name
     columns = entry.get("columns")
+    unread = sorted(str(key) for key in entry.keys() - _READ if not off(entry[key]) and (key, entry[key]) != (
+        "split", "train"))
+    if unread:
+        run.notes.append(f"{name}: {', '.join(unread)} of dataset_info.json {'is' if len(unread) == 1 else 'are'} not "
+                         "read. Check what tropism inspect reports.")
     if isinstance(columns, dict) and columns:
         pairs = ",".join(f"{part}={column}" for part, column in columns.items())
         run.notes.append(f"{name}: dataset_info.json names columns ({pairs}). Check what tropism inspect reports, and "

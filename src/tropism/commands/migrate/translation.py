@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -110,11 +110,14 @@ class Translation:
         if option not in self.fields:
             self.close("not supported", f"tropism {self.method} has no {flag}", *names)
             return False
-        if isinstance(value, str) and VARIABLE.search(value) and not _takes_text(self.fields[option].annotation):
+        if isinstance(value, str) and VARIABLE.search(value) and not _takes(self.fields[option].annotation, str):
             self.close("replaced", f"add {flag} with its value: shell variables are not read", *names)
             return False
         if len(spelled(value)) > _LONGEST:
             self.close("replaced", f"add {flag} with its value, which is too long for a command", *names)
+            return False
+        if value is True and not _takes(self.fields[option].annotation, bool):
+            self.close("not supported", f"{flag} takes a value, and none was given", *names)
             return False
         known, problem = self._checked(option, value)
         if problem:
@@ -148,15 +151,30 @@ class Translation:
                 break
             except (UsageError, ValidationError) as error:
                 text = str(error) if isinstance(error, UsageError) else explain(error.errors()[0])
-                blamed = [option for option in self.options if option not in MISSING and re.search(
-                    rf"(?:--|\b){re.escape(option).replace('_', '[_-]')}\b", text)]
-                if not blamed:
-                    blamed = [option for option in reversed(self.options) if option not in MISSING][:1]
-                if not blamed:
+                blamed = self._blamed(error, text)
+                if blamed is None:
                     raise
-                del self.options[blamed[0]]
-                self.notes.append(f"--{blamed[0].replace('_', '-')} is left out: {text}")
+                del self.options[blamed]
+                self._withdraw(blamed, text)
         self.options = {option: _typed(_field(found, option), value) for option, value in self.options.items()}
+
+    def _blamed(self, error: UsageError | ValidationError, text: str) -> str | None:
+        """The option that a check is about: the first one that it names."""
+        own = [option for option in self.options if option not in MISSING]
+        if isinstance(error, ValidationError):
+            place = [str(part) for part in error.errors()[0]["loc"]]
+            names = (".".join(place[:end]) for end in range(len(place), 0, -1))
+            return next((name for name in names if name in own), own[-1] if own else None)
+        found = {option: named.start() for option in own if (named := re.search(
+            rf"(?:--|\b){re.escape(option).replace('_', '[_-]')}\b", text)) is not None}
+        return min(found, key=found.__getitem__) if found else own[-1] if own else None
+
+    def _withdraw(self, option: str, text: str) -> None:
+        """Account for an option that cannot be combined with the others, after all."""
+        flag = f"--{option.replace('_', '-')}"
+        self.notes.append(f"{flag} is left out: {text}")
+        self.account = [replace(line, kind="not supported", text=f"left out: {text}") if line.kind == "taken"
+                        and line.text.split()[:1] == [flag] else line for line in self.account]
 
     def _by_table(self, name: str, value: Any) -> None:
         named = self.canonical(name)
@@ -249,5 +267,5 @@ def number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _takes_text(annotation: Any) -> bool:
-    return annotation is str or str in getattr(annotation, "__args__", ())
+def _takes(annotation: Any, kind: type) -> bool:
+    return annotation is kind or kind in getattr(annotation, "__args__", ())

@@ -1,12 +1,14 @@
 """TRL's config classes, without TRL: the arguments of transformers with TRL's further fields and defaults."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+import torch
 from transformers import TrainingArguments
 
 from tropism.compat.trl.fields import fields_of, is_off
+from tropism.compat.trl.older import check_names
 from tropism.compat.trl.process import Process
 from tropism.distributed import connect
 from tropism.errors import UsageError
@@ -41,7 +43,20 @@ class _Config(TrainingArguments):
         "help": "Options of Tropism by name. They win over the other fields. batch_size stays the same on any number "
                 "of processes."})
 
+    def __new__(cls, *arguments: Any, **given: Any) -> Self:
+        """Refuse fields of other versions of TRL by name."""
+        check_names(cls.__name__, given, cls.__dataclass_fields__, "field")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            if isinstance(value := getattr(self, entry.name), str) and isinstance(entry.default, float):
+                try:  # 1e-4 is a text in YAML
+                    setattr(self, entry.name, float(value))
+                except ValueError:
+                    raise UsageError(f"{entry.name}={value!r} is not a number") from None
+        if self.bf16 and not torch.cuda.is_available():
+            self.use_cpu = True  # transformers wants to hear it
         check_refused(self, self.method)
         if not self.output_dir:
             self.output_dir = str(free_name(Path("trainer_output")))
@@ -146,6 +161,20 @@ class GKDConfig(SFTConfig):
 
 CONFIGS: dict[str, type[_Config]] = {"kto": KTOConfig, "dpo": DPOConfig, "sft": SFTConfig, "gkd": GKDConfig}
 """The config class of each method."""
+
+
+def config_of(args: Any, method: str) -> Any:
+    """The config of a trainer: given, or its default one. `SFTTrainer` takes `TrainingArguments`, too, as in TRL.
+
+    Raises:
+        UsageError: for a config of another trainer.
+    """
+    config = CONFIGS[method]
+    if args is None or config.__name__ in {cls.__name__ for cls in type(args).__mro__}:
+        return config() if args is None else args
+    if method == "sft" and type(args) is TrainingArguments:
+        return config(**{entry.name: getattr(args, entry.name) for entry in fields(args) if entry.init})
+    raise UsageError(f"args must be a {config.__name__}, not {type(args).__name__}")
 
 
 def check_refused(args: Any, method: str) -> None:

@@ -7,6 +7,7 @@ from itertools import chain, islice, takewhile
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import Completion, token_ids
@@ -64,6 +65,9 @@ def encode(dataset: Any, tokenizer: Any, rules: Rules, name: str, most: int | No
     if not isinstance(first, Mapping):
         raise DataError(f"{name} has no rows" if first is None else
                         f"{name} row 1: must be a dict, not {type(first).__name__}")
+    if found := [column for column in ("image", "images") if first.get(column)]:
+        raise UsageError(f"{name} has a column {found[0]}, and images are not supported. Remove the column to train on "
+                         "the text alone.")
     encoder = _Encoder(tokenizer, rules, first)
     numbered = enumerate(chain([first], records), start=1)
     rows: list[EncodedRow] = []
@@ -75,6 +79,9 @@ def encode(dataset: Any, tokenizer: Any, rules: Rules, name: str, most: int | No
         except KeyError as error:
             raise DataError(f"{place}: no column {error}. {rules.method.upper()} needs {_NEEDS[rules.method]}."
                             ) from None
+        except (AttributeError, TypeError, TemplateError) as error:
+            raise DataError(f"{place}: a value has the wrong type: {error}. {rules.method.upper()} needs "
+                            f"{_NEEDS[rules.method]}, as text or messages.") from error
         dropped += row is None
         rows += [row] if row else []
     return rows, dropped
@@ -109,8 +116,11 @@ class _Encoder:
         while chunk := list(islice(records, _CHUNK)):
             for side, label in (("chosen", True), ("rejected", False)):
                 for number, record in chunk:
-                    full = _extracted(record) if self.extracts else record
-                    yield number, {**full, "completion": full[side], "label": label, "prompt": full["prompt"]}
+                    if isinstance(record, Mapping) and {"chosen", "rejected"} <= record.keys():
+                        full = _extracted(record) if self.extracts and None not in record.values() else record
+                        yield number, {**full, "completion": full[side], "label": label}
+                    else:  # `row` says what it lacks
+                        yield number, record
 
     def row(self, record: Record, place: str) -> EncodedRow | None:
         """One row; None if it is to be dropped."""

@@ -1,6 +1,6 @@
 """Callbacks of transformers, called by our loop. They read, and may ask to log, evaluate, save or stop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ class Events(Listener):
         callbacks: instances or classes.
         processing_class: the tokenizer.
         steps: optimizer steps of the run.
+
+    `module` returns the module that is trained, for callbacks.
     """
 
     def __init__(self, args: Any, directory: RunDirectory, callbacks: Sequence[Any], processing_class: Any,
@@ -40,6 +42,8 @@ class Events(Listener):
         self.handler.pop_callback(DefaultFlowCallback)
         for callback in callbacks:
             self.handler.add_callback(callback)
+        self.requested = -1  # step whose evaluation a callback asked for
+        self.module: Callable[[], Any] = lambda: None
         self.window, self.within_epoch = 0, False
         self.losses: list[tuple[int, float]] = []
 
@@ -54,6 +58,7 @@ class Events(Listener):
 
     def call(self, event: str, **more: Any) -> None:
         """Call an event of every callback."""
+        self.handler.model = self.module()
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **more)
 
     def begins(self, state: RunState) -> None:
@@ -88,6 +93,8 @@ class Events(Listener):
             self.call("on_epoch_end")
             self.within_epoch = False
         control = self.control
+        if control.should_evaluate:
+            self.requested = state.step
         if control.should_epoch_stop:
             raise UsageError("a callback set should_epoch_stop, which is not supported. Set should_training_stop to "
                              "end the run.")
@@ -127,7 +134,7 @@ class Events(Listener):
         """Add a record to the history; None for an evaluation that TRL would not do."""
         if record.split == "eval":
             strategy = str(getattr(self.args.eval_strategy, "value", self.args.eval_strategy))
-            if not (self.args.eval_on_start if record.step == 0 else strategy != "no"):
+            if not (self.args.eval_on_start if record.step == 0 else strategy != "no" or record.step == self.requested):
                 return None
             entry = prefixed(record.metrics, "eval")
         else:

@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as _LORA_TARGETS
 from transformers import get_scheduler
 
@@ -15,6 +17,7 @@ from tropism.compat.trl.order import Batches
 from tropism.data.schedule import STEP, MicroBatchRule
 from tropism.errors import UsageError
 from tropism.observe.metrics import direction
+from tropism.train.checkpoints.files import place_of
 from tropism.train.optimizer import UpdateRule
 
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "sgd": "sgd",
@@ -22,6 +25,10 @@ _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf":
 _WITHOUT_RULE = ("reduce_lr_on_plateau", "greedy")
 _SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 _WITHOUT_EFFECT = ("dtype", "torch_dtype", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage")
+_OF_LORA = {"r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_dora", "use_rslora",
+            "task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
+            "inference_mode", "qalora_group_size", "megatron_core", "runtime_config", "layers_pattern"}
+"""Fields of `peft.LoraConfig` that are taken, or that change nothing without another one."""
 _OF_QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
 
 
@@ -85,7 +92,7 @@ def plan_of(args: Any, method: str, processes: int) -> Plan:
     if point not in (("step", "published") if method == "kto" else ("step",)):
         raise UsageError(f"tropism_options: reference_point must be step or, for KTO, published (got {point!r})")
     rule = (MicroBatchRule("micro_batch", "mean") if point == "published" else
-            MicroBatchRule("step", "mean") if method == "dpo" else STEP)
+            MicroBatchRule("step", "mean", per_token=True) if method == "dpo" else STEP)
     return Plan({**values, **own}, batches, float(args.num_train_epochs), maximum, _rule(args), rule,
                 point == "published")
 
@@ -146,10 +153,12 @@ def lora_of(peft_config: Any, quantization: Any, model_type: str) -> dict[str, A
         if kind != "LORA":
             raise UsageError(f"peft_config is a {type(peft_config).__name__}, which is not supported. Use "
                              "peft.LoraConfig.")
-        for name in ("target_parameters", "rank_pattern", "alpha_pattern", "layers_to_transform"):
-            if getattr(peft_config, name, None):
-                raise UsageError(f"peft_config: {name} is not supported. Build the adapter with peft.get_peft_model, "
-                                 "and pass the result as model.")
+        usual = LoraConfig()
+        for name in sorted(vars(usual).keys() - _OF_LORA):
+            value = getattr(peft_config, name, None)
+            if value not in (None, [], {}, getattr(usual, name)):
+                raise UsageError(f"peft_config: {name}={value!r} is not supported. Build the adapter with "
+                                 "peft.get_peft_model, and pass the result as model.")
         targets = peft_config.target_modules or _LORA_TARGETS.get(model_type)
         if isinstance(targets, str) and targets != "all-linear":
             raise UsageError(f"peft_config: target_modules={targets!r} is a pattern, which is not supported. Pass a "
@@ -213,7 +222,8 @@ def _of_method(args: Any, method: str) -> dict[str, Any]:
     if method == "dpo":
         given = [args.loss_type] if isinstance(args.loss_type, str) else args.loss_type
         losses = ["ipo_mean" if loss == "ipo" else loss for loss in given]  # TRL divides by lengths
-        found = {"loss": ",".join(losses), "beta": args.beta, "ld_alpha": args.ld_alpha, "wpo": args.use_weighting,
+        found = {"loss": ",".join(losses), "beta": None if losses == ["sft"] else args.beta,
+                 "ld_alpha": args.ld_alpha, "wpo": args.use_weighting,
                  "loss_weights": ",".join(map(str, args.loss_weights)) if args.loss_weights else None,
                  "label_smoothing": args.label_smoothing if any(loss in _SMOOTHED for loss in losses) else None,
                  "discopop_tau": args.discopop_tau if "discopop" in losses else None}
@@ -261,8 +271,20 @@ def _rule(args: Any) -> UpdateRule:
     return UpdateRule(factor, betas, args.adam_epsilon)
 
 
-def resume_of(value: bool | str | Path | None) -> str:
-    """Our `resume` for `resume_from_checkpoint`."""
+def resume_of(value: bool | str | Path | None, output: Path) -> str:
+    """Our `resume` for `resume_from_checkpoint`. `output_dir/checkpoint-500` is the checkpoint of step 500.
+
+    Raises:
+        UsageError: for a path outside of the run directory.
+    """
     if value is None or value is False:
         return "never"
-    return "auto" if value is True else str(value)
+    if value is True:
+        return "auto"
+    place = Path(value).expanduser()
+    if (named := re.fullmatch(r"checkpoint-(\d+)", place.name)) and not place.exists():
+        place = place_of(place.parent / "checkpoints", int(named[1]))
+    if output.resolve() not in (place.resolve(), *place.resolve().parents):
+        raise UsageError(f"resume_from_checkpoint: {value} is neither {output} nor a checkpoint in it. Set output_dir "
+                         "to the directory of the run.")
+    return str(place)

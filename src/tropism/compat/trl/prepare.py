@@ -66,6 +66,9 @@ def prepare(method: str, trainer: type[Trainer], args: Any, *, model: Any, train
             raise UsageError(f"{name} is required")
     check_refused(args, method)
     plan = plan_of(args, method, Process().num_processes)
+    strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
+    if eval_dataset is None and strategy != "no":
+        raise UsageError(f"eval_strategy={strategy!r} needs eval_dataset. Pass it, or set eval_strategy='no'.")
     options = dict(plan.options)
     quiet = bool(options.pop("quiet", False))
     config, tokenizer = _config_and_tokenizer(model, tokenizer, options["trust_remote_code"])
@@ -77,6 +80,11 @@ def prepare(method: str, trainer: type[Trainer], args: Any, *, model: Any, train
     if not rows:
         raise UsageError(f"train_dataset: no row is left. All prompts have max_length={args.max_length} tokens or "
                          "more. Raise max_length.")
+    if method == "kto" and (plan.batches.size if plan.published else plan.batches.step_size) == 1 \
+            and options["loss"] == "kto":
+        raise UsageError("KTO compares each row with a completion of another prompt, and a batch has 1 row. Set "
+                         f"per_device_train_batch_size{'' if plan.published else ' or gradient_accumulation_steps'} to "
+                         "2 or more.")
     if plan.published:
         rows = with_partners(rows, plan.batches.size, args.max_length)
     steps = schedule_of(
@@ -92,6 +100,11 @@ def prepare(method: str, trainer: type[Trainer], args: Any, *, model: Any, train
                     train_dataset=[{}], eval_dataset=[{}] if held_out else None, **given)
     built.objects = replace(built.objects, train=None, evaluation=None, rows=rows, eval_rows=held_out, steps=steps,
                             rule=plan.rule, listener=events)
+    planned = len(plan.batches.steps(len(rows), plan.epochs, plan.max_steps)) if method == "kto" else steps.total_steps
+    if steps.total_steps < planned:
+        built._say(f"train_dataset: {planned} optimizer steps became {steps.total_steps}. A step whose rows have one "
+                   "prompt joins the step before it, because KTO needs completions of other prompts. Shuffle the rows "
+                   "or raise the batch size to keep all steps.")
     for name, count in (("train_dataset", dropped), ("eval_dataset", more)):
         if count:
             built._say(f"{name}: {count_of(count, 'row')} dropped: max_length={args.max_length} leaves no room for a "
@@ -102,6 +115,8 @@ def prepare(method: str, trainer: type[Trainer], args: Any, *, model: Any, train
 def _config_and_tokenizer(model: Any, tokenizer: Any, trust_remote_code: bool) -> tuple[Any, Any]:
     """The config of a model, and its tokenizer."""
     named = isinstance(model, str | Path)
+    if not named and not hasattr(model, "config"):
+        raise UsageError(f"model must be a name, a transformers model or a PeftModel, not {type(model).__name__}")
     config = load_config(ModelSource.of(str(model)), trust_remote_code=trust_remote_code) if named else model.config
     if tokenizer is None:
         source = ModelSource.of(str(model) if named else config.name_or_path)
@@ -134,7 +149,7 @@ def _updates(optimizers: tuple[Any, Any], options: dict[str, Any], plan: Plan,
              steps: GivenSchedule) -> tuple[Any, Any]:
     """The optimizer, or its name, and a scheduler. One of the caller has its own rate, which the schedule of the
     config changes, as in TRL."""
-    optimizer, scheduler = optimizers
+    optimizer, scheduler = optimizers or (None, None)
     name = options.pop("optimizer")
     if optimizer is None:
         return name, scheduler

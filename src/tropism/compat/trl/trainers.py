@@ -3,23 +3,25 @@
 import shutil
 import time
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import torch
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from tropism import trainers as ours
-from tropism.compat.trl.config import CONFIGS
+from tropism.compat.trl.config import config_of
 from tropism.compat.trl.encode import encode
 from tropism.compat.trl.events import prefixed
+from tropism.compat.trl.older import check_names
 from tropism.compat.trl.options import resume_of
 from tropism.compat.trl.prepare import prepare
 from tropism.compat.trl.process import Process
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import score_key
-from tropism.errors import UsageError
+from tropism.errors import OutputExistsError, UsageError
 from tropism.model.save import write_model
 from tropism.train.checkpoints.files import place_of
 from tropism.train.evaluation.evaluator import Evaluator
@@ -47,13 +49,19 @@ class _Trainer:
     method: ClassVar[str]
     trainer: ClassVar[type[ours.Trainer]]
 
+    def __new__(cls, *arguments: Any, **given: Any) -> Self:
+        """Refuse arguments of other versions of TRL by name."""
+        check_names(cls.__name__, given, signature(cls.__init__).parameters, "argument")
+        return super().__new__(cls)
+
     def _begin(self, args: Any, **arguments: Any) -> None:
         """Check the arguments, encode the data, and build our trainer."""
-        self.args = CONFIGS[self.method]() if args is None else args
+        self.args = config_of(args, self.method)
         found = prepare(self.method, self.trainer, self.args, **arguments)
         self._ours, self._events, self._rules = found.trainer, found.events, found.rules
         self.processing_class = found.tokenizer
         self.accelerator = Process()
+        self._events.module = lambda: self.model
         self._events.call("on_init_end")
 
     @property
@@ -99,9 +107,14 @@ class _Trainer:
             TropismError: a subclass that names the problem and the remedy, before the first step where possible.
         """
         began = time.monotonic()
-        result = self._ours.fit(resume_of(resume_from_checkpoint))
+        directory = self._events.directory
+        try:
+            result = self._ours.fit(resume_of(resume_from_checkpoint, directory.path))
+        except OutputExistsError as error:
+            more = ", or resume the run in it with train(resume_from_checkpoint=True)" if directory.holds_run else ""
+            raise OutputExistsError(f"{str(error).partition('. ')[0]}. Set another output_dir{more}.") from None
         if not self.state.log_history:  # the run was done before
-            for line in self._events.directory.records():
+            for line in directory.records():
                 self._events.replay(line)
         if self.args.load_best_model_at_end:
             self._take_best(result.steps)
