@@ -185,13 +185,20 @@ class Trainer:
                 objects[name] = rows_of_trees(trees, view)
         if train is None:
             return
+        said: list[str] = []
+
+        def say(text: str) -> None:
+            if text not in said:
+                self._say(text)
+            said.append(text)
+
         with connect(stay=True) as world:
             how = ReadSteps(view, options.epochs, accumulation_steps, options.max_steps, own_partners, rule,
                             world.gather if rule != STEP and world.size > 1 else None)
-            objects["rows"], objects["steps"] = read_batches(train, how, self._say)
+            objects["rows"], objects["steps"] = read_batches(train, how, say)
             if evaluation is not None:
                 how = replace(how, epochs=1, accumulation_steps=1, max_steps=None)
-                objects["eval_rows"], steps = read_batches(evaluation, how, self._say)
+                objects["eval_rows"], steps = read_batches(evaluation, how, say)
                 objects["eval_parts"] = steps.whole if steps.rule.published else None
 
     def _say(self, text: str) -> None:

@@ -74,7 +74,7 @@ class KTOTrainer:
         names = {split: {f"{split}/{name}": self._from_session(split, name) for name in logged}
                  for split, logged in (("train", (*_NAMES, "lr")), ("eval", _NAMES))}
         self._door = Door(PlainTrainer, actor, rule, ref_model, None, tokenizer, self._optimizer, actor_lr_scheduler,
-                          names, self._notes(clip, reference_point), {
+                          names, self._notes(clip, reference_point, apply_loss_mask), {
                               "beta": beta, "desirable_weight": desirable_weight, "undesirable_weight":
                               undesirable_weight, "max_grad_norm": clip, "log_every": 1, "eval_every": 0,
                               **_precision(plugin, booster), **options},
@@ -87,11 +87,14 @@ class KTOTrainer:
         self._environment: dict[str, str] = {}
         self._carried = 0
 
-    def _notes(self, clip: float, reference_point: Any) -> list[str]:
+    def _notes(self, clip: float, reference_point: Any, masked: bool) -> list[str]:
         """What a user of coati should know."""
         clipped = f"clipped to norm {clip:g}, as the plugin says" if clip else "not clipped: the plugin has no max_norm"
         notes = [*parallel_note("The booster"),
                  f"booster, plugin and coordinator are replaced by Tropism's engine. Gradients are {clipped}."]
+        if not masked:
+            notes.append("apply_loss_mask=False trains on prompts too, from their second token. coati's trainer then "
+                         "trains on the padding up to max_length as well.")
         if reference_point == "published":
             notes.append("the numbers are coati's: a reference point for each micro-batch, pairs from the reversed "
                          "micro-batch, added gradients, the same row order in each epoch. reference_point='step' makes "

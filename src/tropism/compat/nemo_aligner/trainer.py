@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tropism.compat.base import Door, parallel_note
-from tropism.compat.nemo_aligner.settings import Intervals, Timer, batches, read
+from tropism.compat.nemo_aligner.settings import Intervals, Timer, batches, read, steps
 from tropism.compat.session import Batches, MicroBatches, Session, optimizer_inside
 from tropism.data.schedule import PUBLISHED, MicroBatchRule
 from tropism.errors import UsageError
@@ -60,7 +60,7 @@ class KTOTrainer:
         self.cfg, self.model, self.optimizer, self.scheduler = cfg, model, optimizer, scheduler
         self.train_dataloader, self.val_dataloader = train_dataloader, val_dataloader
         self.test_dataloader, self.logger, self.ckpt_callback = test_dataloader, logger, ckpt_callback
-        self.run_timer = Timer(run_timer) if run_timer is None or isinstance(run_timer, str) else run_timer
+        self.run_timer = run_timer if hasattr(run_timer, "is_finished") else Timer(run_timer)
         self.step = self.consumed_samples = 0
         self.num_steps_per_epoch = batches(_batches_of(train_dataloader), read(cfg, "limit_train_batches"),
                                            "limit_train_batches")
@@ -69,10 +69,9 @@ class KTOTrainer:
                              "limit_train_batches.")
         self.limit_val_batches = 0 if val_dataloader is None else batches(
             len(val_dataloader), read(cfg, "limit_val_batches"), "limit_val_batches")
-        interval = read(cfg, "val_check_interval", 0)
-        self.val_check_interval = int(interval)
-        if isinstance(interval, float):  # a share of an epoch, and at least one step unless it is 0
-            self.val_check_interval = max(int(interval * self.num_steps_per_epoch), int(interval > 0))
+        self.val_check_interval, self.save_interval = (
+            steps(read(cfg, name), share, name)
+            for name, share in (("val_check_interval", self.num_steps_per_epoch), ("save_interval", 1)))
         self.set_max_steps()
         self._kto = read(read(model, "cfg", {}), "kto", {})
         self._published = reference_point == "published"
@@ -178,7 +177,7 @@ class KTOTrainer:
     def _train(self, session: Session) -> bool:
         """Do all steps. Returns whether the time ran out."""
         intervals = Intervals(self.val_check_interval if self.limit_val_batches else 0,
-                              int(read(self.cfg, "save_interval", 0)), self.max_steps)
+                              self.save_interval, self.max_steps)
         for number in range(1, session.steps.total_steps + 1):
             began, epoch = time.monotonic(), self.epoch
             self._planned = session.batch(number)

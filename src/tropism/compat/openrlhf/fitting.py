@@ -97,7 +97,8 @@ class Fitting:
         """
         metrics = {**self.door.evaluate(eval_dataloader), "eval/global_step": steps}
         self._say(f"evaluation at step {steps}: " + ", ".join(
-            f"{name.removeprefix('eval/')} {metrics[name]:.4f}" for name in self.names["eval"] if name in metrics))
+            f"{name.removeprefix('eval/')} {metrics[name]:.4f}" for name, ours in self.names["eval"].items()
+            if name in metrics and ours != "step"))
         return metrics
 
     def save_logs_and_checkpoints(self, args: Any, global_step: int, step_bar: Any = None,
