@@ -12,6 +12,7 @@ import torch
 
 from tropism.data.schedule import MicroBatchRule
 from tropism.distributed.world import processes
+from tropism.errors import UsageError
 from tropism.model.wrapped_module import model_inside
 from tropism.observe.console import Voice
 from tropism.observe.metrics import OtherNames, renamed
@@ -129,13 +130,36 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def interval(value: Any, otherwise: int | str | None = None) -> int | str | None:
-    """An interval of a published trainer: None for -1 (where `otherwise` is used), for infinity and for None."""
-    if value == -1:
-        return otherwise
+def whole(value: Any, name: str) -> int | None:
+    """A whole number of a published trainer; None for infinity and for None.
+
+    Raises:
+        UsageError: if it is none.
+    """
     if value is None or (isinstance(value, float) and math.isinf(value)):
         return None
-    return int(value)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{name}: must be a whole number (got {value!r})") from None
+
+
+def interval(value: Any, name: str, otherwise: int | str | None = None) -> int | str | None:
+    """An interval of a published trainer: None for 0, infinity and None, `otherwise` for -1 and below.
+
+    Raises:
+        UsageError: if it is no number.
+    """
+    number = whole(value, name)
+    return otherwise if number is not None and number < 0 else number or None
+
+
+def given(loader: Any) -> bool:
+    """Whether there is a dataloader that is not known to be empty."""
+    try:
+        return loader is not None and len(loader) > 0
+    except TypeError:  # it has no length
+        return True
 
 
 def wandb_variables(use_wandb: Any, **named: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tropism.compat.base import Door, parallel_note, wandb_variables
+from tropism.compat.base import Door, given, parallel_note, wandb_variables
 from tropism.compat.session import Batches, Figures, MicroBatches, Session, optimizer_inside
 from tropism.data.schedule import PUBLISHED, MicroBatchRule
 from tropism.errors import OutputError, UsageError, count_of
@@ -167,7 +167,7 @@ class KTOTrainer:
 
     def _eval(self, epoch: int) -> None:
         """Evaluate on the evaluation data; the result is printed, and written to `save_dir` if there is one."""
-        if self.eval_dataloader is None:
+        if not given(self.eval_dataloader):
             self._print("No eval dataloader is provided, skip evaluation")
             return
         found = window(self._begin().evaluation(), self.beta)
@@ -189,7 +189,7 @@ class KTOTrainer:
             raise UsageError("train_preference_dataloader is required")
         change = (lambda batch: batch) if self.apply_loss_mask else without_loss_mask
         self._batches, held_out = Batches(self.train_dataloader, change, announce=not self._published), None
-        if self.eval_dataloader is not None:
+        if given(self.eval_dataloader):
             held_out = Batches(self.eval_dataloader, change)
         self._session = Session(
             self._door, self._batches, held_out, self._logged, output=Path(self.save_dir or ".") / "tropism-run",

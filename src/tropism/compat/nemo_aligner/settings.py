@@ -33,6 +33,23 @@ def batches(number: int, limit: Any, name: str) -> int:
     return min(number, int(number * limit) if isinstance(limit, float) else limit)
 
 
+def batches_of(loader: Any) -> int:
+    """Batches of an epoch: whole global batches of a Megatron sampler, or the length of the dataloader.
+
+    Raises:
+        UsageError: if it has none.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    samples, size = (getattr(sampler, name, None) for name in ("total_samples", "global_batch_size"))
+    if isinstance(samples, int) and isinstance(size, int) and size:
+        return samples // size
+    try:
+        return len(loader)
+    except TypeError:
+        raise UsageError(f"train_dataloader is a {type(loader).__name__} without a length, from which the steps of an "
+                         "epoch follow. Pass a DataLoader.") from None
+
+
 def steps(interval: Any, per_epoch: int, name: str) -> int:
     """Steps of an interval: a share of an epoch if it is a float, and at least one step. 0 for none: that is what 0,
     None, infinity and negative values mean.

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tropism.compat.base import Door, parallel_note
-from tropism.compat.nemo_aligner.settings import Intervals, Timer, batches, read, steps
+from tropism.compat.base import Door, parallel_note, whole
+from tropism.compat.nemo_aligner.settings import Intervals, Timer, batches, batches_of, read, steps
 from tropism.compat.session import Batches, MicroBatches, Session, optimizer_inside
 from tropism.data.schedule import PUBLISHED, MicroBatchRule
 from tropism.errors import UsageError
@@ -62,7 +62,7 @@ class KTOTrainer:
         self.test_dataloader, self.logger, self.ckpt_callback = test_dataloader, logger, ckpt_callback
         self.run_timer = run_timer if hasattr(run_timer, "is_finished") else Timer(run_timer)
         self.step = self.consumed_samples = 0
-        self.num_steps_per_epoch = batches(_batches_of(train_dataloader), read(cfg, "limit_train_batches"),
+        self.num_steps_per_epoch = batches(batches_of(train_dataloader), read(cfg, "limit_train_batches"),
                                            "limit_train_batches")
         if not self.num_steps_per_epoch:
             raise UsageError("train_dataloader has no batch to train on. Lower the global batch size, or raise "
@@ -129,10 +129,13 @@ class KTOTrainer:
 
     def set_max_steps(self) -> None:
         """Set `max_steps`: the steps of `max_epochs`, or `cfg.max_steps` if that is fewer and not negative."""
-        self.max_steps = self.num_steps_per_epoch * int(read(self.cfg, "max_epochs", 1))
-        most = read(self.cfg, "max_steps", -1)
-        if 0 <= most < math.inf:
-            self.max_steps = min(self.max_steps, int(most))
+        epochs, most = (whole(read(self.cfg, name, otherwise), name)
+                        for name, otherwise in (("max_epochs", 1), ("max_steps", -1)))
+        limits = [] if epochs is None else [self.num_steps_per_epoch * epochs]
+        limits += [] if most is None or most < 0 else [most]
+        if not limits:
+            raise UsageError("max_epochs is infinite, and max_steps is not set. Set one of them.")
+        self.max_steps = min(limits)
 
     def state_dict(self) -> dict[str, int]:
         """The position of the run: `step`, `consumed_samples` and `epoch`."""
@@ -365,13 +368,6 @@ def figures(micro_batches: MicroBatches) -> dict[str, float]:
 def _mean(values: Sequence[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
-
-
-def _batches_of(loader: Any) -> int:
-    """Batches of an epoch: whole global batches of a Megatron sampler, or the length of the dataloader."""
-    sampler = getattr(loader, "batch_sampler", None)
-    samples, size = (getattr(sampler, name, None) for name in ("total_samples", "global_batch_size"))
-    return samples // size if isinstance(samples, int) and isinstance(size, int) and size else len(loader)
 
 
 def _reference_of(model: Any) -> Any:

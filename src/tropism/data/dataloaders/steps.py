@@ -43,6 +43,7 @@ class ReadSteps:
         own_partners: use the mismatched rows of the batches.
         rule: what micro-batches decide; `published`: what they decide in the trainer whose layout the batches have.
         gather: exchanges the rows that the processes read. By default every process reads all of them.
+        name: of the dataloader.
     """
 
     view: View
@@ -52,6 +53,7 @@ class ReadSteps:
     own_partners: bool = False
     rule: MicroBatchRule | Literal["published"] = STEP
     gather: Gather | None = None
+    name: str = "the dataloader"
 
 
 def read_batches(loader: Iterable[Any], how: ReadSteps,
@@ -132,7 +134,7 @@ class _Reading:
                 if self.full:
                     break
             if self.batches == before:
-                raise UsageError("the dataloader yielded no batch" + (
+                raise UsageError(f"{how.name} yielded no batch" + (
                     " in its second pass. It must support several iterations." if epoch > first else ""))
             self.rows_per_epoch = self.rows_per_epoch or rows_per_pass(loader, len(self.rows), self.batches)
             if self.rule.leftover == "close":  # no step crosses an epoch
