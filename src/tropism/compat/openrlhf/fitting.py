@@ -173,6 +173,11 @@ class Fitting:
 
 
 def args_of(strategy: Any) -> Any:
+    """The arguments of a strategy.
+
+    Raises:
+        UsageError: if it has none.
+    """
     args = getattr(strategy, "args", None)
     if args is None:
         raise UsageError(f"strategy is a {type(strategy).__name__} without args. Pass OpenRLHF's strategy, or an "
