@@ -192,8 +192,10 @@ class Session:
         """An update on any batch, outside the steps of the run. The reference must be in memory."""
         with self._working() as run:
             rows, steps = self._read(batch, run)
-            planner = replace(run.planner, rows=rows, schedule=steps)
-            return self._of_step(train_step(self._engine(run), planner.packs_of(1)), rows, steps)
+            engine = self._engine(run)
+            reuse = run.planner.reuse_prompts and engine is run.engine  # another reference has no prompts to continue
+            planner = replace(run.planner, rows=rows, schedule=steps, reuse_prompts=reuse)
+            return self._of_step(train_step(engine, planner.packs_of(1)), rows, steps)
 
     def evaluation_of(self, batch: Any) -> MicroBatches:
         """The rows of a batch under the policy as it is.
