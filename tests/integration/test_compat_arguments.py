@@ -145,3 +145,33 @@ def test_a_key_is_no_answer_of_the_plain_trainers(tiny_model_dir: Path) -> None:
     with pytest.raises(UsageError, match="WANDB_API_KEY") as caught:
         tropism.KTOTrainer(models(tiny_model_dir)[0], use_wandb="5ecre7", quiet=True)  # type: ignore[arg-type]
     assert "5ecre7" not in str(caught.value)
+
+
+def test_a_wrapped_model_keeps_its_configuration(tiny_model_dir: Path, fixture_tokenizer: Any) -> None:
+    """Under DDP or torch.compile, beta, tokenizer and reference were replaced by defaults in silence."""
+    policy, frozen = models(tiny_model_dir)
+    policy.cfg = SimpleNamespace(micro_batch_size=2, global_batch_size=3, kto={"ref_policy_kl_penalty": 0.7})
+    policy.tokenizer, policy.ref_policy_state_dict = fixture_tokenizer, frozen.state_dict()
+    for wrapped in (torch.nn.DataParallel(policy), torch.compile(policy)):
+        trainer = NemoTrainer({}, wrapped, None, None, loader_of(rows_of(6), nemo_kto), *[None] * 5)
+        assert trainer._door.options["beta"] == 0.7
+        assert trainer._door.tokenizer is fixture_tokenizer
+        assert trainer._door.rule.size == 2
+        torch.testing.assert_close(weights_of(trainer._door.reference), weights_of(frozen))
+
+
+def test_methods_that_fit_does_not_call_are_named(tiny_model_dir: Path) -> None:
+    class Mine(KTOTrainer):
+        def evaluate(self, eval_dataloader: Any, steps: int = 0) -> Any:
+            return {}
+
+        def _get_batch_logps(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    said: list[str] = []
+    policy, frozen = models(tiny_model_dir)
+    trainer = Mine(policy, frozen, strategy_of(1), None, optimizer_of(policy)[0], loader_of(rows_of(3), openrlhf_kto),
+                   None, None, max_epochs=1, voice=QUIET)
+    trainer.door.announce = lambda: said.extend(trainer.door.notes)
+    trainer.fit(trainer.args)
+    assert "fit() does not call evaluate, _get_batch_logps. Records are in metrics.jsonl" in said[-1]

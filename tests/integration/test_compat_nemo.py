@@ -208,7 +208,7 @@ def test_the_time_limit(make: Any) -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_single_steps_outside_of_fit(own: bool, make: Any) -> None:
-    """On any batch, with the reference before training or an own one; then fit, which begins anew with that position."""
+    """On any batch, with the reference before training or an own one; then fit, which begins anew."""
     made = make(loader_of(12), validation=loader_of(12, seed=2), own_reference=own)
     twin = made.twin
     reference = made.reference if own else models_copy(twin)

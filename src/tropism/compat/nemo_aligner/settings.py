@@ -20,6 +20,12 @@ def read(cfg: Any, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def owner_of(model: Any) -> Any:
+    """The model that has the configuration, inside the wrappers of DDP and of compilation."""
+    held = None if hasattr(model, "cfg") else getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+    return model if held is None else owner_of(held)
+
+
 def batches(number: int, limit: Any, name: str) -> int:
     """How many of some batches a limit leaves: a share if it is a float, a count if it is an int.
 

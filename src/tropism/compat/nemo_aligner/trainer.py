@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tropism.compat.base import Door, parallel_note, whole
-from tropism.compat.nemo_aligner.settings import Intervals, Timer, batches, batches_of, read, steps
+from tropism.compat.nemo_aligner.settings import Intervals, Timer, batches, batches_of, owner_of, read, steps
 from tropism.compat.session import Batches, MicroBatches, Session, optimizer_inside
 from tropism.data.schedule import PUBLISHED, MicroBatchRule
 from tropism.errors import UsageError
@@ -73,22 +73,24 @@ class KTOTrainer:
             steps(read(cfg, name), share, name)
             for name, share in (("val_check_interval", self.num_steps_per_epoch), ("save_interval", 1)))
         self.set_max_steps()
-        self._kto = read(read(model, "cfg", {}), "kto", {})
+        owner = owner_of(model)
+        settings = read(owner, "cfg", {})
+        self._kto, self._size = read(settings, "kto", {}), read(settings, "global_batch_size")
         self._published = reference_point == "published"
-        size = read(read(model, "cfg", {}), "micro_batch_size")
+        size = read(settings, "micro_batch_size")
         rule: Any = reference_point
         if self._published:
             rule = replace(PUBLISHED["NeMo-Aligner"], size=size,
                            average=bool(read(self._kto, "preference_average_log_probs", False)))
         clip = float(read(cfg, "gradient_clip_val", 0.0))
         self._clip = max(0.0, clip)
-        wrapped = read(model, "tokenizer")
+        wrapped = read(owner, "tokenizer")
         self._optimizer = optimizer_inside(optimizer)
         names = {split: {f"{prefix}/{name}": self._from_session(split, name) for name in _NAMES}
                  for split, prefix in (("train", "train"), ("eval", "val"))}
         names["train"] |= {"train/lr": "learning_rate", "train/grad_norm": "grad_norm"}
         self._door = Door(
-            PlainTrainer, model, rule, _reference_of(model), None, getattr(wrapped, "tokenizer", wrapped),
+            PlainTrainer, model, rule, _reference_of(owner), None, getattr(wrapped, "tokenizer", wrapped),
             self._optimizer, scheduler, names, self._notes(), {
                 "beta": read(self._kto, "ref_policy_kl_penalty", 0.2),
                 "desirable_weight": read(self._kto, "desirable_loss_weight", 1.0),
@@ -328,8 +330,7 @@ class KTOTrainer:
         return each
 
     def _global_batch_size(self, batch: Mapping[str, Any]) -> int:
-        known = read(read(self.model, "cfg", {}), "global_batch_size")
-        return int(known or len(batch["samples"]))
+        return int(self._size or len(batch["samples"]))
 
     def _tell(self, method: str, *args: Any, **named: Any) -> None:
         """Call the logger, if it has the method."""

@@ -18,6 +18,10 @@ from tropism.observe.metrics import OtherNames
 from tropism.runner import RunResult
 from tropism.trainers import Trainer
 
+_NOT_CALLED = ("save_logs_and_checkpoints", "evaluate", "compute_model_logps_with_KL", "compute_model_logps",
+               "concatenated_forward", "concatenated_inputs", "_get_batch_logps")
+"""Published methods that `fit` does without."""
+
 
 class Fitting:
     """The methods that OpenRLHF's trainers share. `door` is the plain trainer's."""
@@ -70,9 +74,10 @@ class Fitting:
         if self.train_dataloader is None:
             raise UsageError("train_dataloader is required")
         args = self.args if args is None else as_namespace(args)
-        if type(self).save_logs_and_checkpoints is not Fitting.save_logs_and_checkpoints:
-            self.door.notes = [*self.door.notes, "fit() does not call save_logs_and_checkpoints. Records are in "
-                               "metrics.jsonl, checkpoints in the run directory."]
+        own = [name for name in _NOT_CALLED if _is_overridden(type(self), name)]
+        if own:
+            self.door.notes = [*self.door.notes, f"fit() does not call {', '.join(own)}. Records are in metrics.jsonl, "
+                               "checkpoints in the run directory. To change the loss, use the trainers of tropism."]
         output = self._place(args)
         resume = bool(getattr(args, "load_checkpoint", False)) and (output / "config.yaml").is_file()
         rule = self.door.rule
@@ -170,6 +175,12 @@ class Fitting:
         if not rows:
             raise UsageError(f"consumed_samples {consumed} requires args.train_batch_size, the rows of an update")
         return math.floor(consumed / rows)
+
+
+def _is_overridden(kind: type, name: str) -> bool:
+    """Whether a class of the user has a method of its own."""
+    owner = next((one for one in kind.__mro__ if name in vars(one)), None)
+    return owner is not None and not owner.__module__.startswith("tropism.")
 
 
 def args_of(strategy: Any) -> Any:
