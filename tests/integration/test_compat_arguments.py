@@ -175,3 +175,19 @@ def test_methods_that_fit_does_not_call_are_named(tiny_model_dir: Path) -> None:
     trainer.door.announce = lambda: said.extend(trainer.door.notes)
     trainer.fit(trainer.args)
     assert "fit() does not call evaluate, _get_batch_logps. Records are in metrics.jsonl" in said[-1]
+
+
+def test_wrapped_optimizers_and_names(tiny_model_dir: Path) -> None:
+    """The optimizer in a wrapper with methods of its own is stepped; a model's name is no module."""
+    policy, frozen = models(tiny_model_dir)
+    optimizer = optimizer_of(policy)[0]
+    wrapped = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups, zero_grad=lambda: None)
+    before = weights_of(policy)
+    trainer = KTOTrainer(policy, frozen, strategy_of(1), None, wrapped, loader_of(rows_of(6), openrlhf_kto), None, None,
+                         max_epochs=1, voice=QUIET)
+    trainer.fit(trainer.args)
+    assert len(optimizer.state) == len(list(policy.parameters()))
+    assert (weights_of(policy) != before).any()
+    for pair, argument in ((("NAME", frozen), "model"), ((policy, Path("NAME")), "ref_model")):
+        with pytest.raises(UsageError, match=f"^{argument} is the name 'NAME'. Pass the loaded model"):
+            KTOTrainer(*pair, strategy_of(1), None, None, None, None, None)

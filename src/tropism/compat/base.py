@@ -51,11 +51,12 @@ class Door:
     voice: Voice | None = None
 
     def __post_init__(self) -> None:
-        self.model = model_inside(self.model, "model")
+        self.optimizer = optimizer_inside(self.optimizer)
+        self.model = _model_of(self.model, "model")
         if self.reference is not None:
-            self.reference = model_inside(self.reference, "ref_model")
+            self.reference = _model_of(self.reference, "ref_model")
         if self.teacher is not None:
-            self.teacher = model_inside(self.teacher, "teacher_model")
+            self.teacher = _model_of(self.teacher, "teacher_model")
 
     def fit(self, loader: Iterable[Any], evaluation: Iterable[Any] | None, *, output: str | Path, epochs: int,
             accumulation: int = 1, resume: bool = False, rule: MicroBatchRule | None = None,
@@ -114,6 +115,19 @@ class Door:
                             voice=self.voice, **objects, **{**defaults, **self.options, **options})
 
 
+def _model_of(model: Any, argument: str) -> Any:
+    """The transformers model that an argument is or holds.
+
+    Raises:
+        UsageError: for a name.
+        ModelError: if it holds no model, or several.
+    """
+    if isinstance(model, str | Path):
+        raise UsageError(f"{argument} is the name {str(model)!r}. Pass the loaded model. The trainers of tropism take "
+                         "names.")
+    return model_inside(model, argument)
+
+
 @contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
     """Environment variables that are set while the block runs. Variables that the user has set stay."""
@@ -152,6 +166,16 @@ def interval(value: Any, name: str, otherwise: int | str | None = None) -> int |
     """
     number = whole(value, name)
     return otherwise if number is not None and number < 0 else number or None
+
+
+def optimizer_inside(optimizer: Any) -> Any:
+    """The torch optimizer inside the wrappers of boosters and training frameworks."""
+    seen: set[int] = set()
+    while not isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        held = (getattr(optimizer, name, None) for name in ("optim", "optimizer"))
+        optimizer = next((one for one in held if hasattr(one, "param_groups")), optimizer)
+    return optimizer
 
 
 def given(loader: Any) -> bool:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tropism.compat.base import Door, given, parallel_note, wandb_variables
-from tropism.compat.session import Batches, Figures, MicroBatches, Session, optimizer_inside
+from tropism.compat.base import Door, given, optimizer_inside, parallel_note, wandb_variables
+from tropism.compat.session import Batches, Figures, MicroBatches, Session
 from tropism.data.schedule import PUBLISHED, MicroBatchRule
 from tropism.errors import OutputError, UsageError, count_of
 from tropism.model.save import export

@@ -318,16 +318,6 @@ def _divided(rows: Sequence[EncodedRow], losses: Floats, logratios: Floats, part
     return [[next(flat) for _ in sizes] for sizes in parts.sizes]
 
 
-def optimizer_inside(optimizer: Any) -> Any:
-    """The torch optimizer inside the wrappers of boosters and training frameworks."""
-    seen: set[int] = set()
-    while not isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in seen:
-        seen.add(id(optimizer))
-        held = (getattr(optimizer, name, None) for name in ("optim", "optimizer"))
-        optimizer = next((one for one in held if hasattr(one, "param_groups")), optimizer)
-    return optimizer
-
-
 def as_batch(rows: Sequence[EncodedRow]) -> dict[str, Tensor]:
     """Rows of token ids as a batch in NeMo-Aligner's layout, all padded to one length with 0 and -100."""
     tokens: list[Tensor] = []

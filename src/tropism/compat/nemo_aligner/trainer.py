@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tropism.compat.base import Door, parallel_note, whole
+from tropism.compat.base import Door, optimizer_inside, parallel_note, whole
 from tropism.compat.nemo_aligner.settings import Intervals, Timer, batches, batches_of, owner_of, read, steps
-from tropism.compat.session import Batches, MicroBatches, Session, optimizer_inside
+from tropism.compat.session import Batches, MicroBatches, Session
 from tropism.data.schedule import PUBLISHED, MicroBatchRule
 from tropism.errors import UsageError
 from tropism.model.wrapped_module import model_inside
