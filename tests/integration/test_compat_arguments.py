@@ -14,7 +14,7 @@ from published_batches import coati_kto, nemo_kto, openrlhf_dpo, openrlhf_kto, o
 from tropism.compat.coati import KTOTrainer as CoatiTrainer
 from tropism.compat.nemo_aligner import KTOTrainer as NemoTrainer
 from tropism.compat.openrlhf import DPOTrainer, KDTrainer, KTOTrainer
-from tropism.errors import UsageError
+from tropism.errors import DataError, UsageError
 from tropism.observe.console import Voice
 
 QUIET = Voice(loud=False)
@@ -191,3 +191,15 @@ def test_wrapped_optimizers_and_names(tiny_model_dir: Path) -> None:
     for pair, argument in ((("NAME", frozen), "model"), ((policy, Path("NAME")), "ref_model")):
         with pytest.raises(UsageError, match=f"^{argument} is the name 'NAME'. Pass the loaded model"):
             KTOTrainer(*pair, strategy_of(1), None, None, None, None, None)
+
+
+def test_objects_of_another_shape(tiny_model_dir: Path, fixture_tokenizer: Any) -> None:
+    """They are refused before the first step, not after it."""
+    policy, frozen = models(tiny_model_dir)
+    with pytest.raises(UsageError, match=r"ckpt_callback \(object\) has no custom_save"):
+        NemoTrainer({}, policy, None, None, loader_of(rows_of(6), nemo_kto), None, None, None, object(), None)
+    coati = CoatiTrainer(policy, frozen, None, optimizer_of(policy)[0], None, None, fixture_tokenizer,
+                         apply_loss_mask=False, voice=QUIET)
+    for batch in (openrlhf_kto(rows_of(3), 2, "right"), {"input_ids": torch.ones(3, 2)}):
+        with pytest.raises(DataError, match="apply_loss_mask=False needs batches of coati's layout"):
+            coati.fit([batch])

@@ -15,7 +15,7 @@ import torch
 from tropism.compat.base import Door, given, optimizer_inside, parallel_note, wandb_variables
 from tropism.compat.session import Batches, Figures, MicroBatches, Session
 from tropism.data.schedule import PUBLISHED, MicroBatchRule
-from tropism.errors import OutputError, UsageError, count_of
+from tropism.errors import DataError, OutputError, UsageError, count_of
 from tropism.model.save import export
 from tropism.observe.console import Voice
 from tropism.runner import RunResult
@@ -269,7 +269,14 @@ def window(micro_batches: MicroBatches, beta: float) -> dict[str, float]:
 
 
 def without_loss_mask(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch whose every token is trained on, from the second token of each text. Padding is not."""
+    """A batch whose every token is trained on, from the second token of each text. Padding is not.
+
+    Raises:
+        DataError: for a batch of another layout.
+    """
+    needed = [f"{prefix}{name}" for prefix in ("", "kl_") for name in ("attention_mask", "loss_mask")]
+    if not isinstance(batch, Mapping) or not set(needed) <= batch.keys():
+        raise DataError(f"apply_loss_mask=False needs batches of coati's layout, with {', '.join(needed)}")
     changed = dict(batch)
     for prefix in ("", "kl_"):
         attention, loss = (torch.as_tensor(batch[f"{prefix}{name}"]) for name in ("attention_mask", "loss_mask"))

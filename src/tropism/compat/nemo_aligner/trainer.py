@@ -61,6 +61,9 @@ class KTOTrainer:
         self.train_dataloader, self.val_dataloader = train_dataloader, val_dataloader
         self.test_dataloader, self.logger, self.ckpt_callback = test_dataloader, logger, ckpt_callback
         self.run_timer = run_timer if hasattr(run_timer, "is_finished") else Timer(run_timer)
+        if ckpt_callback is not None and not callable(getattr(ckpt_callback, "custom_save", None)):
+            raise UsageError(f"ckpt_callback ({type(ckpt_callback).__name__}) has no custom_save. Pass None to save "
+                             "nothing.")
         self.step = self.consumed_samples = 0
         self.num_steps_per_epoch = batches(batches_of(train_dataloader), read(cfg, "limit_train_batches"),
                                            "limit_train_batches")
