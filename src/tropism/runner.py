@@ -153,7 +153,7 @@ class Run:
             lambda: find(directory, options.resume, options.fall_back)))
         self._arrange(Settings.kept_in(origin.trainer if origin else None))
         inputs = self.inputs
-        announce_data(inputs.data, inputs.method, self.voice)
+        announce_data(inputs.data, inputs.method, inputs.schedule.parts(1).rule, self.voice)
         announce_plan(options, inputs.data, inputs.schedule, len(inputs.held_out), inputs.numerics.precision,
                       self.world, self.objects, inputs.store, self.voice, inputs.shard)
         for note in inputs.notes:

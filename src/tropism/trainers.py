@@ -129,6 +129,8 @@ class Trainer:
             else:
                 objects[OBJECT_OF[option]] = value
                 values[option] = name_of(value)
+        if isinstance(use_wandb, str):
+            raise UsageError("use_wandb: must be True or False. Set an API key as the variable WANDB_API_KEY.")
         track = values.get("track")
         if use_wandb or isinstance(track, list | tuple):
             names = track if isinstance(track, list | tuple) else [track] if track else []
@@ -185,13 +187,20 @@ class Trainer:
                 objects[name] = rows_of_trees(trees, view)
         if train is None:
             return
+        said: list[str] = []
+
+        def say(text: str) -> None:
+            if text not in said:
+                self._say(text)
+            said.append(text)
+
         with connect(stay=True) as world:
             how = ReadSteps(view, options.epochs, accumulation_steps, options.max_steps, own_partners, rule,
                             world.gather if rule != STEP and world.size > 1 else None)
-            objects["rows"], objects["steps"] = read_batches(train, how, self._say)
+            objects["rows"], objects["steps"] = read_batches(train, how, say)
             if evaluation is not None:
-                how = replace(how, epochs=1, accumulation_steps=1, max_steps=None)
-                objects["eval_rows"], steps = read_batches(evaluation, how, self._say)
+                how = replace(how, epochs=1, accumulation_steps=1, max_steps=None, name="eval_dataloader")
+                objects["eval_rows"], steps = read_batches(evaluation, how, say)
                 objects["eval_parts"] = steps.whole if steps.rule.published else None
 
     def _say(self, text: str) -> None:

@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parents[2] / "examples" / "coming_from"
 CASES = [
     ("openrlhf_kto", [], "ckpt/checkpoints_kto", r"evaluation at step 8: eval_loss 0\.\d+, chosen_reward"),
     ("openrlhf_dpo", ["--nll_loss_coef", "0.1"], "ckpt/checkpoints_dpo", r"evaluation at step 4: eval_loss \d\.\d+"),
-    ("openrlhf_kd", ["MODEL"], "ckpt/checkpoints_kd", r"evaluation at step 4: eval gpt_loss \d\.\d+, global_step"),
+    ("openrlhf_kd", ["MODEL"], "ckpt/checkpoints_kd", r"evaluation at step 4: eval gpt_loss \d\.\d+"),
 ]
 
 

@@ -206,11 +206,12 @@ def test_the_time_limit(make: Any) -> None:
     assert asked == [0, 1, 1]
 
 
-def test_single_steps_outside_of_fit(make: Any) -> None:
-    """On any batch, with the reference before training; then fit, which begins anew with that position."""
-    made = make(loader_of(12), validation=loader_of(12, seed=2), own_reference=False)
-    twin, _ = made.twin, None
-    reference = models_copy(twin)
+@pytest.mark.parametrize("own", [False, True])
+def test_single_steps_outside_of_fit(own: bool, make: Any) -> None:
+    """On any batch, with the reference before training or an own one; then fit, which begins anew."""
+    made = make(loader_of(12), validation=loader_of(12, seed=2), own_reference=own)
+    twin = made.twin
+    reference = made.reference if own else models_copy(twin)
     first, second = list(loader_of(12, seed=3))
     for batch in (first, second):
         found = published.figures(twin, reference, batch, 6, backward=True)
@@ -225,7 +226,8 @@ def test_single_steps_outside_of_fit(make: Any) -> None:
     loss, metrics = made.trainer.validation_step(first)
     assert loss == pytest.approx(published.figures(twin, reference, first, 6, backward=False)["loss"], abs=1e-5)
     mean, _ = made.trainer.run_validation()
-    each = [published.figures(twin, reference, batch, 6, backward=False)["loss"] for batch in loader_of(12, seed=2)]
+    _, second_pass = [*(loader := loader_of(12, seed=2))], [*loader]  # the first one began the run
+    each = [published.figures(twin, reference, batch, 6, backward=False)["loss"] for batch in second_pass]
     assert mean == pytest.approx(sum(each) / 2, abs=1e-5)
     assert made.trainer.step == 0
     assert made.trainer.fit().steps == 2

@@ -167,7 +167,7 @@ def test_constructors_and_methods_are_the_published_ones(kind: Any) -> None:
     def spelled(function: Any) -> str:
         entries = list(inspect.signature(function).parameters.values())
         return " ".join(entry.name if entry.default is entry.empty else f"{entry.name}={entry.default}"
-                        for entry in entries if entry.name != "self")
+                        for entry in entries if entry.name != "self" and entry.kind is entry.POSITIONAL_OR_KEYWORD)
 
     assert spelled(kind.__init__) == SIGNATURES[kind]
     assert spelled(kind.fit) == "args consumed_samples=0 num_update_steps_per_epoch=None"

@@ -12,6 +12,7 @@ import torch
 
 from tropism.data.schedule import MicroBatchRule
 from tropism.distributed.world import processes
+from tropism.errors import UsageError
 from tropism.model.wrapped_module import model_inside
 from tropism.observe.console import Voice
 from tropism.observe.metrics import OtherNames, renamed
@@ -50,11 +51,12 @@ class Door:
     voice: Voice | None = None
 
     def __post_init__(self) -> None:
-        self.model = model_inside(self.model, "model")
+        self.optimizer = optimizer_inside(self.optimizer)
+        self.model = _model_of(self.model, "model")
         if self.reference is not None:
-            self.reference = model_inside(self.reference, "ref_model")
+            self.reference = _model_of(self.reference, "ref_model")
         if self.teacher is not None:
-            self.teacher = model_inside(self.teacher, "teacher_model")
+            self.teacher = _model_of(self.teacher, "teacher_model")
 
     def fit(self, loader: Iterable[Any], evaluation: Iterable[Any] | None, *, output: str | Path, epochs: int,
             accumulation: int = 1, resume: bool = False, rule: MicroBatchRule | None = None,
@@ -113,6 +115,19 @@ class Door:
                             voice=self.voice, **objects, **{**defaults, **self.options, **options})
 
 
+def _model_of(model: Any, argument: str) -> Any:
+    """The transformers model that an argument is or holds.
+
+    Raises:
+        UsageError: for a name.
+        ModelError: if it holds no model, or several.
+    """
+    if isinstance(model, str | Path):
+        raise UsageError(f"{argument} is the name {str(model)!r}. Pass the loaded model. The trainers of tropism take "
+                         "names.")
+    return model_inside(model, argument)
+
+
 @contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
     """Environment variables that are set while the block runs. Variables that the user has set stay."""
@@ -129,13 +144,46 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def interval(value: Any, otherwise: int | str | None = None) -> int | str | None:
-    """An interval of a published trainer: None for -1 (where `otherwise` is used), for infinity and for None."""
-    if value == -1:
-        return otherwise
+def whole(value: Any, name: str) -> int | None:
+    """A whole number of a published trainer; None for infinity and for None.
+
+    Raises:
+        UsageError: if it is none.
+    """
     if value is None or (isinstance(value, float) and math.isinf(value)):
         return None
-    return int(value)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{name}: must be a whole number (got {value!r})") from None
+
+
+def interval(value: Any, name: str, otherwise: int | str | None = None) -> int | str | None:
+    """An interval of a published trainer: None for 0, infinity and None, `otherwise` for -1 and below.
+
+    Raises:
+        UsageError: if it is no number.
+    """
+    number = whole(value, name)
+    return otherwise if number is not None and number < 0 else number or None
+
+
+def optimizer_inside(optimizer: Any) -> Any:
+    """The torch optimizer inside the wrappers of boosters and training frameworks."""
+    seen: set[int] = set()
+    while not isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        held = (getattr(optimizer, name, None) for name in ("optim", "optimizer"))
+        optimizer = next((one for one in held if hasattr(one, "param_groups")), optimizer)
+    return optimizer
+
+
+def given(loader: Any) -> bool:
+    """Whether there is a dataloader that is not known to be empty."""
+    try:
+        return loader is not None and len(loader) > 0
+    except TypeError:  # it has no length
+        return True
 
 
 def wandb_variables(use_wandb: Any, **named: Any) -> dict[str, str]:

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tropism.compat.base import Door, parallel_note, wandb_variables
-from tropism.compat.session import Batches, Figures, MicroBatches, Session, optimizer_inside
+from tropism.compat.base import Door, given, optimizer_inside, parallel_note, wandb_variables
+from tropism.compat.session import Batches, Figures, MicroBatches, Session
 from tropism.data.schedule import PUBLISHED, MicroBatchRule
-from tropism.errors import OutputError, UsageError, count_of
+from tropism.errors import DataError, OutputError, UsageError, count_of
 from tropism.model.save import export
 from tropism.observe.console import Voice
 from tropism.runner import RunResult
@@ -74,7 +74,7 @@ class KTOTrainer:
         names = {split: {f"{split}/{name}": self._from_session(split, name) for name in logged}
                  for split, logged in (("train", (*_NAMES, "lr")), ("eval", _NAMES))}
         self._door = Door(PlainTrainer, actor, rule, ref_model, None, tokenizer, self._optimizer, actor_lr_scheduler,
-                          names, self._notes(clip, reference_point), {
+                          names, self._notes(clip, reference_point, apply_loss_mask), {
                               "beta": beta, "desirable_weight": desirable_weight, "undesirable_weight":
                               undesirable_weight, "max_grad_norm": clip, "log_every": 1, "eval_every": 0,
                               **_precision(plugin, booster), **options},
@@ -87,11 +87,14 @@ class KTOTrainer:
         self._environment: dict[str, str] = {}
         self._carried = 0
 
-    def _notes(self, clip: float, reference_point: Any) -> list[str]:
+    def _notes(self, clip: float, reference_point: Any, masked: bool) -> list[str]:
         """What a user of coati should know."""
         clipped = f"clipped to norm {clip:g}, as the plugin says" if clip else "not clipped: the plugin has no max_norm"
         notes = [*parallel_note("The booster"),
                  f"booster, plugin and coordinator are replaced by Tropism's engine. Gradients are {clipped}."]
+        if not masked:
+            notes.append("apply_loss_mask=False trains on prompts too, from their second token. coati's trainer then "
+                         "trains on the padding up to max_length as well.")
         if reference_point == "published":
             notes.append("the numbers are coati's: a reference point for each micro-batch, pairs from the reversed "
                          "micro-batch, added gradients, the same row order in each epoch. reference_point='step' makes "
@@ -164,7 +167,7 @@ class KTOTrainer:
 
     def _eval(self, epoch: int) -> None:
         """Evaluate on the evaluation data; the result is printed, and written to `save_dir` if there is one."""
-        if self.eval_dataloader is None:
+        if not given(self.eval_dataloader):
             self._print("No eval dataloader is provided, skip evaluation")
             return
         found = window(self._begin().evaluation(), self.beta)
@@ -186,7 +189,7 @@ class KTOTrainer:
             raise UsageError("train_preference_dataloader is required")
         change = (lambda batch: batch) if self.apply_loss_mask else without_loss_mask
         self._batches, held_out = Batches(self.train_dataloader, change, announce=not self._published), None
-        if self.eval_dataloader is not None:
+        if given(self.eval_dataloader):
             held_out = Batches(self.eval_dataloader, change)
         self._session = Session(
             self._door, self._batches, held_out, self._logged, output=Path(self.save_dir or ".") / "tropism-run",
@@ -266,7 +269,14 @@ def window(micro_batches: MicroBatches, beta: float) -> dict[str, float]:
 
 
 def without_loss_mask(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch whose every token is trained on, from the second token of each text. Padding is not."""
+    """A batch whose every token is trained on, from the second token of each text. Padding is not.
+
+    Raises:
+        DataError: for a batch of another layout.
+    """
+    needed = [f"{prefix}{name}" for prefix in ("", "kl_") for name in ("attention_mask", "loss_mask")]
+    if not isinstance(batch, Mapping) or not set(needed) <= batch.keys():
+        raise DataError(f"apply_loss_mask=False needs batches of coati's layout, with {', '.join(needed)}")
     changed = dict(batch)
     for prefix in ("", "kl_"):
         attention, loss = (torch.as_tensor(batch[f"{prefix}{name}"]) for name in ("attention_mask", "loss_mask"))

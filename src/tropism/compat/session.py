@@ -192,8 +192,10 @@ class Session:
         """An update on any batch, outside the steps of the run. The reference must be in memory."""
         with self._working() as run:
             rows, steps = self._read(batch, run)
-            planner = replace(run.planner, rows=rows, schedule=steps)
-            return self._of_step(train_step(self._engine(run), planner.packs_of(1)), rows, steps)
+            engine = self._engine(run)
+            reuse = run.planner.reuse_prompts and engine is run.engine  # another reference has no prompts to continue
+            planner = replace(run.planner, rows=rows, schedule=steps, reuse_prompts=reuse)
+            return self._of_step(train_step(engine, planner.packs_of(1)), rows, steps)
 
     def evaluation_of(self, batch: Any) -> MicroBatches:
         """The rows of a batch under the policy as it is.
@@ -314,16 +316,6 @@ def _divided(rows: Sequence[EncodedRow], losses: Floats, logratios: Floats, part
     flat = iter(Figures(losses[own], logratios[own], labels[own], positive[number]) for number, own in enumerate(
         [slice(part.start, part.stop) for part in parts.ranges()]))
     return [[next(flat) for _ in sizes] for sizes in parts.sizes]
-
-
-def optimizer_inside(optimizer: Any) -> Any:
-    """The torch optimizer inside the wrappers of boosters and training frameworks."""
-    seen: set[int] = set()
-    while not isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in seen:
-        seen.add(id(optimizer))
-        held = (getattr(optimizer, name, None) for name in ("optim", "optimizer"))
-        optimizer = next((one for one in held if hasattr(one, "param_groups")), optimizer)
-    return optimizer
 
 
 def as_batch(rows: Sequence[EncodedRow]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The rows of each step: a pure function of (data, options, seed, step), so resuming needs one integer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Literal, Protocol
@@ -122,12 +122,14 @@ class GivenSchedule:
         rows_per_epoch: rows of one pass over the dataloader.
         sizes: of the parts of each step, as in `Parts`; empty if micro-batches decide nothing.
         rule: what they decide.
+        first_pass: rows, from the first on, that belong to the pass in which the first step begins. Default: all.
     """
 
     steps: tuple[tuple[int, ...], ...]
     rows_per_epoch: int
     sizes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     rule: MicroBatchRule = STEP
+    first_pass: int | None = field(default=None, repr=False, compare=False)
 
     @property
     def total_steps(self) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 from tropism.data.class_weights import class_weights
 from tropism.data.rows import View
+from tropism.data.schedule import STEP, MicroBatchRule
 from tropism.errors import UsageError
 from tropism.methods.loss_table import LOSSES, LossRow
 from tropism.methods.method import Method, Term
@@ -81,14 +82,23 @@ def _terms(view: View, parts: Sequence[WeightedLoss]) -> list[Term]:
     return terms
 
 
-def describe_method(method: Method) -> str:
-    """One line for the log: the losses with their readings, options and weights."""
+def describe_method(method: Method, rule: MicroBatchRule = STEP) -> str:
+    """One line for the log: the losses with their readings, options and weights.
+
+    Args:
+        rule: of the steps.
+    """
     parts = []
     for term in method.terms:
         options = ", ".join(f"{name} {value:g}" if isinstance(value, float | int) else f"{name} {value}"
                             for name, value in term.options.items() if not _unused(name, term.options))
         factor = "" if term.weight == 1 and len(method.terms) == 1 else f"{term.weight:g} x "
-        parts.append(f"{factor}{term.row.name} ({term.row.reading})" + (f", {options}" if options else ""))
+        reading = term.row.reading
+        if rule.point != "step" and "reference_point" in term.row.step_inputs:
+            reading = reading.replace("of the step", "of each micro-batch")
+        parts.append(f"{factor}{term.row.name} ({reading})" + (f", {options}" if options else ""))
+    if method.average:
+        parts.append("log-probs are means per token")
     if method.ld_alpha is not None:
         parts.append(f"tokens beyond the length of the shorter side have weight {method.ld_alpha:g} (LD-DPO)")
     if method.wpo:

@@ -105,7 +105,8 @@ def direction(key: str) -> Literal["", "lower", "higher"]:
 
 
 BOOKKEEPING = frozenset(("learning_rate", "epoch", "examples", "tokens", "tokens/computed", "tokens_per_second",
-                         "step_time", "memory/peak_gib", "compile/recompiles"))
+                         "step_time", "memory/peak_gib", "compile/recompiles", "train/lr", "train/global_step",
+                         "eval/global_step"))
 """Keys about the progress and speed of a run, not about what it learned."""
 
 

@@ -16,7 +16,7 @@ STRETCH = 1.1
 above 0.5 in up to 3.1%; stretched by a tenth in up to 2%."""
 
 NO_ROWS = ("no rows were held out, so nothing shows whether the model learned. --eval-fraction 0.1 holds out a tenth "
-           "of the prompts; --eval-data FILE names other rows.")
+           "of the prompts; --eval-data FILE names other rows, and eval_dataloader gives batches of them.")
 _RANKINGS = {"rewards/auc": "reward AUC", "rewards/accuracies": "reward accuracy"}
 
 Word = Literal["learned", "not shown", "got worse", "none"]

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from tropism.errors import UsageError
@@ -19,6 +20,12 @@ def read(cfg: Any, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def owner_of(model: Any) -> Any:
+    """The model that has the configuration, inside the wrappers of DDP and of compilation."""
+    held = None if hasattr(model, "cfg") else getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+    return model if held is None else owner_of(held)
+
+
 def batches(number: int, limit: Any, name: str) -> int:
     """How many of some batches a limit leaves: a share if it is a float, a count if it is an int.
 
@@ -30,6 +37,40 @@ def batches(number: int, limit: Any, name: str) -> int:
     if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0 or limit != limit:
         raise UsageError(f"{name}: must be a share (1.0), a number of batches (10) or inf (got {limit!r})")
     return min(number, int(number * limit) if isinstance(limit, float) else limit)
+
+
+def batches_of(loader: Any) -> int:
+    """Batches of an epoch: whole global batches of a Megatron sampler, or the length of the dataloader.
+
+    Raises:
+        UsageError: if it has none.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    samples, size = (getattr(sampler, name, None) for name in ("total_samples", "global_batch_size"))
+    if isinstance(samples, int) and isinstance(size, int) and size:
+        return samples // size
+    try:
+        return len(loader)
+    except TypeError:
+        raise UsageError(f"train_dataloader is a {type(loader).__name__} without a length, from which the steps of an "
+                         "epoch follow. Pass a DataLoader.") from None
+
+
+def steps(interval: Any, per_epoch: int, name: str) -> int:
+    """Steps of an interval: a share of an epoch if it is a float, and at least one step. 0 for none: that is what 0,
+    None, infinity and negative values mean.
+
+    Raises:
+        UsageError: if it is no number.
+    """
+    if interval is None:
+        return 0
+    if isinstance(interval, bool) or not isinstance(interval, int | float) or interval != interval:
+        raise UsageError(f"{name}: must be a number of steps (10), a share of an epoch (0.1) or 0 for none (got "
+                         f"{interval!r})")
+    if interval <= 0 or math.isinf(interval):
+        return 0
+    return max(int(interval * per_epoch), 1) if isinstance(interval, float) else interval
 
 
 @dataclass(frozen=True)
@@ -58,18 +99,21 @@ class Timer:
     """The time limit of a run.
 
     Args:
-        duration: "DD:HH:MM:SS"; None for no limit.
+        duration: "DD:HH:MM:SS" or a timedelta; None for no limit.
 
     Raises:
-        UsageError: for another format.
+        UsageError: for anything else.
     """
 
-    def __init__(self, duration: str | None) -> None:
+    def __init__(self, duration: Any) -> None:
         self.limit = math.inf
         self.began = time.monotonic()
         if duration is None:
             return
-        parts = duration.split(":")
+        if isinstance(duration, timedelta):
+            self.limit = duration.total_seconds()
+            return
+        parts = duration.split(":") if isinstance(duration, str) else []
         if len(parts) != 4 or not all(part.strip().isdecimal() for part in parts):
             raise UsageError(f"run_timer: must be DD:HH:MM:SS, as 00:03:30:00 (got {duration!r})")
         self.limit = sum(int(part) * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=True))

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tropism.compat.base import Door, parallel_note
-from tropism.compat.nemo_aligner.settings import Intervals, Timer, batches, read
-from tropism.compat.session import Batches, MicroBatches, Session, optimizer_inside
+from tropism.compat.base import Door, optimizer_inside, parallel_note, whole
+from tropism.compat.nemo_aligner.settings import Intervals, Timer, batches, batches_of, owner_of, read, steps
+from tropism.compat.session import Batches, MicroBatches, Session
 from tropism.data.schedule import PUBLISHED, MicroBatchRule
 from tropism.errors import UsageError
 from tropism.model.wrapped_module import model_inside
@@ -60,36 +60,40 @@ class KTOTrainer:
         self.cfg, self.model, self.optimizer, self.scheduler = cfg, model, optimizer, scheduler
         self.train_dataloader, self.val_dataloader = train_dataloader, val_dataloader
         self.test_dataloader, self.logger, self.ckpt_callback = test_dataloader, logger, ckpt_callback
-        self.run_timer = Timer(run_timer) if run_timer is None or isinstance(run_timer, str) else run_timer
+        self.run_timer = run_timer if hasattr(run_timer, "is_finished") else Timer(run_timer)
+        if ckpt_callback is not None and not callable(getattr(ckpt_callback, "custom_save", None)):
+            raise UsageError(f"ckpt_callback ({type(ckpt_callback).__name__}) has no custom_save. Pass None to save "
+                             "nothing.")
         self.step = self.consumed_samples = 0
-        self.num_steps_per_epoch = batches(_batches_of(train_dataloader), read(cfg, "limit_train_batches"),
+        self.num_steps_per_epoch = batches(batches_of(train_dataloader), read(cfg, "limit_train_batches"),
                                            "limit_train_batches")
         if not self.num_steps_per_epoch:
             raise UsageError("train_dataloader has no batch to train on. Lower the global batch size, or raise "
                              "limit_train_batches.")
         self.limit_val_batches = 0 if val_dataloader is None else batches(
             len(val_dataloader), read(cfg, "limit_val_batches"), "limit_val_batches")
-        interval = read(cfg, "val_check_interval", 0)
-        self.val_check_interval = int(interval)
-        if isinstance(interval, float):  # a share of an epoch, and at least one step unless it is 0
-            self.val_check_interval = max(int(interval * self.num_steps_per_epoch), int(interval > 0))
+        self.val_check_interval, self.save_interval = (
+            steps(read(cfg, name), share, name)
+            for name, share in (("val_check_interval", self.num_steps_per_epoch), ("save_interval", 1)))
         self.set_max_steps()
-        self._kto = read(read(model, "cfg", {}), "kto", {})
+        owner = owner_of(model)
+        settings = read(owner, "cfg", {})
+        self._kto, self._size = read(settings, "kto", {}), read(settings, "global_batch_size")
         self._published = reference_point == "published"
-        size = read(read(model, "cfg", {}), "micro_batch_size")
+        size = read(settings, "micro_batch_size")
         rule: Any = reference_point
         if self._published:
             rule = replace(PUBLISHED["NeMo-Aligner"], size=size,
                            average=bool(read(self._kto, "preference_average_log_probs", False)))
         clip = float(read(cfg, "gradient_clip_val", 0.0))
         self._clip = max(0.0, clip)
-        wrapped = read(model, "tokenizer")
+        wrapped = read(owner, "tokenizer")
         self._optimizer = optimizer_inside(optimizer)
         names = {split: {f"{prefix}/{name}": self._from_session(split, name) for name in _NAMES}
                  for split, prefix in (("train", "train"), ("eval", "val"))}
         names["train"] |= {"train/lr": "learning_rate", "train/grad_norm": "grad_norm"}
         self._door = Door(
-            PlainTrainer, model, rule, _reference_of(model), None, getattr(wrapped, "tokenizer", wrapped),
+            PlainTrainer, model, rule, _reference_of(owner), None, getattr(wrapped, "tokenizer", wrapped),
             self._optimizer, scheduler, names, self._notes(), {
                 "beta": read(self._kto, "ref_policy_kl_penalty", 0.2),
                 "desirable_weight": read(self._kto, "desirable_loss_weight", 1.0),
@@ -130,10 +134,13 @@ class KTOTrainer:
 
     def set_max_steps(self) -> None:
         """Set `max_steps`: the steps of `max_epochs`, or `cfg.max_steps` if that is fewer and not negative."""
-        self.max_steps = self.num_steps_per_epoch * int(read(self.cfg, "max_epochs", 1))
-        most = read(self.cfg, "max_steps", -1)
-        if 0 <= most < math.inf:
-            self.max_steps = min(self.max_steps, int(most))
+        epochs, most = (whole(read(self.cfg, name, otherwise), name)
+                        for name, otherwise in (("max_epochs", 1), ("max_steps", -1)))
+        limits = [] if epochs is None else [self.num_steps_per_epoch * epochs]
+        limits += [] if most is None or most < 0 else [most]
+        if not limits:
+            raise UsageError("max_epochs is infinite, and max_steps is not set. Set one of them.")
+        self.max_steps = min(limits)
 
     def state_dict(self) -> dict[str, int]:
         """The position of the run: `step`, `consumed_samples` and `epoch`."""
@@ -178,7 +185,7 @@ class KTOTrainer:
     def _train(self, session: Session) -> bool:
         """Do all steps. Returns whether the time ran out."""
         intervals = Intervals(self.val_check_interval if self.limit_val_batches else 0,
-                              int(read(self.cfg, "save_interval", 0)), self.max_steps)
+                              self.save_interval, self.max_steps)
         for number in range(1, session.steps.total_steps + 1):
             began, epoch = time.monotonic(), self.epoch
             self._planned = session.batch(number)
@@ -326,8 +333,7 @@ class KTOTrainer:
         return each
 
     def _global_batch_size(self, batch: Mapping[str, Any]) -> int:
-        known = read(read(self.model, "cfg", {}), "global_batch_size")
-        return int(known or len(batch["samples"]))
+        return int(self._size or len(batch["samples"]))
 
     def _tell(self, method: str, *args: Any, **named: Any) -> None:
         """Call the logger, if it has the method."""
@@ -366,13 +372,6 @@ def figures(micro_batches: MicroBatches) -> dict[str, float]:
 def _mean(values: Sequence[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
-
-
-def _batches_of(loader: Any) -> int:
-    """Batches of an epoch: whole global batches of a Megatron sampler, or the length of the dataloader."""
-    sampler = getattr(loader, "batch_sampler", None)
-    samples, size = (getattr(sampler, name, None) for name in ("total_samples", "global_batch_size"))
-    return samples // size if isinstance(samples, int) and isinstance(size, int) and size else len(loader)
 
 
 def _reference_of(model: Any) -> Any:

@@ -1,16 +1,18 @@
 """OpenRLHF's DPO trainer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tropism import trainers
-from tropism.compat.openrlhf.fitting import Fitting
+from tropism.compat.openrlhf.fitting import Fitting, args_of
 from tropism.compat.openrlhf.logps import batch_logps, forward
+from tropism.data.schedule import MicroBatchRule
 from tropism.errors import UsageError
+from tropism.observe.console import Voice
 from tropism.observe.metrics import OtherNames
 
 _NOTE = ("steps follow OpenRLHF: losses are averaged over each micro-batch and then over micro-batches, and those that "
@@ -38,6 +40,10 @@ class DPOTrainer(Fitting):
         max_epochs: passes over `train_dataloader`.
         save_hf_ckpt: checkpoints hold a loadable model too.
         disable_ds_ckpt: without `save_hf_ckpt`, write no checkpoints.
+        reference_point: `published` forms steps from micro-batches as OpenRLHF does. `step` is that of the
+            trainers of `tropism`.
+        voice: receives all output, instead of the terminal.
+        options: of `tropism.DPOTrainer`.
 
     Raises:
         UsageError: for a strategy without `args`, and for `args.packing_samples`.
@@ -56,22 +62,25 @@ class DPOTrainer(Fitting):
 
     def __init__(self, model: Any, ref_model: Any, strategy: Any, tokenizer: Any, optim: Any, train_dataloader: Any,
                  eval_dataloader: Any, scheduler: Any, max_norm: float = 0.5, beta: float = 0.01, max_epochs: int = 2,
-                 save_hf_ckpt: bool = False, disable_ds_ckpt: bool = False) -> None:
+                 save_hf_ckpt: bool = False, disable_ds_ckpt: bool = False, *,
+                 reference_point: Literal["published", "step"] | MicroBatchRule = "published",
+                 voice: Voice | None = None, **options: Any) -> None:
         self.ref_model, self.beta = ref_model, beta
-        args = getattr(strategy, "args", None)
+        args = args_of(strategy)
         if getattr(args, "packing_samples", False):
             raise UsageError("args.packing_samples: packed batches cannot be read. Turn it off; rows are packed here "
                              "anyway.")
-        options: dict[str, Any] = {"beta": beta, "loss": "ipo" if getattr(args, "ipo", False) else "sigmoid"}
+        own: dict[str, Any] = {"beta": beta, "loss": "ipo" if getattr(args, "ipo", False) else "sigmoid"}
         smoothing = float(getattr(args, "label_smoothing", None) or 0)
-        if smoothing and options["loss"] == "sigmoid":
-            options["label_smoothing"] = smoothing
+        if smoothing and own["loss"] == "sigmoid":
+            own["label_smoothing"] = smoothing
         if (weight := float(getattr(args, "nll_loss_coef", None) or 0)) > 1e-8:
-            options |= {"loss": f"{options['loss']},sft", "loss_weights": f"1,{weight}"}
+            own |= {"loss": f"{own['loss']},sft", "loss_weights": f"1,{weight}"}
         self.open(model, strategy, optim=optim, scheduler=scheduler, tokenizer=tokenizer,
                   loaders=(train_dataloader, eval_dataloader), max_norm=max_norm, max_epochs=max_epochs,
-                  save_hf_ckpt=save_hf_ckpt, disable_ds_ckpt=disable_ds_ckpt, notes=[_NOTE], reference=ref_model,
-                  options=options)
+                  save_hf_ckpt=save_hf_ckpt, disable_ds_ckpt=disable_ds_ckpt, reference=ref_model,
+                  reference_point=reference_point, voice=voice, notes=[_NOTE] if reference_point == "published" else [],
+                  options={**own, **options})
 
     def concatenated_forward(self, model: Any, chosen_ids: Tensor, c_mask: Tensor, reject_ids: Tensor, r_mask: Tensor,
                              prompt_id_lens: Sequence[int]) -> tuple[Tensor, Tensor, Any, Tensor]:
@@ -92,6 +101,8 @@ class DPOTrainer(Fitting):
     def concatenated_inputs(self, chosen_ids: Tensor, c_mask: Tensor, reject_ids: Tensor, r_mask: Tensor,
                             prompt_id_lens: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
         """Ids and masks `[2n, L]` of both sides, the chosen one first, and 2n lengths of prompts."""
+        chosen_ids, c_mask, reject_ids, r_mask = (
+            rows.reshape(len(rows), -1) for rows in (chosen_ids, c_mask, reject_ids, r_mask))
         width = max(chosen_ids.shape[1], reject_ids.shape[1])
         fill = getattr(self.tokenizer, "pad_token_id", None) or 0
 

@@ -1,20 +1,26 @@
 """What OpenRLHF's trainers have in common: `fit`, `evaluate`, and what they read of `strategy` and `args`."""
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from tropism.compat.base import Door, interval, parallel_note, wandb_variables
+from tropism.compat.base import Door, given, interval, parallel_note, wandb_variables, whole
+from tropism.data.dataloaders.steps import rule_of
 from tropism.data.schedule import PUBLISHED
 from tropism.distributed.world import processes
 from tropism.errors import UsageError
+from tropism.observe.console import Voice
 from tropism.observe.metrics import OtherNames
 from tropism.runner import RunResult
 from tropism.trainers import Trainer
 
-RULE = PUBLISHED["OpenRLHF"]
+_NOT_CALLED = ("save_logs_and_checkpoints", "evaluate", "compute_model_logps_with_KL", "compute_model_logps",
+               "concatenated_forward", "concatenated_inputs", "_get_batch_logps")
+"""Published methods that `fit` does without."""
 
 
 class Fitting:
@@ -26,16 +32,18 @@ class Fitting:
 
     def open(self, model: Any, strategy: Any, *, optim: Any, scheduler: Any, tokenizer: Any, loaders: Sequence[Any],
              max_norm: float, max_epochs: int, save_hf_ckpt: bool, disable_ds_ckpt: bool, notes: Sequence[str],
-             options: Mapping[str, Any], **others: Any) -> None:
+             options: Mapping[str, Any], reference_point: Any, voice: Voice | None, **others: Any) -> None:
         """Take what the published constructors share, under their names.
 
         Args:
             loaders: for training and evaluation.
             notes: what differs from OpenRLHF.
             options: of the plain trainer.
+            reference_point: `published`, a scope or a rule of the plain trainer.
+            voice: receives all output, instead of the terminal.
             others: `reference` or `teacher`.
         """
-        self.model, self.strategy, self.args = model, strategy, _args_of(strategy)
+        self.model, self.strategy, self.args = model, strategy, args_of(strategy)
         self.optimizer, self.scheduler, self.tokenizer = optim, scheduler, tokenizer
         self.train_dataloader, self.eval_dataloader = loaders
         self.max_norm, self.epochs = max_norm, max_epochs
@@ -43,16 +51,19 @@ class Fitting:
         clip = getattr(strategy, "max_norm", None) or getattr(self.args, "max_norm", None) or 0.0
         router = getattr(self.args, "aux_loss_coef", 0) or 0
         extra = {"max_grad_norm": clip} | ({"router_aux_weight": router} if router > 1e-8 else {})
-        self.door = Door(self.ours, model, RULE, tokenizer=tokenizer, optimizer=optim, scheduler=scheduler,
+        rule: Any = (PUBLISHED["OpenRLHF"] if reference_point == "published" else
+                     rule_of(reference_point, self.ours.options_class.view))
+        self.door = Door(self.ours, model, rule, tokenizer=tokenizer, optimizer=optim, scheduler=scheduler,
                          names=self.names, notes=[*notes, *parallel_note("DeepSpeed")], options={**extra, **options},
-                         **others)
+                         voice=voice, **others)
 
     def fit(self, args: Any, consumed_samples: int = 0, num_update_steps_per_epoch: int | None = None) -> RunResult:
         """Train as `openrlhf` did, and write a run directory at `args.ckpt_path`, or at the next free name.
 
         Args:
-            args: with `eval_steps`, `save_steps`, `logging_steps`, `ckpt_path`, `max_ckpt_num`, `use_wandb`,
-                `use_tensorboard` and `load_checkpoint`, which resumes the run at `ckpt_path`, if there is one.
+            args: object or mapping; default: those of the strategy. With `eval_steps`, `save_steps`, `logging_steps`,
+                `ckpt_path`, `max_ckpt_num`, `use_wandb`, `use_tensorboard` and `load_checkpoint`, which resumes the run
+                at `ckpt_path`, if there is one.
             consumed_samples: rows that were trained on before. Their optimizer steps are skipped, unless a run is
                 resumed, which knows them.
             num_update_steps_per_epoch: interval of evaluations if `eval_steps` is -1.
@@ -60,20 +71,28 @@ class Fitting:
         Raises:
             TropismError: a subclass that names the problem and the remedy, before the first step where possible.
         """
-        if type(self).save_logs_and_checkpoints is not Fitting.save_logs_and_checkpoints:
-            self.door.notes = [*self.door.notes, "fit() does not call save_logs_and_checkpoints. Records are in "
-                               "metrics.jsonl, checkpoints in the run directory."]
-        output = Path(getattr(args, "ckpt_path", None) or f"./ckpt/checkpoints_{self.method}")
+        if self.train_dataloader is None:
+            raise UsageError("train_dataloader is required")
+        args = self.args if args is None else as_namespace(args)
+        own = [name for name in _NOT_CALLED if _is_overridden(type(self), name)]
+        if own:
+            self.door.notes = [*self.door.notes, f"fit() does not call {', '.join(own)}. Records are in metrics.jsonl, "
+                               "checkpoints in the run directory. To change the loss, use the trainers of tropism."]
+        output = self._place(args)
         resume = bool(getattr(args, "load_checkpoint", False)) and (output / "config.yaml").is_file()
-        rule = RULE if resume else replace(RULE, done=self._steps_done(args, consumed_samples))
-        every = interval(getattr(args, "eval_steps", -1), num_update_steps_per_epoch or "1ep")
-        evaluation = self.eval_dataloader if every is not None and _holds_batches(self.eval_dataloader) else None
+        rule = self.door.rule
+        if not resume:
+            rule = replace(rule, done=self._steps_done(args, consumed_samples))
+        every = interval(getattr(args, "eval_steps", -1), "args.eval_steps", num_update_steps_per_epoch or "1ep")
+        evaluation = self.eval_dataloader if every is not None and given(self.eval_dataloader) else None
         options: dict[str, Any] = {} if evaluation is None else {"eval_every": every}
-        save = interval(getattr(args, "save_steps", -1))
+        save = interval(getattr(args, "save_steps", -1), "args.save_steps")
         if save is not None and (self.save_hf_ckpt or not self.disable_ds_ckpt):
-            options |= {"save_every": save, "keep": int(getattr(args, "max_ckpt_num", None) or 3),
+            most = getattr(args, "max_ckpt_num", None)
+            kept = 3 if most is None else whole(most, "args.max_ckpt_num")
+            options |= {"save_every": save, "keep": 0 if kept is None else max(1, kept),
                         "checkpoint_model": self.save_hf_ckpt}
-        options["log_every"] = max(1, int(getattr(args, "logging_steps", None) or 1))
+        options["log_every"] = _logging_steps(args)
         use_wandb, board = (getattr(args, name, None) for name in ("use_wandb", "use_tensorboard"))
         if use_wandb and str(use_wandb).lower() != "false":
             options["track"] = "wandb"
@@ -88,6 +107,9 @@ class Fitting:
     def evaluate(self, eval_dataloader: Iterable[Any], steps: int = 0) -> dict[str, float]:
         """Evaluate the policy as it is, and print the published metrics.
 
+        Raises:
+            UsageError: if there is no batch.
+
         Args:
             eval_dataloader: batches in the layout of the training batches.
             steps: optimizer steps so far, for the log.
@@ -95,9 +117,12 @@ class Fitting:
         Returns:
             Our metrics, and the published ones with the prefix `eval/`.
         """
+        if not given(eval_dataloader):
+            raise UsageError("eval_dataloader is required, with a batch to evaluate")
         metrics = {**self.door.evaluate(eval_dataloader), "eval/global_step": steps}
         self._say(f"evaluation at step {steps}: " + ", ".join(
-            f"{name.removeprefix('eval/')} {metrics[name]:.4f}" for name in self.names["eval"] if name in metrics))
+            f"{name.removeprefix('eval/')} {metrics[name]:.4f}" for name, ours in self.names["eval"].items()
+            if name in metrics and ours != "step"))
         return metrics
 
     def save_logs_and_checkpoints(self, args: Any, global_step: int, step_bar: Any = None,
@@ -113,16 +138,22 @@ class Fitting:
             logs_dict: figures to print.
             client_states: ignored; only a run of `fit` can be resumed.
         """
-        if logs_dict and global_step % max(1, int(args.logging_steps)) == 0:
+        args = as_namespace(args)
+        if logs_dict and global_step % _logging_steps(args) == 0:
             self._say(f"step {global_step}: " + ", ".join(f"{name} {value:.4g}" for name, value in logs_dict.items()))
-        every, save = interval(args.eval_steps), interval(args.save_steps)
-        if every and global_step % int(every) == 0 and _holds_batches(self.eval_dataloader):
+        every, save = (interval(getattr(args, f"{what}_steps", -1), f"args.{what}_steps") for what in ("eval", "save"))
+        if every and global_step % int(every) == 0 and given(self.eval_dataloader):
             self.evaluate(self.eval_dataloader, global_step)
         if save and global_step % int(save) == 0:
-            target = Path(args.ckpt_path) / f"global_step{global_step}_hf"
+            target = self._place(args) / f"global_step{global_step}_hf"
             self.door.model.save_pretrained(target)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(target)
+
+    def _place(self, args: Any) -> Path:
+        """Where checkpoints go."""
+        own = self.door.options.get("output")
+        return Path(own or getattr(args, "ckpt_path", None) or f"./ckpt/checkpoints_{self.method}")
 
     def _say(self, text: str) -> None:
         self.door.say(text)
@@ -146,17 +177,31 @@ class Fitting:
         return math.floor(consumed / rows)
 
 
-def _args_of(strategy: Any) -> Any:
+def _is_overridden(kind: type, name: str) -> bool:
+    """Whether a class of the user has a method of its own."""
+    owner = next((one for one in kind.__mro__ if name in vars(one)), None)
+    return owner is not None and not owner.__module__.startswith("tropism.")
+
+
+def args_of(strategy: Any) -> Any:
+    """The arguments of a strategy.
+
+    Raises:
+        UsageError: if it has none.
+    """
     args = getattr(strategy, "args", None)
     if args is None:
         raise UsageError(f"strategy is a {type(strategy).__name__} without args. Pass OpenRLHF's strategy, or an "
                          "object with its args and accumulated_gradient.")
-    return args
+    return as_namespace(args)
 
 
-def _holds_batches(loader: Any) -> bool:
-    """Whether there is a dataloader that is not known to be empty."""
-    try:
-        return loader is not None and len(loader) > 0
-    except TypeError:  # it has no length
-        return True
+def _logging_steps(args: Any) -> int:
+    """Steps between logs; infinity logs the last step only."""
+    number = whole(value := getattr(args, "logging_steps", 1), "args.logging_steps")
+    return max(1, number) if number is not None else 1 if value is None else sys.maxsize
+
+
+def as_namespace(args: Any) -> Any:
+    """Arguments whose names are attributes; a mapping becomes such an object."""
+    return SimpleNamespace(**args) if isinstance(args, Mapping) else args

@@ -1,12 +1,14 @@
 """OpenRLHF's trainer for distillation."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from tropism import trainers
-from tropism.compat.openrlhf.fitting import Fitting
+from tropism.compat.openrlhf.fitting import Fitting, args_of
+from tropism.data.schedule import MicroBatchRule
+from tropism.observe.console import Voice
 from tropism.observe.metrics import OtherNames
 
 _NOTE = ("steps follow OpenRLHF with one correction: each response is trained from its first token to its EOS. "
@@ -32,6 +34,10 @@ class KDTrainer(Fitting):
         tokenizer: of the model. Default: the one of the name that it was loaded from.
         save_hf_ckpt: checkpoints hold a loadable model too.
         disable_ds_ckpt: without `save_hf_ckpt`, write no checkpoints.
+        reference_point: `published` forms steps from micro-batches as OpenRLHF does. `step` is that of the
+            trainers of `tropism`.
+        voice: receives all output, instead of the terminal.
+        options: of `tropism.KDTrainer`.
 
     Raises:
         UsageError: for a strategy without `args`.
@@ -49,13 +55,16 @@ class KDTrainer(Fitting):
     def __init__(self, model: Any, teacher_model: Any, strategy: Any, optim: Any, train_dataloader: Any,
                  eval_dataloader: Any, scheduler: Any, max_norm: float = 1, pretrain_mode: bool = False,
                  batch_size: int = 1, max_epochs: int = 2, tokenizer: Any = None, save_hf_ckpt: bool = False,
-                 disable_ds_ckpt: bool = False) -> None:
+                 disable_ds_ckpt: bool = False, *,
+                 reference_point: Literal["published", "step"] | MicroBatchRule = "published",
+                 voice: Voice | None = None, **options: Any) -> None:
         self.teacher_model, self.pretrain_mode, self.batch_size = teacher_model, pretrain_mode, batch_size
-        coefficient = getattr(getattr(strategy, "args", None), "kd_coef", None)
+        coefficient = getattr(args_of(strategy), "kd_coef", None)
         self.open(model, strategy, optim=optim, scheduler=scheduler, tokenizer=tokenizer,
                   loaders=(self._batches(train_dataloader), self._batches(eval_dataloader)), max_norm=max_norm,
                   max_epochs=max_epochs, save_hf_ckpt=save_hf_ckpt, disable_ds_ckpt=disable_ds_ckpt, notes=[_NOTE],
-                  teacher=teacher_model, options={"kd_weight": 0.4 if coefficient is None else float(coefficient)})
+                  teacher=teacher_model, reference_point=reference_point, voice=voice,
+                  options={"kd_weight": 0.4 if coefficient is None else float(coefficient), **options})
 
     def evaluate(self, eval_dataloader: Iterable[Any], steps: int = 0) -> dict[str, float]:
         """As `Fitting.evaluate`."""

@@ -1,17 +1,19 @@
 """OpenRLHF's KTO trainer."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from tropism import trainers
-from tropism.compat.openrlhf.fitting import Fitting
+from tropism.compat.openrlhf.fitting import Fitting, args_of
 from tropism.compat.openrlhf.logps import batch_logps, forward
+from tropism.data.schedule import MicroBatchRule
+from tropism.observe.console import Voice
 from tropism.observe.metrics import OtherNames
 
 _NOTE = ("steps follow OpenRLHF: KTO's reference point is pooled over each micro-batch, from the mismatched rows in "
-         "it, so it depends on the size of micro-batches and the number of processes. tropism.KTOTrainer with "
+         "it, so it depends on the size of micro-batches and the number of processes. "
          "reference_point='step' pools it over the optimizer step, which depends on neither.")
 
 
@@ -31,6 +33,10 @@ class KTOTrainer(Fitting):
         max_epochs: passes over `train_dataloader`.
         save_hf_ckpt: checkpoints hold a loadable model too.
         disable_ds_ckpt: without `save_hf_ckpt`, write no checkpoints.
+        reference_point: `published` forms steps from micro-batches as OpenRLHF does. `step` and `micro_batch` are
+            those of `tropism.KTOTrainer`.
+        voice: receives all output, instead of the terminal.
+        options: of `tropism.KTOTrainer`.
 
     Raises:
         UsageError: for a strategy without `args`.
@@ -49,15 +55,18 @@ class KTOTrainer(Fitting):
 
     def __init__(self, model: Any, ref_model: Any, strategy: Any, tokenizer: Any, optim: Any, train_dataloader: Any,
                  eval_dataloader: Any, scheduler: Any, max_norm: float = 0.5, beta: float = 0.01, max_epochs: int = 2,
-                 save_hf_ckpt: bool = False, disable_ds_ckpt: bool = False) -> None:
+                 save_hf_ckpt: bool = False, disable_ds_ckpt: bool = False, *,
+                 reference_point: Literal["published", "step", "micro_batch"] | MicroBatchRule = "published",
+                 voice: Voice | None = None, **options: Any) -> None:
         self.ref_model, self.beta = ref_model, beta
-        args = getattr(strategy, "args", None)
+        args = args_of(strategy)
         weights = {name: float(value) for name in ("desirable", "undesirable")
                    if (value := getattr(args, f"{name}_loss_weight", None)) is not None}
         self.open(model, strategy, optim=optim, scheduler=scheduler, tokenizer=tokenizer,
                   loaders=(train_dataloader, eval_dataloader), max_norm=max_norm, max_epochs=max_epochs,
-                  save_hf_ckpt=save_hf_ckpt, disable_ds_ckpt=disable_ds_ckpt, notes=[_NOTE], reference=ref_model,
-                  options={"beta": beta, **{f"{name}_weight": value for name, value in weights.items()}})
+                  save_hf_ckpt=save_hf_ckpt, disable_ds_ckpt=disable_ds_ckpt, reference=ref_model,
+                  reference_point=reference_point, voice=voice, notes=[_NOTE] if reference_point == "published" else [],
+                  options={"beta": beta, **{f"{name}_weight": value for name, value in weights.items()}, **options})
 
     def compute_model_logps_with_KL(self, model: Any, input_ids: Tensor, attention_mask: Tensor,
                                     labels: Tensor, prompt_id_lens: Sequence[int],

@@ -128,8 +128,12 @@ def by_severity(found: Sequence[Finding]) -> list[Finding]:
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
-def leakage(train: Sequence[EncodedRow], evaluation: Sequence[EncodedRow]) -> list[Finding]:
-    """Evaluation rows whose prompt before truncation, or whose first turns, are trained on."""
+def leakage(train: Sequence[EncodedRow], evaluation: Sequence[EncodedRow], divisible: bool = True) -> list[Finding]:
+    """Evaluation rows whose prompt before truncation, or whose first turns, are trained on.
+
+    Args:
+        divisible: `eval_fraction` could hold rows out.
+    """
     if not len(train) or not len(evaluation):
         return []
     seen, held = facts_of(train), facts_of(evaluation)
@@ -148,7 +152,8 @@ def leakage(train: Sequence[EncodedRow], evaluation: Sequence[EncodedRow]) -> li
         "leakage", "warning",
         f"the training data contains the prompt of {count_of(len(same), 'evaluation row')} ({copied} with the same "
         f"completion), and the beginning of {len(begun)} more. Metrics on these rows are not held-out metrics. Remove "
-        "them from one of the files, or use --eval-fraction, which never splits a prompt.",
+        + ("them from one of the files, or use --eval-fraction, which never splits a prompt." if divisible else
+           "them from one of the two."),
         _places(evaluation, np.concatenate([same, begun])),
         {"same_prompt": len(same), "same_answer": copied, "same_beginning": len(begun)})]
 

@@ -43,6 +43,7 @@ class ReadSteps:
         own_partners: use the mismatched rows of the batches.
         rule: what micro-batches decide; `published`: what they decide in the trainer whose layout the batches have.
         gather: exchanges the rows that the processes read. By default every process reads all of them.
+        name: of the dataloader.
     """
 
     view: View
@@ -52,6 +53,7 @@ class ReadSteps:
     own_partners: bool = False
     rule: MicroBatchRule | Literal["published"] = STEP
     gather: Gather | None = None
+    name: str = "the dataloader"
 
 
 def read_batches(loader: Iterable[Any], how: ReadSteps,
@@ -73,17 +75,17 @@ def read_batches(loader: Iterable[Any], how: ReadSteps,
     rule = reading.rule
     rows = [reading.rows[row] for step in reading.steps for part in step for row in part]  # the last may be left over
     sizes = [[[len(part)] for part in step] for step in reading.steps]
-    per_epoch, read = reading.rows_per_epoch, len(rows)
+    per_epoch, first, read = reading.rows_per_epoch, reading.first_pass, len(rows)
     if how.gather is not None:
         rows, sizes = _joined(rows, sizes, how.gather)
-        per_epoch = per_epoch * len(rows) // read
+        per_epoch, first = (count * len(rows) // read for count in (per_epoch, first))
     starts = [0, *accumulate(sum(map(sum, step)) for step in sizes)]
     steps = tuple(tuple(range(start, end)) for start, end in pairwise(starts))
     if rule == STEP:
-        return rows, GivenSchedule(steps, per_epoch)
+        return rows, GivenSchedule(steps, per_epoch, first_pass=first)
     if rule.division == "step":  # processes only share the work
         sizes = [[[sum(parts)] for parts in step] for step in sizes]
-    return rows, GivenSchedule(steps, per_epoch, tuple(tuple(map(tuple, step)) for step in sizes), rule)
+    return rows, GivenSchedule(steps, per_epoch, tuple(tuple(map(tuple, step)) for step in sizes), rule, first)
 
 
 @dataclass
@@ -95,6 +97,7 @@ class _Reading:
         steps: complete ones: each a list of micro-batches, which are lists of rows.
         open: micro-batches of the next step.
         rows_per_epoch: rows of a full pass.
+        first_pass: rows of the steps that are left, as in `GivenSchedule`.
     """
 
     how: ReadSteps
@@ -104,6 +107,7 @@ class _Reading:
     batches: int = 0
     ignored: int = 0
     rows_per_epoch: int = 0
+    first_pass: int = 0
     _rule: MicroBatchRule = STEP
     _since: int = 0
 
@@ -130,7 +134,7 @@ class _Reading:
                 if self.full:
                     break
             if self.batches == before:
-                raise UsageError("the dataloader yielded no batch" + (
+                raise UsageError(f"{how.name} yielded no batch" + (
                     " in its second pass. It must support several iterations." if epoch > first else ""))
             self.rows_per_epoch = self.rows_per_epoch or rows_per_pass(loader, len(self.rows), self.batches)
             if self.rule.leftover == "close":  # no step crosses an epoch
@@ -144,6 +148,8 @@ class _Reading:
         if self.rule.done >= len(self.steps):
             raise UsageError(f"nothing to train: {self.rule.done} of {count_of(len(self.steps), 'optimizer step')} "
                              "were done before. Raise the number of epochs.")
+        done = sum(len(part) for step in self.steps[: self.rule.done] for part in step)
+        self.first_pass = self.rows_per_epoch - done % self.rows_per_epoch
         del self.steps[: self.rule.done]
 
     def _add(self, batch: Any) -> None:

@@ -1,12 +1,13 @@
 """The log lines before step 1: data, method, plan and processes."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tropism import store
 from tropism.data.rows import EncodedRow
-from tropism.data.schedule import Steps
+from tropism.data.schedule import GivenSchedule, MicroBatchRule, Steps
 from tropism.distributed.shard import shard_sizes
 from tropism.distributed.world import World
 from tropism.errors import count_of
@@ -21,7 +22,7 @@ from tropism.train.setup.python_objects import PythonObjects
 _HIGH_RATE = 1e-2  # of AdamW
 
 
-def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
+def announce_data(data: PreparedData, method: Method, rule: MicroBatchRule, voice: Voice) -> None:
     """Log what was read, and the method."""
     warned = set()
     for audit, name in ((data.audit, "data"), (data.eval_audit, "eval data")):
@@ -38,10 +39,11 @@ def announce_data(data: PreparedData, method: Method, voice: Voice) -> None:
     for finding in data.of_template:
         if finding.severity != "info":
             voice.warn(finding.text, finding.word)
-    voice.say(f"method: {describe_method(method)}")
+    voice.say(f"method: {describe_method(method, rule)}")
     if seen := data.prompts_on_both_sides():
+        remedy = ("of the files, or use --eval-fraction instead of --eval-data" if data.divisible else "of the two")
         voice.warn(f"the training data contains {count_of(seen, 'evaluation prompt')}, so the evaluation is not fully "
-                   "held out. Remove them from one of the files, or use --eval-fraction instead of --eval-data.")
+                   f"held out. Remove them from one {remedy}.")
     if method.view == "unpaired":
         voice.say(f"labels: {describe_weights(method, data.train)}")
 
@@ -87,7 +89,7 @@ def announce_plan(options: RunOptions, data: PreparedData, schedule: Steps, eval
     size = "dataloader batches" if objects.steps is not None else count_of(options.batch_size, "row")
     own = objects.optimizer is None
     rate = f"{options.learning_rate:g}" if own else "set by the optimizer"
-    voice.say(f"plan: {count_of(len(data.train), 'training row')}{held_out}; "
+    voice.say(f"plan: {count_of(len(data.train), 'training row')}{_passes(schedule)}{held_out}; "
               f"{count_of(schedule.total_steps, 'optimizer step')} of {size}, learning rate {rate}, max length "
               f"{data.max_length:,} tokens, {precision}, {describe_processes(world, shard)}")
     for note in doubtful(options, len(data.train), objects):
@@ -95,6 +97,14 @@ def announce_plan(options: RunOptions, data: PreparedData, schedule: Steps, eval
     if precision == "fp32" and world.device.type == "cuda":
         voice.warn("--precision fp32 is about 10 times slower on a GPU than bf16, whose weights and optimizer state "
                    "are float32 too. Use it only to compare results.")
+
+
+def _passes(schedule: Steps) -> str:
+    """How often a dataloader was read, if more than once: its rows are counted in each pass."""
+    if not isinstance(schedule, GivenSchedule):
+        return ""
+    passes = math.ceil(round(schedule.epochs_after(schedule.total_steps), 6))
+    return f" in {passes} passes" if passes > 1 else ""
 
 
 def doubtful(options: RunOptions, rows: int, objects: PythonObjects) -> list[str]:

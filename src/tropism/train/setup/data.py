@@ -41,6 +41,7 @@ class PreparedData:
         audit: of the training source; `eval_audit` of a separate evaluation source.
         renderer: produced the token ids.
         max_length: largest number of tokens of a prompt with its completion.
+        divisible: `eval_fraction` could have held rows out.
     """
 
     train: Sequence[EncodedRow]
@@ -49,6 +50,7 @@ class PreparedData:
     eval_audit: Audit | None
     renderer: Renderer
     max_length: int
+    divisible: bool = True
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of the rendered data: token ids of the rows in order, and their labels."""
@@ -70,7 +72,7 @@ class PreparedData:
     def to_json(self) -> dict[str, Any]:
         """Content of `audit.json`."""
         report = self.audit.to_json(self.renderer.text.decode)
-        findings = leakage(self.train, self.evaluation) + self.of_template
+        findings = leakage(self.train, self.evaluation, self.divisible) + self.of_template
         report["findings"] += [finding.to_json() for finding in findings]
         report["split"] = {"train": len(self.train), "eval": len(self.evaluation),
                            "prompts_on_both_sides": self.prompts_on_both_sides()}
@@ -140,11 +142,13 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
 
 
 def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], view: View, rows: Sequence[EncodedRow],
-                 evaluation: Sequence[EncodedRow], one_class: bool = False) -> PreparedData:
+                 evaluation: Sequence[EncodedRow], one_class: bool = False,
+                 first_pass: int | None = None) -> PreparedData:
     """`prepare_data` for rows of token ids, which are neither rendered nor truncated.
 
     Args:
         one_class: accept labeled rows of one class, as published trainers do.
+        first_pass: rows that the audit is about; the others are those of further passes. Default: all.
 
     Raises:
         DataError: for rows that cannot be trained on.
@@ -163,13 +167,14 @@ def prepare_rows(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
                             "rows before you pass them.")
         mismatched = 0 if row.partner is None else len(row.prompt_ids) + len(row.partner.ids)
         needed = max(needed, tokens, mismatched if longest is None else min(mismatched, longest))
-    audits = [Audit(source="token ids from Python", read=len(part), rows=part) for part in (rows, evaluation)]
+    audits = [Audit(source="token ids from Python", read=len(part), rows=part)
+              for part in (rows[:first_pass], evaluation)]
     if not rows:
         raise DataError("no rows to train on: the training data is empty")
     if view == "unpaired" and not one_class:
         check_classes(rows, audits[0].source)
     return PreparedData(rows, evaluation, audits[0], audits[1] if evaluation else None, renderer,
-                    max(needed, renderer.limits.max_length))
+                    max(needed, renderer.limits.max_length), divisible=False)
 
 
 def limits(options: LengthOptions, *configs: Any) -> Limits:

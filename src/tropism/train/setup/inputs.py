@@ -129,7 +129,8 @@ def _read_data(options: Any, world: World, voice: Voice, objects: PythonObjects,
     tokenizer, configs = parts.tokenizer, parts.configs
     if objects.rows is not None:
         published = objects.steps is not None and objects.steps.rule.published
-        data = prepare_rows(options, tokenizer, configs, options.view, objects.rows, objects.eval_rows, published)
+        data = prepare_rows(options, tokenizer, configs, options.view, objects.rows, objects.eval_rows, published,
+                            objects.steps.first_pass if objects.steps is not None else None)
     else:
         if objects.train is None:
             voice.say(f"reading {' and '.join(filter(None, (options.data, options.eval_data)))}")
