@@ -216,7 +216,8 @@ unheard_of: 3
 """
 
 
-@pytest.mark.parametrize(("rl", "method", "loss"), [("kto", "kto", None), ("dpo", "dpo", None), ("ipo", "dpo", "ipo_mean"),
+@pytest.mark.parametrize(("rl", "method", "loss"), [("kto", "kto", None), ("dpo", "dpo", None),
+                                                    ("ipo", "dpo", "ipo_mean"),
                                                     ("null", "sft", None), ("orpo", "dpo", "orpo")])
 def test_a_configuration_of_axolotl(rl: str, method: str, loss: str | None, tmp_path: Path) -> None:
     config = tmp_path / "a.yaml"
