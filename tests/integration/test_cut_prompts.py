@@ -109,7 +109,7 @@ def test_a_table_of_pandas_trains(tiny_model_dir: Path, tmp_path: Path, fails: b
     if not fails:
         assert trainer.fit().steps == 1
         return
-    monkeypatch.setattr("tropism.train.loop.TrainingLoop.run", lambda self: 1 / 0)
+    monkeypatch.setattr("tropism.train.loop.TrainingLoop.steps", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.fit()
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "failed"

@@ -79,7 +79,8 @@ def test_copies_are_kept_where_they_cost_no_speed(settings: dict[str, Any], monk
     per_token = {"none": 1e5, "selective": 4e4, "full": 1e4}
 
     def measured(*arguments: Any) -> Needs:
-        passes = (Pass(tokens, {"0 forward": {"activations": per_token[arguments[4]] * tokens, "gradients": 4e6}})
+        bytes_per_token = per_token[arguments[4].checkpointing]
+        passes = (Pass(tokens, {"0 forward": {"activations": bytes_per_token * tokens, "gradients": 4e6}})
                   for tokens in (100, 400))
         return Needs(1e6, held, *passes)
 

@@ -234,14 +234,14 @@ def test_an_adapter_as_reference_or_teacher(train: Callable[..., Any], start: Ca
     assert one[0]["kd/divergence"] == pytest.approx(other[0]["kd/divergence"], abs=1e-6)
 
 
-def test_the_last_line_says_how_to_merge(tiny_model_dir: Path, feedback: Path, tmp_path: Path,
+def test_the_last_lines_say_how_to_merge(tiny_model_dir: Path, feedback: Path, tmp_path: Path,
                                          capsys: pytest.CaptureFixture[str]) -> None:
     """The command works as printed; a run without an adapter has no such line."""
     common = ["kto", "--model", str(tiny_model_dir), "--data", str(feedback), "--store", str(tmp_path / "store"),
               "--max-steps", "1", "--samples", "0", "--output"]
     assert main([*common, str(tmp_path / "my run"), "--lora.rank", "2"]) == 0
-    hint = capsys.readouterr().out.splitlines()[-1]
-    assert hint.startswith("  This is an adapter. To merge it into its base: tropism export ")
+    hint = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  tropism export "))
+    assert hint.endswith(" --merge")
     command = shlex.split(hint.partition("tropism ")[2].replace("DIR", shlex.quote(str(tmp_path / "served"))))
     assert main(command) == 0
     assert f"adapter merged into {tiny_model_dir}; the outputs before and after agree" in capsys.readouterr().out

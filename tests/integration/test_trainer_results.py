@@ -178,7 +178,7 @@ class Watched:
         self.lines: list[tuple[str, int, dict[str, float]]] = []
         self.finished = 0
 
-    def log(self, record: dict[str, float], step: int, split: str) -> None:
+    def log(self, record: dict[str, float], step: int, split: str, others: dict[str, float]) -> None:
         self.lines.append((split, step, dict(record)))
 
     def finish(self) -> None:

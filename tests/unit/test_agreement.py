@@ -121,7 +121,7 @@ def test_every_option_is_compared_or_has_a_reason(tiny_model_dir: Path, name: st
         changed = options.model_copy(update={name: value})
     found = differences([facts_of_options(options), facts_of_options(changed)])
     by_content = {"model", "teacher", "data", "lora.adapter"}  # by the files that they name
-    assert bool(found) == (name not in {"store", "store_limit", "workers", "track", "log_dir"} | by_content)
+    assert bool(found) == (name not in {"store", "store_limit", "workers", "track", "log_dir", "report"} | by_content)
 
 
 FILES: list[tuple[str, Callable[[Path], dict[str, Any]], Callable[[Path], dict[str, Any]]]] = [

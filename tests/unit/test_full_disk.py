@@ -49,7 +49,7 @@ class Tiny(torch.nn.Module):
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "append": lambda path: RunDirectory(path).append_record({"step": 1, "text": "x" * 8192}),
     "replace": lambda path: RunDirectory(path).write_json("manifest.json", {"text": "x" * 8192}),
-    "held-out rows": lambda path: RunDirectory(path).write_eval_rows([{"id": "x" * 8192}]),
+    "held-out rows": lambda path: RunDirectory(path).write_lines("eval_rows.jsonl", [{"id": "x" * 8192}]),
     "config": lambda path: RunDirectory(path).write_config({"text": "x" * 8192}),
     "store": lambda path: ScoreStore(path, "f" * 32, {"model": "m"}).add(scores(1000)),
     "top-k store": lambda path: TopKStore(path, "f" * 32, {"model": "m"}).add(likeliest(200), 50),

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from tropism.observe.console import Voice
+
 
 class Process:
     """This process among those that torchrun started."""
@@ -32,10 +34,10 @@ class Process:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else (
             torch.device("cpu"))
 
-    def print(self, *parts: Any, **options: Any) -> None:
+    def print(self, *parts: Any) -> None:
         """Print on the main process."""
         if self.is_main_process:
-            print(*parts, **options)
+            Voice().say(*" ".join(map(str, parts)).split("\n"))
 
     def wait_for_everyone(self) -> None:
         """train(), evaluate() and predict() end together on all processes."""

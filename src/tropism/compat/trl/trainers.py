@@ -23,6 +23,7 @@ from tropism.data.rows import EncodedRow
 from tropism.data.tree import score_key
 from tropism.errors import OutputExistsError, UsageError
 from tropism.model.save import write_model
+from tropism.observe.console import Voice
 from tropism.train.checkpoints.files import place_of
 from tropism.train.evaluation.evaluator import Evaluator
 from tropism.train.frozen.reference import StoredReference
@@ -227,7 +228,8 @@ class _Trainer:
 
     def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
         """Print metrics."""
-        self.accelerator.print(f"{split}: " + ", ".join(f"{name} {value}" for name, value in sorted(metrics.items())))
+        if self.accelerator.is_main_process:
+            Voice().say(f"{split}: " + ", ".join(f"{name} {value}" for name, value in sorted(metrics.items())))
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process."""

@@ -28,9 +28,9 @@ from tropism.options import Options, shown
 from tropism.train.setup.data import PreparedData, data_fingerprint, steps_fingerprint
 from tropism.train.setup.python_objects import PythonObjects
 
-MAY_DIFFER = frozenset(("store", "store_limit", "workers", "track", "log_dir"))
-"""Options that each process may set as its machine needs. Only the main process uses `track` and `log_dir`; rows and
-scores do not depend on the others. The processes share the store of a teacher's tokens (`top_k`)."""
+MAY_DIFFER = frozenset(("store", "store_limit", "workers", "track", "log_dir", "report"))
+"""Options that each process may set as its machine needs. Only the main process uses `track`, `log_dir` and
+`report`; rows and scores do not depend on the others. The processes share the store of a teacher's tokens (`top_k`)."""
 
 _BY_CONTENT = frozenset(("model", "reference", "teacher", "lora.adapter", "data", "eval_data", "chat_template"))
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
