@@ -14,6 +14,7 @@ from pyarrow import parquet
 pytest.importorskip("matplotlib")
 
 from tropism.cli.app import main
+from tropism.errors import DataError
 from tropism.report import report, report_on, write_figures, write_page
 from tropism.report.charts import charts_of
 from tropism.report.compare import pair_accuracies
@@ -215,6 +216,7 @@ def test_a_run_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("samples.jsonl", '{"prompt": 3}\n', "samples.jsonl:1"), ("moved.jsonl", "[]\n", "moved.jsonl:1"),
     ("metrics.jsonl", '{"step": 1, "split": "train", "loss": "x"}\n', "metrics.jsonl:1"),
     ("scores.parquet", "PAR1", "scores.parquet"), ("audit.json", "[", "audit.json"),
+    ("manifest.json", '{"status": "stopped", "held_out_prompts": "x"}', "held_out_prompts"),
     ("config.yaml", "a: [", "config.yaml"), ("notices.jsonl", '{"step": 1}\n', "notices.jsonl:1")])
 def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str,
                                  says: str) -> None:
@@ -225,6 +227,18 @@ def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert says in err
     assert "Traceback" not in err
     assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(("column", "value"), [
+    ("reward_after", "x"), ("reward_before", "x"), ("logps_after", "x"), ("tokens", "x"), ("tokens", None),
+    ("prompt_key", 1.5), ("prompt_key", None), ("completion_key", -1), ("label", "perhaps"), ("side", "chosen")])
+def test_damaged_scores_are_named(tmp_path: Path, column: str, value: Any) -> None:
+    run = make_run(tmp_path / "run", rows=2)
+    table = parquet.read_table(run / "scores.parquet")
+    place = table.column_names.index(column)
+    parquet.write_table(table.set_column(place, column, pa.array([value] * len(table))), run / "scores.parquet")
+    with pytest.raises(DataError, match=re.escape(str(run / "scores.parquet"))):
+        report([run])
 
 
 @pytest.mark.parametrize("arguments", [["NOTHING"], ["RUN", "RUN"], ["RUN", "--html", "HERE"]])
