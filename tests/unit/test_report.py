@@ -249,6 +249,23 @@ def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arg
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [
+    *(["--html", name] for name in ("metrics.jsonl", "manifest.json", "config.yaml", "scores.parquet", "moved.jsonl",
+                                    "audit.json", "logs/events.html")), ["--figures", "metrics.jsonl"]])
+def test_no_file_of_a_run_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                      arguments: list[str]) -> None:
+    """Nor one of the second run, whose name holds a comma."""
+    runs = [make_run(tmp_path / name, rows=2) for name in ("one", "a,b")]
+    (runs[1] / "logs").mkdir()
+    (runs[1] / "logs" / "events.html").touch()
+    before = {file: file.read_bytes() for run in runs for file in run.rglob("*") if file.is_file()}
+    assert main(["report", *map(str, runs), arguments[0], str(runs[1] / arguments[1])]) == 2
+    err = capsys.readouterr().err
+    assert arguments[1] in err
+    assert "Traceback" not in err
+    assert {file: file.read_bytes() for run in runs for file in run.rglob("*") if file.is_file()} == before
+
+
 def test_figures_are_written_as_files(tmp_path: Path, runs: list[Path]) -> None:
     found = report(runs)
     paths = write_figures(found, tmp_path / "figures")
