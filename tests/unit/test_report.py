@@ -266,6 +266,19 @@ def test_no_file_of_a_run_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {file: file.read_bytes() for run in runs for file in run.rglob("*") if file.is_file()} == before
 
 
+def test_a_page_goes_into_a_stream_and_through_a_link(tmp_path: Path) -> None:
+    """Neither is replaced by a file: a run as root would lose `/dev/stdout`."""
+    run = make_run(tmp_path / "run", rows=2)
+    (tmp_path / "link.html").symlink_to(tmp_path / "target.html")
+    with (tmp_path / "opened.html").open("wb") as opened:
+        (tmp_path / "stream").symlink_to(f"/proc/self/fd/{opened.fileno()}")
+        for name in ("link.html", "stream", f"/dev/fd/{opened.fileno()}"):
+            assert main(["report", str(run), "--html", str(tmp_path / name)]) == 0
+    assert all((tmp_path / name).is_symlink() for name in ("link.html", "stream"))
+    assert (tmp_path / "target.html").read_text().rstrip().endswith("</html>")
+    assert (tmp_path / "opened.html").read_text().count("</html>") == 2
+
+
 def test_figures_are_written_as_files(tmp_path: Path, runs: list[Path]) -> None:
     found = report(runs)
     paths = write_figures(found, tmp_path / "figures")
