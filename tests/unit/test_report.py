@@ -14,6 +14,7 @@ from pyarrow import parquet
 pytest.importorskip("matplotlib")
 
 from tropism.cli.app import main
+from tropism.errors import DataError
 from tropism.report import report, report_on, write_figures, write_page
 from tropism.report.charts import charts_of
 from tropism.report.compare import pair_accuracies
@@ -215,6 +216,7 @@ def test_a_run_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("samples.jsonl", '{"prompt": 3}\n', "samples.jsonl:1"), ("moved.jsonl", "[]\n", "moved.jsonl:1"),
     ("metrics.jsonl", '{"step": 1, "split": "train", "loss": "x"}\n', "metrics.jsonl:1"),
     ("scores.parquet", "PAR1", "scores.parquet"), ("audit.json", "[", "audit.json"),
+    ("manifest.json", '{"status": "stopped", "held_out_prompts": "x"}', "held_out_prompts"),
     ("config.yaml", "a: [", "config.yaml"), ("notices.jsonl", '{"step": 1}\n', "notices.jsonl:1")])
 def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str,
                                  says: str) -> None:
@@ -227,12 +229,54 @@ def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not (run / "report.html").exists()
 
 
+@pytest.mark.parametrize(("column", "value"), [
+    ("reward_after", "x"), ("reward_before", "x"), ("logps_after", "x"), ("tokens", "x"), ("tokens", None),
+    ("prompt_key", 1.5), ("prompt_key", None), ("completion_key", -1), ("label", "perhaps"), ("side", "chosen")])
+def test_damaged_scores_are_named(tmp_path: Path, column: str, value: Any) -> None:
+    run = make_run(tmp_path / "run", rows=2)
+    table = parquet.read_table(run / "scores.parquet")
+    place = table.column_names.index(column)
+    parquet.write_table(table.set_column(place, column, pa.array([value] * len(table))), run / "scores.parquet")
+    with pytest.raises(DataError, match=re.escape(str(run / "scores.parquet"))):
+        report([run])
+
+
 @pytest.mark.parametrize("arguments", [["NOTHING"], ["RUN", "RUN"], ["RUN", "--html", "HERE"]])
 def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     run = make_run(tmp_path / "RUN")
     names = {"RUN": str(run), "NOTHING": str(tmp_path / "nothing"), "HERE": str(tmp_path)}
     assert main(["report", *(names.get(one, one) for one in arguments)]) in (1, 2)
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [
+    *(["--html", name] for name in ("metrics.jsonl", "manifest.json", "config.yaml", "scores.parquet", "moved.jsonl",
+                                    "audit.json", "logs/events.html")), ["--figures", "metrics.jsonl"]])
+def test_no_file_of_a_run_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                      arguments: list[str]) -> None:
+    """Nor one of the second run, whose name holds a comma."""
+    runs = [make_run(tmp_path / name, rows=2) for name in ("one", "a,b")]
+    (runs[1] / "logs").mkdir()
+    (runs[1] / "logs" / "events.html").touch()
+    before = {file: file.read_bytes() for run in runs for file in run.rglob("*") if file.is_file()}
+    assert main(["report", *map(str, runs), arguments[0], str(runs[1] / arguments[1])]) == 2
+    err = capsys.readouterr().err
+    assert arguments[1] in err
+    assert "Traceback" not in err
+    assert {file: file.read_bytes() for run in runs for file in run.rglob("*") if file.is_file()} == before
+
+
+def test_a_page_goes_into_a_stream_and_through_a_link(tmp_path: Path) -> None:
+    """Neither is replaced by a file: a run as root would lose `/dev/stdout`."""
+    run = make_run(tmp_path / "run", rows=2)
+    (tmp_path / "link.html").symlink_to(tmp_path / "target.html")
+    with (tmp_path / "opened.html").open("wb") as opened:
+        (tmp_path / "stream").symlink_to(f"/proc/self/fd/{opened.fileno()}")
+        for name in ("link.html", "stream", f"/dev/fd/{opened.fileno()}"):
+            assert main(["report", str(run), "--html", str(tmp_path / name)]) == 0
+    assert all((tmp_path / name).is_symlink() for name in ("link.html", "stream"))
+    assert (tmp_path / "target.html").read_text().rstrip().endswith("</html>")
+    assert (tmp_path / "opened.html").read_text().count("</html>") == 2
 
 
 def test_figures_are_written_as_files(tmp_path: Path, runs: list[Path]) -> None:

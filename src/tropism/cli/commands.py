@@ -213,7 +213,9 @@ def report(run: _File, /, *runs: _File, html: _File | None = None, figures: _Out
     for one in (run, *runs):
         check_run(one, "report")
     page = run.expanduser() / REPORT if html is None else html
-    check_reports(page)
+    check_reports(page, runs=(run, *runs))
+    if figures is not None and figures.expanduser().exists() and not figures.expanduser().is_dir():
+        raise UsageError(f"--figures {figures} is not a directory. Choose another name.")
     from tropism import report as reporting
 
     found = reporting.report((run, *runs))

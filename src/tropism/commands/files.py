@@ -1,6 +1,7 @@
 """Files that commands write besides models: checked before the work, written whole or not at all."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tropism.observe.rundir import RunDirectory, free_name
 from tropism.printable import json_text
 
 _PARTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-          "adapter_config.json", "manifest.json", "audit.json", "export.json")
+          "adapter_config.json", "manifest.json", "audit.json", "export.json", "profile.json")
 _REPORTS = (".json", ".html")
 """Other files of these kinds directly in a run directory are earlier reports, which may be replaced."""
 
@@ -80,11 +81,12 @@ def check_export(path: Path, run: Path) -> None:
                                 f"--to {free_name(path)}")
 
 
-def check_reports(*paths: Path | None, inputs: str = "", beside: Path | None = None) -> None:
+def check_reports(*paths: Path | None, inputs: str = "", runs: Sequence[Path] = (), beside: Path | None = None) -> None:
     """Check before the work that the files of `--json` and `--html` can be written.
 
     Args:
         inputs: what the command reads, separated by commas; names that are no local files are ignored.
+        runs: run directories that it reads.
         beside: another file that the command writes.
 
     Raises:
@@ -93,7 +95,8 @@ def check_reports(*paths: Path | None, inputs: str = "", beside: Path | None = N
         OutputError: if one cannot be written.
     """
     given = [path for path in paths if path is not None]
-    read = [Path(name.strip()).expanduser() for name in inputs.split(",") if name.strip()]
+    names = [Path(name.strip()) for name in inputs.split(",") if name.strip()]
+    read = [one.expanduser() for one in (*names, *runs)]
     for path in given:
         check_output(path)
         if not is_stream(path) and path.exists() and any(_belongs_to(path.resolve(), one.resolve()) for one in read):

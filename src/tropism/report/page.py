@@ -11,8 +11,9 @@ from typing import Any
 from markupsafe import Markup
 
 from tropism.errors import OutputError, TropismError, UsageError, clause
-from tropism.files import write_whole
+from tropism.files import output
 from tropism.observe.console import Voice
+from tropism.observe.file_kinds import check_kind
 from tropism.observe.lock import check_owned
 from tropism.observe.metrics import BOOKKEEPING
 from tropism.observe.page import render_page
@@ -68,7 +69,7 @@ def report(paths: Sequence[Path]) -> Report:
 
 
 def write_page(found: Report, path: Path) -> None:
-    """Write the page: one file that needs no other.
+    """Write the page: one file that needs no other. A stream gets its content, and a symbolic link stays one.
 
     Raises:
         UsageError: if matplotlib is not installed.
@@ -80,7 +81,9 @@ def write_page(found: Report, path: Path) -> None:
     text = render_page("report.html.jinja", report=found, figures=figures, data=_embedded(found.charts),
                        before_after=[_before_after(run) for run in found.runs],
                        differing=differing_options(found.runs) if len(found.runs) > 1 else [], plain=plain)
-    write_whole(path, text.encode("utf-8", "backslashreplace"))
+    content = text.encode("utf-8", "backslashreplace")
+    with output(path, len(content)) as temporary:
+        temporary.write_bytes(content)
 
 
 def report_on(run: Path, voice: Voice) -> None:
@@ -90,6 +93,7 @@ def report_on(run: Path, voice: Voice) -> None:
         return
     try:
         check_owned(run, run / REPORT)
+        check_kind(run / REPORT)
         write_page(report([run]), run / REPORT)
     except (TropismError, OSError) as error:
         voice.warn(f"{clause(error)}. The run is complete without its report.")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from pyarrow import compute, parquet
 
 from tropism.borders import border, read_mapping, read_object
@@ -19,6 +20,7 @@ from tropism.observe.manifest import read_manifest
 from tropism.observe.metrics import BASELINES
 from tropism.observe.rundir import MOVED, SCORES, RunDirectory
 from tropism.observe.verdict import NO_ROWS, Verdict, judge_ranking
+from tropism.train.evaluation.row_files import SCHEMA
 
 Array = npt.NDArray[np.float64]
 _MOST_LINES = 2**24  # of the scores
@@ -103,8 +105,14 @@ class RunReport:
             if opened.metadata.num_rows > _MOST_LINES:
                 raise ValueError(f"it has more than {_MOST_LINES:,} lines")
             table = opened.read(columns=["split", *names])
-            held_out = table.filter(compute.equal(table.column("split").cast("string"), "eval"))
-            return {name: held_out.column(name).to_pylist() for name in names} if held_out.num_rows else {}
+            held_out = table.filter(compute.equal(table.column("split").cast("string"), "eval")).select(names)
+            held_out = held_out.cast(pa.schema([SCHEMA.field(name) for name in names]))
+            if any(held_out.column(name).null_count for name in ("tokens", "prompt_key", "completion_key")):
+                raise ValueError("a length or a key is missing")
+            found = held_out.to_pydict() if held_out.num_rows else {}
+        if any(found.get("side", ())) and found["side"] != ["chosen", "rejected"] * (held_out.num_rows // 2):
+            raise DataError(f"{file}: the two sides of a pair do not follow each other")
+        return found
 
     @property
     def good(self) -> list[bool | None]:

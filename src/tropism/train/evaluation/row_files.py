@@ -30,12 +30,13 @@ Keys = npt.NDArray[np.uint64]
 _BATCH = 8192  # completions in memory at once
 _MOST_BYTES = 2**30  # of the held-out rows
 _MOST_LINES = 2**31  # of the scores
-_SCHEMA = pa.schema([
+SCHEMA = pa.schema([
     ("id", pa.large_string()), ("place", pa.large_string()), ("split", pa.dictionary(pa.int8(), pa.string())),
     ("side", pa.dictionary(pa.int8(), pa.string())), ("label", pa.bool_()), ("tokens", pa.int32()),
     ("logps_before", pa.float64()), ("logps_after", pa.float64()), ("reference_logps", pa.float64()),
     ("reward_before", pa.float64()), ("reward_after", pa.float64()),
     ("prompt_key", pa.uint64()), ("completion_key", pa.uint64())])
+"""Columns of `scores.parquet`."""
 
 
 def row_keys(rows: Sequence[EncodedRow]) -> Iterator[str]:
@@ -130,9 +131,9 @@ def write_scores(path: Path, train: Iterable[EncodedRow], held_out: HeldOutScore
     if held_out is not None:
         scores = held_out.columns()
         lines = chain(chain.from_iterable(_lines(row, "eval", scores) for row in held_out.rows), lines)
-    with replacing(path) as temporary, parquet.ParquetWriter(temporary, _SCHEMA, compression="zstd") as writer:
+    with replacing(path) as temporary, parquet.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
         while batch := list(islice(lines, _BATCH)):
-            writer.write_table(pa.Table.from_pylist(batch, _SCHEMA))
+            writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
 
 
 def _lines(row: EncodedRow, split: str, scores: Iterator[dict[str, float | None]]) -> Iterator[dict[str, Any]]:
