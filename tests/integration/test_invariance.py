@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,8 +56,16 @@ SPECS = {**{(name, precision): (method, {"precision": precision, **options}) for
             for name, (method, options) in KINDS.items()},
          **{(name, "fp32"): (KINDS[name][0], {"precision": "fp32", **SHORT, **KINDS[name][1]})
             for name in ("aot_unpaired", "bco")}}
-EACH_LONG = pytest.mark.parametrize("spec", [spec for spec in SPECS if spec[0] in LONG], ids="-".join)
-EACH_SHORT = pytest.mark.parametrize("spec", [spec for spec in SPECS if spec[0] in KINDS], ids="-".join)
+SOME = {("kto", "fp64"), ("dpo", "fp32"), ("aot_unpaired", "fp64"), ("bco", "fp64"), ("orpo", "fp64"),
+        ("dpo and a teacher", "fp64"), ("kd", "fp64"), ("sft", "fp64")}
+"""Specs of the default suite; the others take as long again, and are slow."""
+
+
+def each(kinds: Mapping[str, Any]) -> Any:
+    """One test for each spec of these kinds."""
+    return pytest.mark.parametrize("spec", [
+        pytest.param(spec, id="-".join(spec), marks=() if spec in SOME else pytest.mark.slow)
+        for spec in SPECS if spec[0] in kinds])
 
 
 @dataclass
@@ -120,7 +128,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, feedba
     return Bench(folder, tiny_model_dir, {"kto": feedback, "dpo": pairs, "sft": texts, "kd": texts})
 
 
-@EACH_LONG
+@each(LONG)
 def test_nothing_but_data_options_and_seed_changes_the_result(bench: Bench, spec: tuple[str, str]) -> None:
     """L1, N5, P1, R4: weights after 20 steps, and every metric, short last steps included."""
     assert distance(weights(bench.base(spec).model), weights(bench.model)) > 1e-2
@@ -132,7 +140,7 @@ def test_nothing_but_data_options_and_seed_changes_the_result(bench: Bench, spec
                   "padded")
 
 
-@EACH_SHORT
+@each(KINDS)
 def test_nor_does_anything_else_change_other_kinds_of_steps(bench: Bench, spec: tuple[str, str]) -> None:
     """L1, L3, P1, R4: several such changes at once, for what needs the whole step, two denominators or a teacher."""
     live = {} if spec[0] in WITHOUT_REFERENCE else {"reference": "live"}

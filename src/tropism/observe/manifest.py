@@ -21,7 +21,8 @@ _KINDS: dict[str, Any] = {
     "status": str, "fingerprints": dict, "libraries": dict, "steps": int, "planned_steps": int, "seconds": (int, float),
     "resumed": list, "model_files": dict, "device": str, "precision": str, "policy": str, "reference": str,
     "teacher": str, "layout": str, "given": dict, "adapter_config": dict, "stop_ids": list,
-    "files": dict, "held_out_prompts": int, "class_weights": list, "reward_sums": list, "layout_error_nats_per_root_token": (int, float)}
+    "files": dict, "held_out_prompts": int, "class_weights": list, "reward_sums": list,
+    "layout_error_nats_per_root_token": (int, float)}
 """Types of the facts that a resumed run and an export rely on."""
 _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft")
 

@@ -49,7 +49,7 @@ def _sweep(every: int, tmp_path: Path, straight: Path, arguments: Arguments, fig
 
 def test_kills_at_some_operations(tmp_path: Path, straight: Path, arguments: Arguments, figures: Counter[str]) -> None:
     _, total = undisturbed(straight, arguments)
-    _sweep(max(1, total // 3), tmp_path, straight, arguments, figures)
+    _sweep(max(1, total // 2), tmp_path, straight, arguments, figures)
 
 
 @pytest.mark.slow
