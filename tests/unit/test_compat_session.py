@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from published_batches import known, nemo_kto
+from tropism.compat.base import optimizer_inside
 from tropism.compat.coati import window, without_loss_mask
 from tropism.compat.nemo_aligner.trainer import figures
-from tropism.compat.base import optimizer_inside
 from tropism.compat.session import Batches, Figures, as_batch
 from tropism.data.dataloaders.rows import rows_of_batch
 
