@@ -63,6 +63,7 @@ def test_a_signal_releases_the_lock(slow_run: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "run1" / "lock").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_build_one_store(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> None:
     """They write side by side, and each score is there whole: the runs equal one that was alone with its store."""
     def start(name: str, store: str) -> subprocess.Popen[str]:

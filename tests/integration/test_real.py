@@ -30,6 +30,7 @@ def test_kto_on_human_labels(test_data: Path, tmp_path: Path) -> None:
     assert result.after["loss"] != result.before["loss"]
 
 
+@pytest.mark.slow
 def test_dpo_on_human_pairs(test_data: Path, tmp_path: Path) -> None:
     result = run(DPOOptions(**settings(test_data, tmp_path, "pandalm_human_pairs")))
     first = next(record for record in records(result) if record["split"] == "train")

@@ -72,6 +72,7 @@ def test_resume_on_one_process(common: dict[str, Any], data_of: dict[str, Path],
     assert distance(ours, theirs) / sum(float(tensor.pow(2).sum()) for tensor in theirs.values()) ** 0.5 < 1e-8
 
 
+@pytest.mark.slow
 def test_a_live_reference_in_bfloat16(common: dict[str, Any], data_of: dict[str, Path], tmp_path: Path) -> None:
     """R1, R2, C2: of an adapter that has learned much, the reference is what the policy computes, not the merged sum;
     the start-up comparison keeps the tree layout, and one process takes the run up."""

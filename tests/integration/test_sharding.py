@@ -126,6 +126,7 @@ def made(folder: Path, model: Path, other: Path, data_of: dict[str, Path],
             for method, case in cases.items()]
 
 
+@pytest.mark.slow
 def test_two_processes(tiny_model_dir: Path, other: Path, data_of: dict[str, Path], tmp_path: Path) -> None:
     """X1, X2, L1: layers that two processes compute together. (Two shards, and two copies: test_invariance.)"""
     kto, dpo, _, kd = made(tmp_path, tiny_model_dir, other, data_of, max_steps=4, batch_size=10, log_every=1)
@@ -306,6 +307,7 @@ def test_one_process_goes_on_with_a_run_of_tensor_parallel(tiny_model_dir: Path,
     assert "changed: --parallel.tensor (was 2, now 1)" in said.out
 
 
+@pytest.mark.slow
 def test_torchrun_does_not_begin_again_what_was_stopped(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
     """C1, X1: --max-time under --max-restarts is one sitting, and each of its errors is said once by two ranks."""
     options = ["--model", str(tiny_model_dir), "--data", str(feedback), "--batch-size", "8", "--samples", "0",

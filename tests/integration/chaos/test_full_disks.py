@@ -59,6 +59,7 @@ def _filled(disk: Path, every: int, leave_kib: list[int], straight: Path, argume
                 shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up(disk: Path, straight: Path, arguments: Arguments, figures: Counter[str]) -> None:
     _, total = undisturbed(straight, arguments)
     _filled(disk, total // 2 - 1, [24], straight, arguments, figures)
