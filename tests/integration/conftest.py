@@ -115,7 +115,7 @@ def assert_same_metrics(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
 def train_steps(run: Any) -> Iterator[Any]:
     """Build a `Run` and train it; yields the record of each optimizer step before the next one begins."""
     from tropism.train.interval import Interval
-    from tropism.train.loop import Plan, TrainingLoop
+    from tropism.train.loop import Plan, TrainingLoop, exhaust
     from tropism.train.preemption import Preemption
     from tropism.train.run_state import RunState
 
@@ -128,6 +128,6 @@ def train_steps(run: Any) -> Iterator[Any]:
 
     while state.step < run.inputs.schedule.total_steps:
         state.ending = None
-        TrainingLoop(engine, run.planner, Plan(Interval(1), Interval(0)), Preemption(engine.world), stop,
-                     state=state).run()
+        exhaust(TrainingLoop(engine, run.planner, Plan(Interval(1), Interval(0)), Preemption(engine.world), stop,
+                             state=state).steps())
         yield found.pop()

@@ -300,7 +300,12 @@ def test_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     report_on(run, Quiet())  # type: ignore[arg-type]
     assert not said
     monkeypatch.delenv("TROPISM_NO_REPORT")
+    kept = (run / "samples.jsonl").read_text()
     (run / "samples.jsonl").write_text("[]\n")
     report_on(run, Quiet())  # type: ignore[arg-type]
     assert "samples.jsonl:1" in said[0]
+    (run / "samples.jsonl").write_text(kept)
+    monkeypatch.setattr("tropism.report.draw.to_svg", lambda *arguments: 1 / 0)
+    report_on(run, Quiet())  # type: ignore[arg-type]
+    assert said[1] == "division by zero. The run is complete without its report."
     assert not (run / "report.html").exists()

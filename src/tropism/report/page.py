@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tropism.errors import OutputError, TropismError, UsageError, clause
+from tropism.errors import OutputError, UsageError, clause, first_line
 from tropism.files import output
 from tropism.observe.console import Voice
 from tropism.observe.file_kinds import check_kind
@@ -95,8 +95,8 @@ def report_on(run: Path, voice: Voice) -> None:
         check_owned(run, run / REPORT)
         check_kind(run / REPORT)
         write_page(report([run]), run / REPORT)
-    except (TropismError, OSError) as error:
-        voice.warn(f"{clause(error)}. The run is complete without its report.")
+    except Exception as error:  # of matplotlib too: a run that is done does not fail by its page
+        voice.warn(f"{clause(first_line(error))}. The run is complete without its report.")
         return
     voice.say(f"report: {run / REPORT}")
 

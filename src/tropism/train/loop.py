@@ -102,11 +102,6 @@ class TrainingLoop:
     profiler: StepProfiler | None = None
     listener: Listener | None = None
 
-    def run(self) -> None:
-        """Train to the end; see `steps`."""
-        for _ in self.steps():
-            pass
-
     def steps(self) -> Generator[StepOutcome | None, str | None]:
         """Train until the schedule, an observer or a request ends the run. Yields twice in each step: its outcome,
         before its record; and None, when its record, evaluation and checkpoint are done. The run ends with the step if

@@ -26,13 +26,17 @@ def verdict_on(held_out: HeldOutScores, first: Mapping[str, float], last: Mappin
         return found
     if method.view != "single":
         return Verdict("not shown", "the held-out rows have one label only, so rewards cannot be compared.")
-    value, low, high = improvement(method, rows, held_out.before, held_out.after)
+    fell = improvement(method, rows, held_out.before, held_out.after)
+    if fell is None:
+        return Verdict("not shown", "the loss of held-out completions is not finite.")
+    value, low, high = fell
     return judge_improvement("the loss of held-out completions", value, low, high, prompts)
 
 
 def improvement(method: Method, rows: Sequence[EncodedRow], before: Scored,
-                after: Scored) -> tuple[float, float, float]:
-    """By how much the method's loss fell, in nats per token, and its 95% interval over resampled prompts.
+                after: Scored) -> tuple[float, float, float] | None:
+    """By how much the method's loss fell, in nats per token, and its 95% interval over resampled prompts; None if that
+    is not finite.
 
     Args:
         method: of single completions.
@@ -51,8 +55,8 @@ def improvement(method: Method, rows: Sequence[EncodedRow], before: Scored,
         means = np.divide(weights @ fell.T, totals, out=np.zeros_like(totals), where=totals > 0)
         return np.asarray(means @ factors)
 
-    value = float(statistic(np.ones((1, len(rows))))[0])
-    drawn = np.concatenate([statistic(weights) for weights in resamples([row.prompt_key for row in rows])])
+    with np.errstate(invalid="ignore"):  # of log-probs that are not finite
+        value = float(statistic(np.ones((1, len(rows))))[0])
+        drawn = np.concatenate([statistic(weights) for weights in resamples([row.prompt_key for row in rows])])
     ends = interval(drawn)
-    assert ends is not None  # finite log-probs, which the evaluation checked
-    return value, *ends
+    return (value, *ends) if ends is not None and np.isfinite(value) else None
