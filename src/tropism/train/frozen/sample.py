@@ -3,7 +3,7 @@ write to the store can write another score under a right name."""
 
 import secrets
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tropism.data.batching.collate import Batch
-from tropism.data.tree import PromptTree, score_key
+from tropism.data.tree import Completion, PromptTree, score_key
 from tropism.distributed.world import World
 from tropism.losses.scored import Scored
 from tropism.model.language_model import LanguageModel
@@ -68,13 +68,10 @@ def draw(trees: Sequence[PromptTree], stored: Container[bytes]) -> list[PromptTr
 
     Nobody can know which, so the choice does not depend on the seed.
     """
-    random = secrets.SystemRandom()
     chosen: dict[bytes, PromptTree] = {}
     longer: PromptTree | None = None
     tokens = 0
-    for _ in range(_DRAWS if trees else 0):
-        tree = random.choice(trees)
-        completion = random.choice(tree.completions)
+    for tree, completion in _in_random_order(trees):
         key = score_key(tree.prompt_ids, completion)
         if key in chosen or key not in stored:
             continue
@@ -87,6 +84,17 @@ def draw(trees: Sequence[PromptTree], stored: Container[bytes]) -> list[PromptTr
         if len(chosen) == _MOST:
             break
     return list(chosen.values()) or ([longer] if longer else [])
+
+
+def _in_random_order(trees: Sequence[PromptTree]) -> Iterator[tuple[PromptTree, Completion]]:
+    """All completions of few trees; of many, those of random trees, which may repeat."""
+    random = secrets.SystemRandom()
+    if len(trees) <= _DRAWS:
+        yield from random.sample(every := [(tree, one) for tree in trees for one in tree.completions], len(every))
+        return
+    for _ in range(_DRAWS):
+        tree = random.choice(trees)
+        yield tree, random.choice(tree.completions)
 
 
 def sample_reference(model: LanguageModel, reference: StoredReference, trees: Sequence[PromptTree],
