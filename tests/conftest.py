@@ -87,6 +87,21 @@ def test_data() -> Path:
     return Path(os.environ["TROPISM_TEST_DATA"])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What `some` says."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some"):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for family in families.values():
+        count = min(family[0].get_closest_marker("some").args[0], len(family))
+        kept = {round(number * (len(family) - 1) / max(count - 1, 1)) for number in range(count)}
+        for number, item in enumerate(family):
+            if number not in kept:
+                item.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
     """Leave what all modules hold out of garbage collections, which some code under test asks for often."""
     gc.collect()

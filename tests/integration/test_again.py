@@ -299,6 +299,7 @@ def _failing(rank: int, size: int, port: int, where: str, settings: dict[str, An
     (Path(folder) / f"{where}-{rank}").write_text(raised)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("where", ["teacher", "write", "reference", "evaluate", "main"])
 def test_a_rank_that_fails_leaves_no_other_waiting(where: str, tiny_model_dir: Path, pairs: Path, tmp_path: Path,
                                                    ) -> None:

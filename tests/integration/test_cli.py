@@ -16,6 +16,7 @@ from tropism.config_file import read_yaml
 from tropism.errors import UsageError
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("method", "extra", "wanted"), [
     ("dpo", [], {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "simpo_gamma": None, "f_alpha": None}),
     ("dpo", ["--loss", "simpo"], {"loss": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0}),

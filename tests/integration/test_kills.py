@@ -146,6 +146,7 @@ def test_a_hundred_kills(settings: Callable[..., dict[str, Any]], tmp_path: Path
     assert {"training", "within a save", "reference pass or first evaluation"} <= places.keys()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals(number: int, settings: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """C1: exit code 75, a whole checkpoint, no lock, and nothing is written afterwards."""

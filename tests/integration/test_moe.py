@@ -54,6 +54,7 @@ def steps(run: Any) -> list[dict[str, Any]]:
     return [line for line in records(run) if line["split"] == "train"]
 
 
+@pytest.mark.some(2)
 @EACH
 def test_neither_packs_nor_layout_change_the_result(bench: Bench, name: str) -> None:
     """L1, P1: weights after six steps and every metric, one tree a pack against one pack; and padded."""

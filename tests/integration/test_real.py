@@ -19,6 +19,7 @@ def settings(test_data: Path, tmp_path: Path, data: str, **changes: Any) -> dict
             "max_steps": 4, "learning_rate": 1e-4, "eval_fraction": 0.1, "samples": 1, **changes}
 
 
+@pytest.mark.slow
 def test_kto_on_human_labels(test_data: Path, tmp_path: Path) -> None:
     """R1, R2: a SentencePiece-like tokenizer with an automatic BOS, and a template of its own."""
     result = run(KTOOptions(**settings(test_data, tmp_path, "tulu_human_accept_kto", eval_every=2)))

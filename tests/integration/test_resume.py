@@ -37,6 +37,7 @@ EVERYWHERE = tuple(range(1, STEPS + 1))
 SOMEWHERE = (2, 3, 5)  # in mid-window, at a record, and between an evaluation and a record
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("case", "stops"), [("sft", SOMEWHERE), ("dpo", SOMEWHERE), ("kto", EVERYWHERE),
                                              ("bco", SOMEWHERE), ("kd", SOMEWHERE), ("top_k", SOMEWHERE)])
 def test_stopping_anywhere_and_going_on_is_the_straight_run(

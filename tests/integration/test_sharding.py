@@ -191,6 +191,7 @@ def test_other_families(fixture_tokenizer: Any, data_of: dict[str, Path], tmp_pa
     spread(tmp_path, 2, {"shard": {"reduce_once": True}, "tensor": {"tensor": 2}}, runs)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("method", "changes"), [
     ("dpo", {}), ("dpo", {"lora": {"rank": 2}}), ("kd", {})], ids=["dpo", "adapter", "kd"])
 def test_bfloat16_is_that_of_one_process(method: str, changes: Settings, tiny_model_dir: Path,
@@ -223,6 +224,7 @@ def _resumed(size: int, settings: Settings, checkpoint: Path) -> None:
         assert run_ranks(size, one_rank, [("kto", settings)]) == [0] * size
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("before", "after"), [
     (2, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_resume_on_other_processes(before: int, after: int, tiny_model_dir: Path, other: Path, tmp_path: Path,
