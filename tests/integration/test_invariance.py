@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -300,7 +300,9 @@ def some_per_pass(rank: int, size: int, port: int, jobs: Sequence[tuple[str, dic
     one_rank(rank, size, port, jobs)
 
 
-def test_two_ranks_equal_one_process(bench: Bench) -> None:
+@pytest.mark.parametrize("chosen", [pytest.param(SOME, id="some"),
+                                    pytest.param({*SPECS} - SOME, id="others", marks=pytest.mark.slow)])
+def test_two_ranks_equal_one_process(bench: Bench, chosen: Set[tuple[str, str]]) -> None:
     """L1, X1, K2: two gloo processes, uneven trees, packs of different numbers, and a store they build together.
 
     Weights and metrics of every spec; the running mean and the sorted values are those of all ranks.
@@ -308,7 +310,8 @@ def test_two_ranks_equal_one_process(bench: Bench) -> None:
     jobs, left = [], {}
     # In the other precision these share their weights.
     copies = {("kto", "fp64"), ("dpo", "fp32"), ("aot_unpaired", "fp32"), ("bco", "fp32")}
-    for spec, (method, options) in SPECS.items():
+    for spec in (spec for spec in SPECS if spec in chosen):
+        method, options = SPECS[spec]
         name = "-".join((*spec, "two"))
         jobs.append((method, bench.settings(name, method, **{
             "store": "store-of-two", "samples": int(spec == ("kto", "fp32")), **options, "microbatch_tokens": 160,
