@@ -60,6 +60,36 @@ def data_of(feedback: Path, pairs: Path) -> dict[str, Path]:
 
 
 @pytest.fixture
+def small(tiny_model_dir: Path, tmp_path: Path, data_of: dict[str, Path]) -> Callable[..., Any]:
+    """Makes trainers with small settings; each has an output of its own."""
+    from tropism import DPOTrainer, KDTrainer, KTOTrainer, SFTTrainer
+    from tropism.observe.console import Voice
+
+    trainers = {"kto": KTOTrainer, "dpo": DPOTrainer, "sft": SFTTrainer, "kd": KDTrainer}
+    count = 0
+
+    def make(method: str, model: Any = None, **changes: Any) -> Any:
+        nonlocal count
+        count += 1
+        rate = {} if "optimizer" in changes and not isinstance(changes["optimizer"], str) else {"learning_rate": 1e-3}
+        settings = {"output": str(tmp_path / f"run{count}"), "samples": 0, "batch_size": 8, "max_steps": 3,
+                    "train_dataset": data_of.get(method), "voice": Voice(loud=False), **rate, **changes}
+        if method != "sft":
+            settings.setdefault("store", str(tmp_path / "store"))
+        return trainers[method](tiny_model_dir if model is None else model, **settings)
+
+    return make
+
+
+@pytest.fixture
+def module(tiny_model_dir: Path) -> Any:
+    """The tiny model."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+
+
+@pytest.fixture
 def train(tiny_model_dir: Path, tmp_path: Path, data_of: dict[str, Path]) -> Callable[..., Any]:
     """Run a method with small settings; returns its RunResult. Each call gets a run directory of its own."""
     from tropism.config import METHODS

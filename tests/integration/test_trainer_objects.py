@@ -14,25 +14,14 @@ from torch.optim.lr_scheduler import StepLR
 from transformers import AutoModelForCausalLM, LlamaModel
 
 from integration.conftest import records, weights
-from integration.test_trainers import equal, maker, rows_in, trees_of
+from integration.test_trainers import equal, rows_in, trees_of
 from tropism import DPOTrainer, KTOTrainer, unwrap
 from tropism.errors import DataError, ModelError, TropismError, UsageError
-from tropism.trainers import Trainer
 
 
 def _named(value: Any) -> str:
     """The id of a parameter, the same in every process of the suite."""
     return "" if callable(value) or " at 0x" in str(value) else str(value)
-
-
-@pytest.fixture
-def small(tiny_model_dir: Path, tmp_path: Path, data_of: dict[str, Path]) -> Callable[..., Trainer]:
-    return maker(tiny_model_dir, tmp_path, data_of)
-
-
-@pytest.fixture
-def module(tiny_model_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_model_dir)
 
 
 class Actor(nn.Module):

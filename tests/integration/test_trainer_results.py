@@ -1,7 +1,6 @@
 """What a trainer leaves behind: typed results, a module that generates, models on the way, trackers."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,13 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import NOT_RESULTS, records, weights
-from integration.test_trainers import equal, maker
+from integration.test_trainers import equal
 from tropism import DPOTrainer, EvalResult, KTOTrainer, RunResult
 from tropism import runner as runs
 from tropism.errors import OutputExistsError, UsageError
 from tropism.observe import track
 from tropism.train import observers
 from tropism.trainers import Trainer
-
-
-@pytest.fixture
-def small(tiny_model_dir: Path, tmp_path: Path, data_of: dict[str, Path]) -> Callable[..., Trainer]:
-    return maker(tiny_model_dir, tmp_path, data_of)
-
-
-@pytest.fixture
-def module(tiny_model_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-
 
 IDS = torch.tensor([[7, 8, 9]])
 

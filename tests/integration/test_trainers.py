@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,38 +21,10 @@ from tropism.data.tokenization.render import Renderer
 from tropism.data.tokenization.truncate import Limits
 from tropism.data.tree import PromptTree
 from tropism.errors import DataError, ModelError, UsageError
-from tropism.observe.console import Voice
 from tropism.trainers import Trainer
 
 DOC = Path(__file__).parents[2] / "docs" / "python.md"
 TRAINERS: dict[str, type[Trainer]] = {"kto": KTOTrainer, "dpo": DPOTrainer, "sft": SFTTrainer, "kd": KDTrainer}
-
-
-def maker(model_dir: Path, place: Path, data_of: dict[str, Path]) -> Callable[..., Trainer]:
-    """Makes trainers with small settings; each has an output of its own."""
-    count = 0
-
-    def make(method: str, model: Any = None, **changes: Any) -> Trainer:
-        nonlocal count
-        count += 1
-        rate = {} if "optimizer" in changes and not isinstance(changes["optimizer"], str) else {"learning_rate": 1e-3}
-        settings = {"output": str(place / f"run{count}"), "samples": 0, "batch_size": 8, "max_steps": 3,
-                    "train_dataset": data_of.get(method), "voice": Voice(loud=False), **rate, **changes}
-        if method != "sft":
-            settings.setdefault("store", str(place / "store"))
-        return TRAINERS[method](model_dir if model is None else model, **settings)
-
-    return make
-
-
-@pytest.fixture
-def small(tiny_model_dir: Path, tmp_path: Path, data_of: dict[str, Path]) -> Callable[..., Trainer]:
-    return maker(tiny_model_dir, tmp_path, data_of)
-
-
-@pytest.fixture
-def module(tiny_model_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_model_dir)
 
 
 @pytest.fixture
