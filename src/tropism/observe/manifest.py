@@ -29,12 +29,7 @@ _LIBRARIES = ("tropism", "torch", "transformers", "tokenizers", "safetensors", "
 
 def libraries() -> dict[str, str]:
     """Versions of the libraries that results depend on."""
-    return {name: _version(name) for name in _LIBRARIES}
-
-
-@cache
-def _version(name: str) -> str:
-    return importlib.metadata.version(name)
+    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
 @cache
