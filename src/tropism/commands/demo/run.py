@@ -71,7 +71,7 @@ def report(result: RunResult, voice: Voice) -> None:
     """Print sample completions and metrics, before and after training."""
     completions: dict[str, list[Any]] = {side: [sample[side] for sample in result.samples]
                                          for side in ("before", "after")}
-    for sample in result.samples[:3]:
+    for sample in result.samples[1:3]:  # the run has printed the first
         prompt = sample["prompt"].rsplit("user\n", 1)[-1].split("<|", 1)[0].strip()
         voice.say("", f"Prompt: {prompt}", *f"  before: {sample['before']}".split("\n"),
                   *f"  after:  {sample['after']}".split("\n"))
@@ -82,6 +82,5 @@ def report(result: RunResult, voice: Voice) -> None:
     voice.say(f"  reward AUC:                 {before['rewards/auc']:>6.3f} -> {after['rewards/auc']:.3f}  "
               f"(95% interval {after['rewards/auc_low']:.3f} to {after['rewards/auc_high']:.3f})")
     voice.say(f"  reward margin:              {before['rewards/margins']:>6.3f} -> {after['rewards/margins']:.3f}")
-    voice.say("The model learned a style, not facts: at this size it does not become more accurate.")
-    voice.say("", f"Next: `tropism verify {result.directory}` checks the run, and "
-              f"`tropism export {result.directory} --to DIR` exports the model.")
+    voice.say("The verdict is about the ranking of the feedback by the rewards, which the initial model's log-probs do "
+              "nearly as well. Its own answers follow the style. At this size they do not become more accurate.")
