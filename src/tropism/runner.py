@@ -98,7 +98,7 @@ class Run:
                  "does not support DoRA on quantized weights. Remove --lora.dora or --lora.quantize."
                  if options.lora.quantize and options.lora.dora else "")
         self.world = parallelize(world, options.parallel, whole, quantized=options.lora.quantize is not None)
-        self.voice = voice or Voice(loud=world.is_main)
+        self.voice = (voice or Voice(loud=world.is_main)).preparing()
         self.named = named["model"]
         self.preemption = Preemption(self.world)
         self.trained = self.done_before = False

@@ -4,13 +4,16 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from tropism.borders import is_out_of_memory
 from tropism.cli.environment import set_environment
 from tropism.cli.help import requested
-from tropism.cli.library_output import clean_library_output
-from tropism.errors import StoppedEarly, TropismError
+from tropism.cli.library_output import clean_library_output, library_output_as_json
+from tropism.cli.output_options import output_options
+from tropism.errors import StoppedEarly, TropismError, UsageError
 from tropism.observe.console import Voice, take_lost
+from tropism.observe.log_format import log_format, printing
 from tropism.observe.torchrun_notes import follows_stop, note_stop, say_once
 
 
@@ -22,8 +25,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     set_environment()
     clean_library_output()
-    tokens = list(sys.argv[1:] if argv is None else argv)
+    how, tokens, problem = output_options(list(sys.argv[1:] if argv is None else argv))
+    with printing(how), library_output_as_json() if how.json else nullcontext():
+        return _main(tokens, began, problem)
+
+
+def _main(tokens: list[str], began: float, problem: UsageError | None) -> int:
+    """Run a command whose format is chosen.
+
+    Args:
+        problem: of the choice.
+    """
     try:
+        if problem is not None:
+            raise problem
         if follows_stop():
             raise StoppedEarly("the run has already stopped. torchrun restarted the processes because it treats the "
                                "stop as a failure (--max-restarts). Nothing was done. To resume, run torchrun again.")
@@ -58,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(text: str) -> int:
+    if log_format().json:
+        Voice().say(*text.split("\n"))
+        return 0
     try:
         print(text, flush=True)
     except OSError as error:
@@ -69,7 +87,7 @@ def _show(text: str) -> int:
 
 
 def _complain(text: str) -> None:
-    say_once(f"tropism: {text}", lambda said: Voice(errors=True).say(*said.split("\n")))
+    say_once(f"tropism: {text}", Voice(errors=True).error)
 
 
 __all__ = ["main"]

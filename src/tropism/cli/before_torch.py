@@ -19,6 +19,7 @@ from tropism.observe.track import check_names
 
 def start(voice: Voice, command: str, **named: Any) -> None:
     """Print the first line: version, command, and what it reads and writes. Only the main process speaks."""
+    voice.preparing()
     if os.environ.get("RANK", "0") == "0":
         parts = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
         voice.say(f"tropism {__version__} {command}: {parts}")

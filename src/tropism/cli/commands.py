@@ -123,6 +123,7 @@ def _plan(options: MethodOptions, own: dict[str, str]) -> int:
     from tropism.commands import plan as planning
 
     found = planning.plan(options, device, voice)
+    voice.concluding()
     planning.show(found, voice)
     if json is not None:
         write_json(json, found.to_json())
@@ -167,6 +168,7 @@ def evaluate(model: _Name, *models: _Name, options: Annotated[ScoringOptions, _F
     if models:
         compared = compare([model, *models], options, voice)
         if compared is not None:
+            voice.concluding()
             show(compared, voice)
             if json is not None:
                 check_reports(json, inputs=compared.scores[0].source)
@@ -176,6 +178,7 @@ def evaluate(model: _Name, *models: _Name, options: Annotated[ScoringOptions, _F
     if not scores.is_main:
         return 0
     found = figures(scores)
+    voice.concluding()
     voice.figures(count_of(len(scores.rows), "row"), found)
     if json is not None:
         check_reports(json, inputs=scores.source)
@@ -196,6 +199,7 @@ def inspect(data: _Name, /, *, options: Annotated[InspectOptions, _Flat], html: 
     from tropism.commands import inspect as inspecting
 
     found = inspecting.inspect(data, options, voice)
+    voice.concluding()
     inspecting.show(found, voice)
     if html is not None:
         inspecting.write_html(found, html)
@@ -262,6 +266,7 @@ def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _
         return 0
     columns = scoring.original_columns(found.source, found.split) if keep_columns else None
     scoring.write(scoring.records(found, columns=columns), output)
+    voice.concluding()
     voice.say(f"{output}: {count_of(len(found.rows), 'row')}")
     return 0
 

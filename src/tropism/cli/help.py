@@ -39,7 +39,9 @@ def overview(names: Sequence[str], usage: str) -> str:
         parts.append(_block(group, [(name, COMMANDS[name].summary) for name in names if COMMANDS[name].group == group],
                             column))
     parts.append(_block("Options", [("--help", "Show the help of a command: tropism COMMAND --help."),
-                                    ("--version", "Show the version.")], column))
+                                    ("--version", "Show the version."),
+                                    ("--log-format json", "Print each line as a JSON object. [$TROPISM_LOG_FORMAT]"),
+                                    ("--quiet", "Print only warnings, errors and results. [$TROPISM_QUIET]")], column))
     parts.append("Example\n  " + COMMANDS[names[0]].examples[0])
     return "\n\n".join(parts)
 

@@ -55,9 +55,9 @@ def _own(name: str, required: bool) -> list[str]:
 
 
 def _known(name: str) -> list[str]:
-    """Options of a command without their dashes."""
+    """Options of a command without their dashes, with those of every command."""
     own = [argument.removeprefix("--") for argument in _own(name, required=False) if argument.startswith("--")]
-    return [*(option.flag.removeprefix("--") for option in _options_of(name)), *own]
+    return [*(option.flag.removeprefix("--") for option in _options_of(name)), *own, "log-format", "quiet"]
 
 
 def known_options(tokens: list[str]) -> set[str]:

@@ -204,7 +204,8 @@ def show(inspection: Inspection, voice: Voice) -> None:
             if (more := sum(audit.reasons.values()) - _LISTED) > 0:
                 voice.say(f"  and {more:,} more; --json lists the first 1,000 dropped rows")
     for finding in inspection.findings:
-        voice.styled((f"{finding.severity:>7}", _STYLES[finding.severity]), (f": {finding.text}", ""))
+        voice.styled((f"{finding.severity:>7}", _STYLES[finding.severity]), (f": {finding.text}", ""),
+                     kind="info" if finding.severity == "info" else "warning")
     for name, bins in inspection.lengths.items():
         voice.say(f"{name}:")
         most = max(count for *_, count in bins)

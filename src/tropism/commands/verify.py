@@ -94,6 +94,7 @@ def show(verdict: Verdict, voice: Voice) -> None:
     """Print the checks and the verdict."""
     for check in verdict.checks:
         (voice.say if check.state == "same" else voice.warn)(str(check))
+    voice.concluding()
     voice.say(f"{verdict.directory}: {'intact' if verdict.intact else 'NOT intact'}, "
               f"{'reproducible' if verdict.repeatable else 'NOT reproducible'} on this machine")
 

@@ -1,7 +1,8 @@
 """Console output: messages, progress bars, and tables of results. Everything that Tropism prints passes here.
 
 A terminal gets lines that wrap between words. Paths, and commands in backticks or at the end of a message, are not
-divided: they can be copied. A file or pipe gets each message as one line.
+divided: they can be copied. A file or pipe gets each message as one line. With `--log-format json` each is a JSON
+object, and with `--quiet` only warnings, errors and results are printed: see `tropism.observe.log_format`.
 
 A text is never read as markup, and nothing in it acts on the terminal: see `tropism.printable`.
 """
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -31,6 +32,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from tropism.observe.log_format import JsonStream, json_line, log_format
 from tropism.printable import one_line
 
 _FIRST_COUNT = 50_000  # first line of a progress without a known end
@@ -77,9 +79,22 @@ class Voice:
     """
 
     def __init__(self, *, loud: bool = True, errors: bool = False, console: Console | None = None) -> None:
-        self.console = console or _console(errors, quiet=not loud)
+        how = log_format()
+        self._json = how.json and console is None
+        self._quiet = how.quiet and console is None
+        self.console = console or _console(errors, quiet=not loud, json=self._json)
+        self._on_the_way = False
         self._progress: Progress | None = None
         self._speaking = False  # plain lines: a nested stage prints nothing
+
+    def preparing(self) -> Self:
+        """From now on, messages are about the way to a result. `--quiet` omits them."""
+        self._on_the_way = True
+        return self
+
+    def concluding(self) -> None:
+        """From now on, messages are the result. `--quiet` prints them too."""
+        self._on_the_way = False
 
     def say(self, *lines: str) -> None:
         """Print a message of one line, or of several."""
@@ -92,10 +107,53 @@ class Voice:
         Args:
             word: `warning` for what most likely spoils the result.
         """
-        self.styled((f"{word}:", "yellow"), (f" {text}", ""))
+        self.styled((f"{word}:", "yellow"), (f" {text}", ""), kind="warning")
 
-    def styled(self, *parts: tuple[str, str]) -> None:
-        """Print one line of texts, each with its style."""
+    def error(self, text: str, **fields: Any) -> None:
+        """Print an error of one line, or of several, which JSON keeps together.
+
+        Args:
+            fields: further ones of the JSON object.
+        """
+        if self._json:
+            self._object("error", text, **fields)
+            return
+        for line in text.split("\n"):
+            self.styled((line, ""), kind="error")
+
+    def measured(self, stage: str, step: int, total: int, text: str, metrics: Mapping[str, float]) -> None:
+        """Print the metrics of one step.
+
+        Args:
+            stage: `train` or `eval`.
+            text: how a line shows the metrics.
+            metrics: all of them, for JSON.
+        """
+        text = f"{stage} {step}/{total}  {text}".rstrip()
+        if self._json and not self._omits("metrics"):
+            self._object("metrics", text, stage=stage, step=step, total=total, metrics=metrics)
+        else:
+            self.say(text)
+
+    def _omits(self, kind: str) -> bool:
+        return self._quiet and self._on_the_way and kind in ("info", "metrics")
+
+    def _object(self, kind: str, text: str, **fields: Any) -> None:
+        self.console.print(Text(json_line(kind, text, **fields)))
+
+    def styled(self, *parts: tuple[str, str], kind: str = "info") -> None:
+        """Print one line of texts, each with its style.
+
+        Args:
+            kind: what JSON calls the line: info, warning or error.
+        """
+        if self._omits(kind):
+            return
+        if self._json:
+            line = "".join(text for text, _ in parts)
+            if line.strip():
+                self._object(kind, one_line(line))
+            return
         text = Text.assemble(*((self._shown(text), style) for text, style in parts))
         self.console.print(_wrapped(text, self.console.width) if self.console.is_terminal else text)
 
@@ -106,12 +164,15 @@ class Voice:
 
     @contextmanager
     def bar(self, title: str, lasting: bool = False, every: bool = False) -> Iterator[Callable[..., None]]:
-        """A progress bar. Yields a function that takes (done, total, **fields).
+        """A progress bar. Yields a function that takes (done, total, metrics, **fields), with the metrics for JSON.
 
         Args:
             lasting: in a terminal too, leave the lines that a file gets.
             every: a line for every report.
         """
+        if self._quiet:
+            yield lambda *done, **fields: None
+            return
         if not self.console.is_terminal:
             inner, self._speaking = self._speaking, True
             try:
@@ -145,7 +206,7 @@ class Voice:
                 ) -> Callable[..., None]:
         shown: dict[str, Any] = {}
 
-        def update(done: int, total: int | None, **fields: Any) -> None:
+        def update(done: int, total: int | None, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
             shown.update(fields)  # an update without fields keeps the earlier ones
             progress.update(task, completed=done, total=total, text=self._shown(_listed(shown)))
             if lines is not None:
@@ -164,7 +225,7 @@ class Voice:
         next_count = _FIRST_COUNT
         last = time.monotonic()
 
-        def update(done: int, total: int | None, **fields: Any) -> None:
+        def update(done: int, total: int | None, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
             nonlocal said, next_count, last
             if time.monotonic() - last < pause_s and not (done == total and said >= 0):  # the last one follows others
                 return
@@ -177,18 +238,31 @@ class Voice:
             reached = done // _interval(total)
             if every or reached > said or done == total:
                 said, last = reached, time.monotonic()
-                self.say(f"{title} {done}/{total}  {_listed(fields)}".rstrip())
+                if metrics is not None:
+                    self.measured(title, done, total, _listed(fields), metrics)
+                else:
+                    self.say(f"{title} {done}/{total}  {_listed(fields)}".rstrip())
 
         return update
 
     def figures(self, title: str, record: Mapping[str, float]) -> None:
         """Print a table of one record, with intervals after their values."""
+        if self._omits("metrics"):
+            return
+        if self._json:
+            self._object("metrics", title, metrics=record)
+            return
         self.table(title, ("metric", "value"), [(key, _cell(record, key)) for key in record
                                                  if not key.endswith(("_low", "_high"))])
 
     def before_after(self, title: str, before: Mapping[str, float], after: Mapping[str, float],
                      leave_out: Collection[str] = ()) -> None:
         """Print a table of metrics before and after training."""
+        if self._omits("metrics"):
+            return
+        if self._json:
+            self._object("metrics", title, before=before, after=after)
+            return
         self.table(title, ("metric", "before", "after"), [
             (key, _cell(before, key), _cell(after, key)) for key in after
             if not (key.endswith(("_low", "_high")) or key in leave_out)])
@@ -198,6 +272,12 @@ class Voice:
 
         In a terminal that is too narrow for it, the columns are divided among several tables.
         """
+        if self._omits("metrics"):
+            return
+        if self._json:
+            self._object("metrics", title, models=[{"name": name, "metrics": record}
+                                                   for name, record in zip(names, records, strict=True)])
+            return
         rows = [(key, *(_cell(record, key) for record in records)) for key in records[0]
                 if not key.endswith(("_low", "_high")) and all(key in record for record in records)]
         self.styled((title, "italic"))
@@ -213,6 +293,11 @@ class Voice:
 
     def table(self, title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         """Print a table with a title."""
+        if self._omits("info"):
+            return
+        if self._json:
+            self._object("info", title, columns=columns, rows=rows)
+            return
         self.styled((title, "italic"))
         self._print_table((columns, rows))
 
@@ -249,9 +334,12 @@ def _part(names: Sequence[str], rows: list[tuple[str, ...]], start: int, count: 
     return ("metric", *names[start:end]), [(row[0], *row[1 + start:1 + end]) for row in rows]
 
 
-def _console(errors: bool, quiet: bool) -> Console:
+def _console(errors: bool, quiet: bool, json: bool) -> Console:
     """A console on a standard stream. rich asks a named stream only for its encoding, and else assumes UTF-8."""
     stream = sys.stderr if errors else sys.stdout
+    if json:
+        return _Console(file=stream.inner if isinstance(stream, JsonStream) else stream, stderr=errors, quiet=quiet,
+                        force_terminal=False, color_system=None, highlight=False, soft_wrap=True)
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return _Console(file=None if encoding.lower().startswith("utf") else stream, stderr=errors, quiet=quiet,
                     highlight=False, soft_wrap=True)

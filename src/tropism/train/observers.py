@@ -74,7 +74,7 @@ class Observers:
                                       self.voice.warn)
         try:
             with self.voice.bar("train", lasting=True, every=options.log_every != 1) as report:
-                self._progress = lambda record: report(record.step, total, **shown(record.metrics))
+                self._progress = lambda record: report(record.step, total, record.metrics, **shown(record.metrics))
                 self._total = total
                 yield
         finally:
@@ -104,7 +104,7 @@ class Observers:
                 self._append("notices.jsonl", found.to_json())
             self._progress(record)
             return None
-        self.voice.say(f"eval {record.step}/{self._total}  {described(record.metrics)}")
+        self.voice.measured("eval", record.step, self._total, described(record.metrics), record.metrics)
         if self.keep_best is not None and self.keep_best not in record.metrics:
             raise UsageError(f"--keep-best {self.keep_best} is not a metric of this evaluation. Its metrics: "
                              f"{', '.join(sorted(record.metrics))}")

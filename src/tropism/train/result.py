@@ -221,6 +221,7 @@ def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, 
 def _show(directory: RunDirectory, verdict: Verdict, samples: Sequence[dict[str, Any]], before: dict[str, float],
           after: dict[str, float], held_out: HeldOutScores | None, effort: str, voice: Voice) -> None:
     """Print the metrics, the verdict, a sample, and what can be done next."""
+    voice.concluding()
     what = (f"{count_of(len(held_out.rows), 'held-out row')}, before and after training (95% intervals in brackets)"
             if held_out else "first and last training record")
     voice.before_after(what, before, after, leave_out=BOOKKEEPING)

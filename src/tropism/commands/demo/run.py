@@ -42,7 +42,7 @@ def main(output: Path, voice: Voice | None = None) -> RunResult:
     Raises:
         ModelError: if the model is not installed.
     """
-    voice = voice or Voice()
+    voice = (voice or Voice()).preparing()
     model = model_file()
     with as_file(files("tropism.commands.demo") / "feedback.jsonl") as data:
         rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]

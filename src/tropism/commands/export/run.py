@@ -82,7 +82,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         ModelError: if the base, tokenizer or adapter cannot be used, or the weights do not fit the dtype.
         OutputError: if the disk refuses, or the export does not read back. Nothing is left then.
     """
-    path, place, voice = Path(to).expanduser(), Path(run).expanduser(), voice or Voice()
+    path, place, voice = Path(to).expanduser(), Path(run).expanduser(), (voice or Voice()).preparing()
     if path.name in ("", "..") or path.is_symlink():
         path = path.resolve()  # the temporary directory needs its name, and can only replace a directory
     wanted, shards = None if dtype is None else dtype_named(dtype), shard_bytes(max_shard_size or save.SHARD_SIZE)
@@ -228,6 +228,7 @@ class _Work:
               is_adapter: bool) -> Exported:
         size = sum(entry["bytes"] for entry in files.values())
         shards = sum(name.endswith(".safetensors") for name in files)
+        self.voice.concluding()
         self.voice.say(f"{self.path}: {'an adapter' if is_adapter else 'a model'} in "
                        f"{str(dtype).removeprefix('torch.')}, {count_of(shards, 'weight file')}, "
                        f"{size:,} bytes in total; every weight was read back and compared")

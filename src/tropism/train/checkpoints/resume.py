@@ -63,6 +63,7 @@ def is_over(origin: Origin, directory: RunDirectory, total: int, options: Mappin
     planned = origin.manifest.get("planned_steps", origin.manifest.get("steps", 0))
     early = origin.finished and origin.manifest.get("stopped_by") == "stop_metric"
     if origin.finished and total <= planned and not (early and _stops_otherwise(origin.options or recorded, options)):
+        voice.concluding()
         voice.say(f"{place}: already finished after {count_of(origin.manifest['steps'], 'step')}. "
                   f"The model is in {directory.model}. " + _how_to_extend(origin, directory, planned, early))
         return True
