@@ -16,7 +16,7 @@ from tropism.train.setup.cpu_load import cpu_limit, cpu_notes
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """Four quiet cores without a limit."""
     monkeypatch.setattr(cpu_load, "_CGROUP", tmp_path)
-    monkeypatch.setattr(cpu_load, "_cores", lambda: 4)
+    monkeypatch.setattr(cpu_load, "usable_cores", lambda: 4)
     monkeypatch.setattr(os, "getloadavg", lambda: (4.0, 9.0, 9.0))
     return monkeypatch
 

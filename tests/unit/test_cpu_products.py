@@ -84,7 +84,7 @@ def test_names_types_and_copies_stay() -> None:
 def test_the_faster_library_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, gain, maker = nn.Sequential(nn.Linear(256, 300)), 2.0, "AuthenticAMD"
     monkeypatch.setattr(cpu_products, "_gain", lambda width, out: gain)
-    monkeypatch.setattr(cpu_products, "_maker", lambda: maker)
+    monkeypatch.setattr(cpu_products, "maker", lambda: maker)
     assert choose_products(model, "fp32", CPU) == "onednn"
     for precision, device in (("bf16", CPU), ("fp64", CPU), ("fp32", torch.device("cuda"))):
         assert choose_products(model, precision, device) == "mkl"

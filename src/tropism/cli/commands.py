@@ -351,6 +351,19 @@ def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | N
     return 0
 
 
+@app.command
+def doctor(*, json: _File | None = None, store: _File | None = None) -> int:
+    """Print what is installed, what the machine has and what is broken; exit code 1 if a run would fail."""
+    check_reports(json)
+    from tropism.commands import doctor as examining
+
+    found = examining.examine(store)
+    examining.show(found, voice_beside(json))
+    if json is not None:
+        write_json(json, found.to_json())
+    return int(bool(found.faults))
+
+
 @store.command(name="list")
 def store_list(*, store: _File | None = None) -> int:
     """Print the entries of the cache."""

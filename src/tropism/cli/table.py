@@ -174,6 +174,11 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(
         "Other", "Train a small model on sample feedback and show what changed.", ("tropism demo",),
         (Argument("--output DIR", "Run directory.", default="demo-run, or the next free name"),)),
+    "doctor": Command(
+        "Other", "Check the installation and show what a run would use here.",
+        ("tropism doctor", "tropism doctor --json machine.json"), (Argument("--json FILE", _JSON), _STORE),
+        note="Shows versions, GPUs, CPU, memory, disk, optional packages and environment variables. Exits with code 1 "
+             "if something that a run needs is broken. Uses no network."),
     "store list": Command("Other", "List the contents of the cache.", ("tropism store list",), (_STORE,)),
     "store clean": Command(
         "Other", "Delete cached scores and rendered rows.", ("tropism store clean", "tropism store clean 3f2a"),

@@ -33,7 +33,7 @@ def choose_products(module: Any, precision: str, device: torch.device) -> Produc
     if device.type != "cpu" or precision != "fp32" or not sizes or not torch.backends.mkl.is_available():
         return "mkl"
     width, out = (min(size, _TRIAL[1]) for size in max(sizes, key=lambda size: size[0] * size[1]))
-    if width * out < _SMALLEST or _maker() == "GenuineIntel" or not available():
+    if width * out < _SMALLEST or maker() == "GenuineIntel" or not available():
         return "mkl"
     return "onednn" if _gain(width, out) > _GAIN else "mkl"
 
@@ -123,7 +123,7 @@ def _gain(width: int, out: int) -> float:
     return min(mkl for mkl, _ in times) / min(onednn for _, onednn in times)
 
 
-def _maker() -> str:
+def maker() -> str:
     """The maker of the CPU, as it calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

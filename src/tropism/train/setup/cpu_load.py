@@ -17,7 +17,7 @@ def cpu_notes(threads: int, processes: int) -> Iterator[str]:
         threads: of a process.
         processes: of the run on this machine.
     """
-    cores, limit, wanted = _cores(), cpu_limit(), threads * processes
+    cores, limit, wanted = usable_cores(), cpu_limit(), threads * processes
     fewer = f"Set OMP_NUM_THREADS={max(1, int(min(cores, limit or cores) // processes))}"
     of_run = count_of(wanted, "thread") + (f" in {processes} processes" if processes > 1 else "")
     if limit is not None and limit < min(wanted, cores):
@@ -25,7 +25,7 @@ def cpu_notes(threads: int, processes: int) -> Iterator[str]:
                f"{fewer}, or raise the limit.")
     elif cores < wanted:
         yield f"the run has {of_run}, but only {count_of(cores, 'core')}, so that threads wait for each other. {fewer}."
-    load = _load()
+    load = mean_load()
     if load is not None and load > cores:
         yield (f"other programs use this machine: its load is {load:.1f}, with {count_of(cores, 'core')}. Steps take "
                "longer until they end.")
@@ -43,12 +43,12 @@ def cpu_limit() -> float | None:
     return None
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _load() -> float | None:
+def mean_load() -> float | None:
     """Mean number of threads that wanted a core in the last minute; None on systems that do not say."""
     try:
         return os.getloadavg()[0]
