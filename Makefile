@@ -5,6 +5,7 @@
 # make bench  compare with TRL on this machine: KTO and DPO, short rows (within 8 minutes; everything, hours and
 #             resumable: make bench-full)
 # make docs   build the documentation site into build/docs; warnings are errors
+# make dist   build wheel and sdist into dist/ and check them; nothing is uploaded
 #
 # Everything is installed into .venv, without root. The tested versions are in constraints/tested.txt;
 # for a GPU or other versions: make CONSTRAINTS= demo
@@ -14,7 +15,7 @@ CONSTRAINTS ?= constraints/tested.txt
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 WORKERS ?= 2
 
-.PHONY: demo test test-slow test-chaos bench bench-full lint docs clean
+.PHONY: demo test test-slow test-chaos bench bench-full lint docs dist clean
 .DEFAULT_GOAL := demo
 
 .venv/.made:
@@ -36,6 +37,11 @@ WORKERS ?= 2
 .venv/.docs: .venv/.core
 	@echo "installing the documentation tools"
 	@$(PIP) -e '.[gguf,docs]'
+	@touch $@
+
+.venv/.dist: .venv/.core
+	@echo "installing the packaging tools"
+	@$(PIP) -e '.[gguf,dist]'
 	@touch $@
 
 .venv/.demo: .venv/.core
@@ -76,5 +82,11 @@ docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build
 	@echo "the site is in build/docs: open build/docs/index.html"
 
+dist: .venv/.dist
+	rm -rf dist
+	.venv/bin/python -m build --no-isolation
+	.venv/bin/python -m twine check --strict dist/*
+	.venv/bin/python tools/check_dist.py dist
+
 clean:
-	rm -rf .venv build
+	rm -rf .venv build dist
