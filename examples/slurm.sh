@@ -35,17 +35,22 @@ done
 # torch 2.13 reads this; torch 2.11 always waits 30 seconds.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 
+# Processes of a stopped run leave a note in the log directory of their torchrun.
+notes="${output%/}.torchrun-$SLURM_JOB_ID"
+rm -rf "$notes"
+
 # Otherwise SIGUSR1, as sent by #SBATCH --signal=USR1@600, would kill torchrun and leave its processes running.
 srun --kill-on-bad-exit=1 torchrun \
-  --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$gpus" --rdzv-id "$SLURM_JOB_ID" \
+  --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$gpus" --log-dir "$notes" --rdzv-id "$SLURM_JOB_ID" \
   --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
   --rdzv-backend c10d --rdzv-endpoint "$first:29500" \
   -m tropism "$@" --resume auto --max-time "${minutes}min" --parallel.replicate "$SLURM_JOB_NUM_NODES"
 code=$?
 
-# torchrun exits with 1 for a stopped run and for a failed one. The manifest tells which it was.
-status=$(sed -n 's/^ *"status": "\([a-z]*\)".*/\1/p' "$output/manifest.json" 2>/dev/null | head -n 1)
-if [ "$status" = "stopped" ]; then
+# torchrun exits with 1 for a stopped run and for a failed one. The note tells which it was.
+stopped=$(find "$notes" -name tropism-stopped -print -quit 2>/dev/null)
+rm -rf "$notes"
+if [ "$code" -ne 0 ] && [ -n "$stopped" ]; then
   exec scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code
