@@ -64,7 +64,7 @@ def write(target: Path) -> None:
         if page != "index.md":
             (target / page).write_text(relinked((ROOT / source).read_text(encoding="utf-8"), source), encoding="utf-8")
     (target / "examples").mkdir()
-    for file in [*sorted((ROOT / "examples").glob("*.py")), ROOT / "examples" / "slurm.sh"]:
+    for file in [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "examples").glob("*.sh"))]:
         language = {".py": "python", ".sh": "bash"}[file.suffix]
         text = f"# {file.name}\n\n```{language}\n{file.read_text(encoding='utf-8')}```\n"
         (target / "examples" / f"{file.stem}.md").write_text(text, encoding="utf-8")

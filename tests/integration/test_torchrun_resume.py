@@ -80,7 +80,7 @@ def test_a_signal_reaches_torchrun(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_is_stopped_and_resumed(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
-    """By a real torchrun: 75 after SIGTERM, 2 ends as 1 for a usage error, 0 when the same line has finished the run."""
+    """By a real torchrun: 75 after SIGTERM, 1 for a usage error, 0 when the same line has finished the run."""
     run = tmp_path / "run"
     line = ["bash", str(SCRIPT), "--standalone", "--nproc-per-node", "2", "--", "kto", "--model", str(tiny_model_dir),
             "--data", str(feedback), "--output", str(run), "--store", str(tmp_path / "store"), "--batch-size", "8",

@@ -42,6 +42,11 @@ def _main(tokens: list[str], began: float, problem: UsageError | None) -> int:
         if follows_stop():
             raise StoppedEarly("the run has already stopped. torchrun restarted the processes because it treats the "
                                "stop as a failure (--max-restarts). Nothing was done. To resume, run torchrun again.")
+        if tokens and tokens[0].partition("=")[0] in ("--show-completion", "--install-completion"):
+            from tropism.cli.completion import complete  # imports the commands
+
+            text = complete(tokens)
+            return 0 if text is None else _show(text, as_it_is=True)
         text = requested(tokens)
         if text is not None:
             return _show(text)
@@ -72,12 +77,17 @@ def _main(tokens: list[str], began: float, problem: UsageError | None) -> int:
         return 1
 
 
-def _show(text: str) -> int:
-    if log_format().json:
+def _show(text: str, as_it_is: bool = False) -> int:
+    """Print a text.
+
+    Args:
+        as_it_is: also in the JSON format.
+    """
+    if log_format().json and not as_it_is:
         Voice().say(*text.split("\n"))
         return 0
     try:
-        print(text, flush=True)
+        print(text, flush=True, file=getattr(sys.stdout, "inner", sys.stdout))
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing may be flushed at exit either
         if not isinstance(error, BrokenPipeError):  # of `| head`, which has read enough

@@ -73,7 +73,7 @@ def call(tokens: list[str], began: float) -> int:
         TropismError: from the command.
     """
     if tokens[0].startswith("-"):
-        hint = did_you_mean(tokens[0].lstrip("-"), ("help", "version"), "--{}")
+        hint = did_you_mean(tokens[0].lstrip("-"), ("help", "version", "install-completion", "show-completion"), "--{}")
         raise UsageError(f"unknown option {tokens[0]}. {hint}")
     if not {tokens[0], " ".join(tokens[:2])} & COMMANDS.keys():
         inside = any(name.startswith(f"{tokens[0]} ") for name in COMMANDS)
@@ -272,19 +272,19 @@ def score(model: _Name, *, output: _Output, options: Annotated[ScoringOptions, _
 
 
 @app.command
-def train(config: Path) -> int:
+def train(config: Path, /) -> int:
     """Never called: `spelled_out` replaces it by the method of the file."""
     raise NotImplementedError(config)
 
 
 @app.command
-def resume(run: Path) -> int:
+def resume(run: Path, /) -> int:
     """Never called: `spelled_out` replaces it by the method of the run."""
     raise NotImplementedError(run)
 
 
 @app.command
-def plan(config: Path, *, device: _Device | None = None, json: _File | None = None) -> int:
+def plan(config: Path, /, *, device: _Device | None = None, json: _File | None = None) -> int:
     """Never called: `planned` replaces it by the method of the run."""
     raise NotImplementedError(config, device, json)
 

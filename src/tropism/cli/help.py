@@ -41,7 +41,9 @@ def overview(names: Sequence[str], usage: str) -> str:
     parts.append(_block("Options", [("--help", "Show the help of a command: tropism COMMAND --help."),
                                     ("--version", "Show the version."),
                                     ("--log-format json", "Print each line as a JSON object. [$TROPISM_LOG_FORMAT]"),
-                                    ("--quiet", "Print only warnings, errors and results. [$TROPISM_QUIET]")], column))
+                                    ("--quiet", "Print only warnings, errors and results. [$TROPISM_QUIET]"),
+                                    ("--install-completion", "Complete commands and options in bash, zsh or fish.")],
+                        column))
     parts.append("Example\n  " + COMMANDS[names[0]].examples[0])
     return "\n\n".join(parts)
 

@@ -28,7 +28,8 @@ def model_file() -> Path:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).rglob("*.gguf")):
             return file
-    raise ModelError(f"the demo's model is not installed. Install it with `{INSTALL}`, or use `make demo`.")
+    raise ModelError(f"the demo's model is not installed. Install it with `{INSTALL}` and `pip install "
+                     "'tropism[gguf]'`, or use `make demo`.")
 
 
 def pass_rate(completions: Sequence[str]) -> float:
