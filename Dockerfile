@@ -20,7 +20,7 @@ ENV PATH=/opt/tropism/bin:$PATH \
     TROPISM_STORE=/store \
     HF_HOME=/huggingface \
     MPLCONFIGDIR=/tmp
-USER tropism
+USER 1000:1000
 WORKDIR /work
 VOLUME ["/store", "/huggingface"]
 ENTRYPOINT ["tropism"]
