@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from integration.test_invariance import free_port, run_ranks, start_fork_server
+from processes import free_port, run_ranks, start_fork_server
 
 LIMIT_S = 20
 SETTINGS = {"batch_size": 8, "max_steps": 2, "samples": 0, "learning_rate": 1e-3}

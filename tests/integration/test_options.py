@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import train_steps
-from integration.test_invariance import run_ranks
+from processes import run_ranks
 from tropism.config import METHODS
 from tropism.data.options import DataOptions
 from tropism.distributed import World, connect

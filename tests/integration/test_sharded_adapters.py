@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from integration.conftest import assert_same_metrics, distance, records
-from integration.test_invariance import BOUNDS, Left, one_rank, run_ranks
+from integration.test_invariance import BOUNDS, Left
+from processes import one_rank, run_ranks
 from tropism.config import METHODS
 from tropism.runner import run
 

@@ -26,7 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from integration.conftest import assert_same_metrics, distance, records, weights
-from integration.test_invariance import BOUNDS, Left, one_rank, run_ranks
+from integration.test_invariance import BOUNDS, Left
+from processes import one_rank, run_ranks
 from tropism.cli.app import main
 from tropism.config import METHODS
 from tropism.runner import run
