@@ -1,9 +1,5 @@
 """What the fork server of `processes` does before it forks; its processes then begin with all of it done."""
 
-import importlib.metadata
-import os
-from functools import cache
-
 import pytest  # noqa: F401
 import torch
 import torch.distributed.checkpoint
@@ -15,10 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import processes  # noqa: F401
+import quick  # noqa: F401
 from tropism.cli import commands  # noqa: F401
-
-os.fsync = lambda file: None
-importlib.metadata.version = cache(importlib.metadata.version)
 
 # Tables that libraries fill at their first model. Nothing here starts a thread: a fork would lose it.
 torch.set_num_threads(1)

@@ -1,8 +1,6 @@
 """Fixtures that all tests share: the tiny tokenizer and model of the cases, and shape checks on the losses."""
 
-import importlib.metadata
 import os
-from functools import cache
 from pathlib import Path
 
 import jaxtyping
@@ -12,12 +10,11 @@ import torch
 # Before tropism.losses is imported by anyone: from here on a wrong shape or dtype is an error, not a broadcast.
 jaxtyping.install_import_hook("tropism.losses", "beartype.beartype")
 
+import quick  # noqa: E402, F401
 from helpers import build_tokenizer, fixture_parts  # noqa: E402  (imports of tropism must come after the hook)
 
 torch.set_num_threads(1)
 os.getloadavg = lambda: (0.0, 0.0, 0.0)  # what else runs on the machine changes no output
-os.fsync = lambda file: None  # no test outlives its machine
-importlib.metadata.version = cache(importlib.metadata.version)  # every run asks twice for those of eight libraries
 
 
 @pytest.fixture(scope="session")
