@@ -136,7 +136,7 @@ def main() -> None:
             continue
         for method in ("kto", "dpo"):
             began = time.monotonic()
-            line = counted(name, *case, method, *((60, 6) if given.smoke else (1000, 32)))
+            line = counted(name, *case, method, *((60, 3) if given.smoke else (1000, 32)))
             lines.append(line)
             settings = line["settings"]
             print(f"{name}, {method}: {line['peak_gib']} GiB of {gib(GPUS[case[2]].memory_bytes)} "

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from integration.conftest import distance, weights
 from integration.resuming import during, lines, stop_after  # noqa: F401
-from integration.test_invariance import one_rank, run_ranks
+from processes import one_rank, run_ranks
 from tropism.config import METHODS
 from tropism.distributed.training_state import read_model
 from tropism.errors import StoppedEarly

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from integration.conftest import records, weights
-from integration.test_invariance import run_ranks
+from processes import run_ranks
 from tropism import DPOTrainer
 from tropism.cli.app import main
 from tropism.config import METHODS

@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from integration.test_invariance import free_port, run_ranks, start_fork_server
+from processes import free_port, run_ranks, start_fork_server
+from tropism.cli.app import main
 
 LIMIT_S = 20
 SETTINGS = {"batch_size": 8, "max_steps": 2, "samples": 0, "learning_rate": 1e-3}
@@ -175,6 +176,35 @@ def test_each_difference_is_named_on_both_within_seconds(tiny_model_dir: Path, f
     assert not (tmp_path / "run").exists()
 
 
+# --- command lines ----------------------------------------------------------------------------------------------------
+
+
+def _command_line(rank: int, size: int, port: int, arguments: list[list[str]], folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port), "TROPISM_STORE": f"{folder}/store"}
+    os.dup2(os.open(f"{folder}/said-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    sys.exit(main(arguments[rank]))
+
+
+def assert_refused(found: list[tuple[int, str]], named: str) -> None:
+    for code, said in found:
+        assert code == 2, said
+        assert f"\n  {named}: process 0 has " in said
+        assert ", process 1 has " in said
+        assert "Traceback" not in said
+
+
+def test_two_command_lines_that_differ(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
+    """X3: two things at once; sharded, as is the default."""
+    common = ["--model", str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "run"), "--samples=0"]
+    codes = run_ranks(2, _command_line, [["kto", *common, "--seed=1", "--max-steps=2"],
+                                         ["kto", *common, "--seed=2", "--max-steps=3"]], str(tmp_path), limit_s=60)
+    found = [(code, (tmp_path / f"said-{rank}").read_text()) for rank, code in enumerate(codes)]
+    for named in ("--seed", "--max-steps"):
+        assert_refused(found, named)
+    assert not (tmp_path / "run").exists()
+
+
 # --- started as people start them -------------------------------------------------------------------------------------
 
 
@@ -200,24 +230,6 @@ def started(arguments: list[list[str]], folders: list[str], folder: Path) -> lis
             for one in running:
                 one.kill()
                 one.wait()
-
-
-def assert_refused(found: list[tuple[int, str]], named: str) -> None:
-    for code, said in found:
-        assert code == 2, said
-        assert f"\n  {named}: process 0 has " in said
-        assert ", process 1 has " in said
-        assert "Traceback" not in said
-
-
-def test_two_command_lines_that_differ(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
-    """X3: two things at once; sharded, as is the default."""
-    common = ["--model", str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "run"), "--samples=0"]
-    found = started([["kto", *common, "--seed=1", "--max-steps=2"], ["kto", *common, "--seed=2", "--max-steps=3"]],
-                    [""] * 2, tmp_path)
-    for named in ("--seed", "--max-steps"):
-        assert_refused(found, named)
-    assert not (tmp_path / "run").exists()
 
 
 REAL: list[tuple[str, list[str], list[str]]] = [

@@ -9,7 +9,7 @@ import pytest
 
 from helpers import CASES, case_yaml, expected
 from integration.conftest import assert_same_metrics
-from integration.test_invariance import one_rank, run_ranks, start_fork_server
+from processes import one_rank, run_ranks, start_fork_server
 from tropism.cli.app import main
 from tropism.config import METHODS
 from tropism.config_file import read_yaml

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import distance
-from integration.test_invariance import run_ranks
+from processes import run_ranks
 
 LAYERS = 2
 GATHERS, SUMS, REDUCES = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from integration.test_invariance import run_ranks
 from logits_traffic import Largest
+from processes import run_ranks
 from tropism.losses.divergence import DIVERGENCES
 from tropism.model.head import divergence
 from tropism.model.head.divergence import Comparison, FullTargets, top_k

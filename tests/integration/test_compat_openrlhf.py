@@ -12,8 +12,8 @@ import torch
 
 import published_reference as published
 from compat_helpers import Actor, apart, loader_of, models, optimizer_of, rows_of, strategy_of, weights_of
-from integration.test_invariance import run_ranks
 from integration.test_sharding import whole_norms
+from processes import run_ranks
 from published_batches import openrlhf_dpo, openrlhf_kto, openrlhf_sft
 from tropism.compat.openrlhf import DPOTrainer, KDTrainer, KTOTrainer
 

@@ -14,7 +14,7 @@ import yaml
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
-from integration.test_invariance import run_ranks
+from processes import run_ranks
 from tropism.cli.app import main
 from tropism.commands.scoring import figures, score
 from tropism.config import METHODS, ScoringOptions

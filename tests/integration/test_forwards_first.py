@@ -10,7 +10,7 @@ import torch
 
 from integration.conftest import records
 from integration.resuming import TIMES
-from integration.test_invariance import one_rank, run_ranks
+from processes import one_rank, run_ranks
 from tropism.config import METHODS
 from tropism.distributed import World
 from tropism.errors import StoppedEarly

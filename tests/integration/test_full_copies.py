@@ -11,8 +11,9 @@ import torch
 from transformers import AutoConfig
 
 from integration.conftest import records
-from integration.test_invariance import Left, one_rank, run_ranks
+from integration.test_invariance import Left
 from integration.test_sharding import compare
+from processes import one_rank, run_ranks
 from tropism.config import METHODS
 from tropism.distributed.world import World
 from tropism.observe.console import Voice

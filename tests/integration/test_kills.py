@@ -1,7 +1,6 @@
 """Runs in processes of their own that are killed, stopped by signals, or go on with other ranks."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -16,10 +15,8 @@ import pytest
 import torch
 
 from integration.conftest import assert_same_metrics, weights
-from integration.test_invariance import run_ranks
+from processes import fork_server, run_ranks
 from tropism.train.checkpoints import files as checkpoint
-
-PRELOAD = ["torch", "transformers.models.llama.modeling_llama", "tropism.runner", "torch.distributed.checkpoint"]
 
 
 def _quiet() -> None:
@@ -57,9 +54,7 @@ def _ranks(rank: int, size: int, port: int, method: str, settings: dict[str, Any
 
 def start(method: str, settings: dict[str, Any]) -> Any:
     """A process of a fork server: its imports are done already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=_child, args=(method, settings))
+    process = fork_server().Process(target=_child, args=(method, settings))
     process.start()
     return process
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
 
 from integration.conftest import distance, records, weights
-from integration.test_invariance import BOUNDS, LAYOUT_BOUND, SHORT, Bench, Left, one_rank, run_ranks
+from integration.test_invariance import BOUNDS, LAYOUT_BOUND, SHORT, Bench, Left
+from processes import one_rank, run_ranks
 from tropism.config import METHODS
 from tropism.data.batching.collate import collate
 from tropism.data.tree import Completion, PromptTree

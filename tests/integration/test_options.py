@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from integration.conftest import train_steps
-from integration.test_invariance import run_ranks
+from processes import run_ranks
 from tropism.config import METHODS
 from tropism.data.options import DataOptions
 from tropism.distributed import World, connect
@@ -100,7 +100,7 @@ FEEDBACK = [("oak? ", "elm ash", True), ("yew? ", "bay", False), ("oak? ", "sea"
 
 
 class Bench:
-    """The tiny model, another one, and data; measures first steps.
+    """A model of one layer, another one, and data; measures first steps.
 
     Args:
         folder: holds `rows-METHOD.jsonl`, the model `own` and the model `other`.
@@ -146,10 +146,11 @@ class Bench:
 
 def write(folder: Path, model: Path) -> None:
     """What a bench needs."""
-    (folder / "own").symlink_to(model)
-    torch.manual_seed(8)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(folder / "other")
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "other")
+    for seed, name in ((7, "own"), (8, "other")):
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(model, num_hidden_layers=1)  # losses do not see layers
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(model).save_pretrained(folder / name)
     rows: dict[str, Sequence[dict[str, Any]]] = {
         "dpo": [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS],
         "kto": [{"prompt": p, "completion": c, "label": label} for p, c, label in FEEDBACK],

@@ -16,7 +16,7 @@ import torch
 from integration import resuming
 from integration.conftest import records, weights
 from integration.resuming import TIMES, manifest
-from integration.test_invariance import one_rank, run_ranks
+from processes import one_rank, run_ranks
 from tropism.config import METHODS
 from tropism.errors import StoppedEarly, TropismError
 from tropism.model import language_model

@@ -3,9 +3,9 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +14,24 @@ from typing import Any
 import pytest
 
 from integration.conftest import records, weights
+from processes import fork_server
+from tropism.cli.app import main
 from tropism.errors import OutputError, OutputLockedError
 from tropism.train import loop
 from tropism.train.frozen.score_store import ScoreStore
 
-SLOW = ("import sys, time\nfrom tropism.cli.app import main\nfrom tropism.train import loop\nreal = loop.train_step\n"
-        "def step(*args):\n    print('step', flush=True); time.sleep(0.5); return real(*args)\n"
-        "loop.train_step = step\nsys.exit(main(sys.argv[1:]))")
+
+def _slow(arguments: list[str], log: str) -> None:
+    """A run whose steps take half a second more, and say so."""
+    real = loop.train_step
+
+    def step(*args: Any) -> Any:
+        Path(log).write_text("step")
+        time.sleep(0.5)
+        return real(*args)
+
+    loop.train_step = step
+    sys.exit(main(arguments))
 
 
 @pytest.fixture
@@ -28,14 +39,14 @@ def slow_run(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> Any:
     """A run of 40 slow steps in a process of its own, that has begun its first."""
     arguments = ["dpo", "--model", str(tiny_model_dir), "--data", str(pairs), "--output", str(tmp_path / "run1"),
                  "--store", str(tmp_path / "store"), "--batch-size", "8", "--max-steps", "40", "--samples", "0"]
-    process = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    while process.stdout.readline().strip() != "step":
-        assert process.poll() is None
+    process = fork_server().Process(target=_slow, args=(arguments, str(tmp_path / "log")))
+    process.start()
+    while not (tmp_path / "log").exists():
+        assert process.is_alive()
+        time.sleep(0.02)
     yield process
     process.kill()
-    process.wait()
-    process.stdout.close()
+    process.join()
 
 
 def test_two_runs_in_one_directory(slow_run: Any, train: Callable[..., Any], tmp_path: Path) -> None:
@@ -46,8 +57,8 @@ def test_two_runs_in_one_directory(slow_run: Any, train: Callable[..., Any], tmp
     with pytest.raises(OutputLockedError, match=f"is in use by process {slow_run.pid} on .* since "):
         train("dpo", resume="auto", **options)
     assert (tmp_path / "run1" / "lock").read_text() == owned
-    slow_run.send_signal(signal.SIGKILL)
-    slow_run.wait()
+    slow_run.kill()
+    slow_run.join()
     assert (tmp_path / "run1" / "lock").exists()
     result = train("dpo", resume="auto", **options)
     assert result.steps == 3
@@ -56,10 +67,9 @@ def test_two_runs_in_one_directory(slow_run: Any, train: Callable[..., Any], tmp
 
 def test_a_signal_releases_the_lock(slow_run: Any, tmp_path: Path) -> None:
     """Also a run that is stopped in order, or fails, is nobody's afterwards."""
-    slow_run.send_signal(signal.SIGTERM)
-    while slow_run.stdout.readline():
-        pass
-    assert slow_run.wait() == 75
+    slow_run.terminate()
+    slow_run.join()
+    assert slow_run.exitcode == 75
     assert not (tmp_path / "run1" / "lock").exists()
 
 

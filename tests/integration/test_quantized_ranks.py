@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from integration.conftest import distance, records
-from integration.test_invariance import BOUNDS, Left, one_rank, run_ranks
+from integration.test_invariance import BOUNDS, Left
+from processes import one_rank, run_ranks
 from tropism.config import METHODS
 from tropism.distributed.world import World
 from tropism.errors import UsageError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from integration.test_invariance import run_ranks
+from processes import run_ranks
 
 # PARITY's fixture: log-ratios of the rows, and of their mismatched completions under our pairing (the next unit).
 LOGRATIOS = [2.0, -3.0, 4.0, -1.5, 5.0, -0.5]

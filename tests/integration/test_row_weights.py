@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from integration.conftest import assert_same_metrics, distance, records, weights
-from integration.test_invariance import run_ranks
+from processes import run_ranks
 from tropism.config import METHODS
 from tropism.errors import CheckpointError, UsageError
 from tropism.runner import run

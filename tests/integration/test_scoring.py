@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
+from processes import run_ranks
 from tropism.cli.app import main
 from tropism.commands.scoring import figures, score
 from tropism.config import ScoringOptions
@@ -130,13 +130,16 @@ def test_refusals_cost_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert not Path("new.jsonl").exists()
 
 
+def _score(rank: int, size: int, port: int, arguments: list[str]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port)}
+    sys.exit(main(["score", *arguments]))
+
+
 def test_several_processes_write_once(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
     """X1: the packs are shared, the main process alone writes, and none fails for what it has written."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tropism", "score",
-         str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "two.jsonl")],
-        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
+    assert run_ranks(2, _score, [str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "two.jsonl")],
+                     ) == [0, 0]
     assert main(["score", str(tiny_model_dir), "--data", str(feedback), "--output", str(tmp_path / "one.jsonl")]) == 0
     one, two = ([json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
                 for name in ("one.jsonl", "two.jsonl"))

@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from integration.conftest import assert_same_metrics, distance, records
-from integration.test_invariance import BOUNDS, Left, one_rank, run_ranks
+from integration.test_invariance import BOUNDS, Left
+from processes import one_rank, run_ranks
 from tropism.config import METHODS
 from tropism.runner import run
 
@@ -39,12 +40,12 @@ def test_two_processes_equal_one(common: dict[str, Any], data_of: dict[str, Path
     jobs = []
     for name, (method, lora) in KINDS.items():
         lora = {key: str(tmp_path / "first" / "model") if value == "ADAPTER" else value for key, value in lora.items()}
-        settings = {**common, "data": str(data_of[method]), "lora": lora,
+        settings = {**common, "data": str(data_of[method]), "lora": lora, "max_steps": 3,
                     **({"reference": "live"} if "live" in name else {})}
         run(METHODS[method](**settings, output=str(tmp_path / f"{name} one")))
         settings["samples"] = int(name == "lora")
         jobs.append((method, {**settings, "output": str(tmp_path / f"{name} two"), "microbatch_tokens": 200,
-                              "save_every": 3, "store": str(tmp_path / "store of two")}))
+                              "save_every": 2, "store": str(tmp_path / "store of two")}))
     assert run_ranks(2, one_rank, jobs) == [0, 0]
     for name in KINDS:
         one, two = tmp_path / f"{name} one", tmp_path / f"{name} two"

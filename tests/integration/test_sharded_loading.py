@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
 
-from integration.test_invariance import run_ranks
+from processes import run_ranks
 from tropism.config import METHODS
 from tropism.errors import ModelError, TropismError
 

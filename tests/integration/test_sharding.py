@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,7 +28,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from integration.conftest import assert_same_metrics, distance, records, weights
-from integration.test_invariance import BOUNDS, Left, one_rank, run_ranks
+from integration.test_invariance import BOUNDS, Left
+from processes import fork_server, one_rank, run_ranks
 from tropism.cli.app import main
 from tropism.config import METHODS
 from tropism.runner import run
@@ -244,17 +247,6 @@ def test_resume_on_other_processes(before: int, after: int, tiny_model_dir: Path
     assert [(sitting["step"], sitting["world_size"]) for sitting in sittings] == [(3, after)]
 
 
-def rank_of(pid: str, run: Path) -> str | None:
-    """Which rank of a run a process is, if it is one."""
-    try:
-        variables = Path("/proc", pid, "environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    if f"TROPISM_TEST_KILL={run}".encode() not in variables:
-        return None
-    return next((one[5:].decode() for one in variables if one.startswith(b"RANK=")), None)
-
-
 def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -264,26 +256,42 @@ def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
     raise AssertionError("it did not happen")
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process in /proc")
-def test_torchrun_goes_on_after_a_rank_was_killed(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> None:
-    """X1, C2: kill -9 of one of two; torchrun starts both again, and the run goes on from its last checkpoint."""
-    options = ["--model", str(tiny_model_dir), "--data", str(feedback), "--batch-size", "8", "--samples", "0",
-               "--epochs", "15", "--save-every", "5", "--resume", "auto", "--store", str(tmp_path / "store")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "--max-restarts", "1", "-m", "tropism", "kto", *options, "--output", str(tmp_path / "run")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1", "TROPISM_TEST_KILL": str(tmp_path)})
+def _rank_of_torchrun(folder: str, arguments: list[str]) -> None:
+    """The command line, with its output and its process in files."""
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    out = os.open(f"{folder}/said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    if code := main(arguments):
+        sys.exit(code)
+
+
+def test_torchrun_goes_on_after_a_rank_was_killed(tiny_model_dir: Path, feedback: Path, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1, C2: kill -9 of one of two; torchrun starts both again, and the run goes on from its last checkpoint.
+
+    By torchrun's agent, as `--standalone --max-restarts 1` sets it up; its processes come from the fork server.
+    """
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # the agent's own, which would stay
+    arguments = ["kto", "--model", str(tiny_model_dir), "--data", str(feedback), "--batch-size", "8", "--samples", "0",
+                 "--epochs", "8", "--save-every", "5", "--resume", "auto", "--store", str(tmp_path / "store"),
+                 "--output", str(tmp_path / "run")]
     checkpoints = tmp_path / "run" / "checkpoints"
-    try:
+
+    def kill() -> None:
         wait_for(lambda: checkpoints.is_dir() and list(checkpoints.glob("step-*/COMPLETE")))
-        victim = next(int(entry.name) for entry in Path("/proc").iterdir()
-                      if entry.name.isdigit() and rank_of(entry.name, tmp_path) == "1")
-        os.kill(victim, signal.SIGKILL)
-        out, err = process.communicate(timeout=150)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err
-    assert out.count("plan: ") == 2
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+
+    fork_server()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="killed", rdzv_backend="c10d",
+                                rdzv_endpoint="localhost:0", max_restarts=1, start_method="forkserver"),
+                   _rank_of_torchrun)(str(tmp_path), arguments)
+    killer.join()
+    assert sum((tmp_path / f"said-{rank}").read_text().count("plan: ") for rank in range(2)) == 2
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["status"] == "done"
     assert manifest["resumed"][0]["step"] >= 5

@@ -1,7 +1,6 @@
 """Signals outside of the steps: while a run reads data or builds a model, and those that a terminal sends."""
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from integration.test_kills import PRELOAD, same
+from integration.test_kills import same
+from processes import fork_server
 from tropism.cli.app import main
 from tropism.distributed import World
 from tropism.errors import StoppedEarly
@@ -64,10 +64,8 @@ class Started:
     """A run in a process of a fork server, and what it has said."""
 
     def __init__(self, where: str, argv: list[str], log: Path, prepare: Callable[[], Any] = _nothing) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self.log = log
-        self.process = context.Process(target=_child, args=(where, argv, log, prepare))
+        self.process = fork_server().Process(target=_child, args=(where, argv, log, prepare))
         self.process.start()
         while not log.exists() or f"at {where}" not in log.read_text():
             assert self.process.is_alive(), log.read_text()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from integration.conftest import records, weights
-from integration.test_invariance import run_ranks
+from processes import run_ranks
 from tropism.errors import NonFiniteError, NothingLearnedError, ReferenceMismatchError, UsageError
 from tropism.model.language_model import LanguageModel
 from tropism.train import loop

@@ -1,11 +1,12 @@
 """Laws that hold for whole families of losses, tried on every one of them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,9 +38,16 @@ def pairs(draw: st.DrawFn, least: int = 1) -> Pairs:
     return sides[0], sides[1]
 
 
-# Fewer examples of each law than usual, since each is tried on up to 55 losses.
+# Fewer examples of each law than usual, since each example is tried on up to 55 losses.
 few = settings(max_examples=settings().max_examples // 5)
 every_loss = pytest.mark.parametrize("loss", PAIRED.values(), ids=PAIRED.keys())
+
+
+def each(losses: Mapping[str, Any]) -> Iterator[Any]:
+    """The losses, one after the other; of the names that a failed example notes, the last is that of the loss."""
+    for name, loss in losses.items():
+        note(name)
+        yield loss
 
 
 def same(actual: Tensor, wanted: Tensor) -> None:
@@ -62,16 +70,16 @@ def shifted(of: Scored, by: float) -> Scored:
 SYMMETRIC = {name: loss for name, loss in PAIRED.items() if name not in ("nca_pair", "apo_down", "odds_ratio")}
 
 
-@pytest.mark.parametrize("loss", SYMMETRIC.values(), ids=SYMMETRIC.keys())
 @few
 @given(of=pairs())
-def test_swapping_sides_turns_the_sign_of_beta(loss: PairLoss, of: Pairs) -> None:
+def test_swapping_sides_turns_the_sign_of_beta(of: Pairs) -> None:
     """L2: a loss of beta h, or of beta c and -beta r, sees swapped sides as a negative beta."""
-    swapped, turned = loss(of[1], of[0], beta=0.3), loss(*of, beta=-0.3)
-    if loss is OF_STEP["aot"]:  # equal margins may meet their partners in another order
-        same(swapped.sum(), turned.sum())
-    else:
-        same(swapped, turned)
+    for loss in each(SYMMETRIC):
+        swapped, turned = loss(of[1], of[0], beta=0.3), loss(*of, beta=-0.3)
+        if loss is OF_STEP["aot"]:  # equal margins may meet their partners in another order
+            same(swapped.sum(), turned.sum())
+        else:
+            same(swapped, turned)
 
 
 @given(of=pairs(), smoothing=st.sampled_from([0.05, 0.2, 0.45]))
@@ -87,48 +95,49 @@ def test_swapping_sides_flips_the_label(of: Pairs, smoothing: float) -> None:
          aot(*of, beta=0.3, label_smoothing=1 - smoothing, partner=partner))
 
 
-@pytest.mark.parametrize("loss", [*OF_REFERENCE.values(), *OF_STEP.values()], ids=[*OF_REFERENCE, *OF_STEP])
 @few
 @given(of=pairs(), by=st.tuples(st.integers(-9, 9), st.integers(-9, 9)))
-def test_only_log_ratios_count(loss: PairLoss, of: Pairs, by: tuple[int, int]) -> None:
+def test_only_log_ratios_count(of: Pairs, by: tuple[int, int]) -> None:
     """L2: one constant added to policy and reference of a side changes nothing; for `aot`, one for both sides."""
-    up, down = by if loss is not OF_STEP["aot"] else (by[0], by[0])
-    same(loss(shifted(of[0], up), shifted(of[1], down), beta=0.3), loss(*of, beta=0.3))
+    for loss in each(OF_REFERENCE | OF_STEP):
+        up, down = by if loss is not OF_STEP["aot"] else (by[0], by[0])
+        same(loss(shifted(of[0], up), shifted(of[1], down), beta=0.3), loss(*of, beta=0.3))
 
 
-@pytest.mark.parametrize("loss", OF_POLICY.values(), ids=OF_POLICY.keys())
 @few
 @given(of=pairs())
-def test_the_reference_does_not_count(loss: PairLoss, of: Pairs) -> None:
+def test_the_reference_does_not_count(of: Pairs) -> None:
     """L2: losses without a reference do not look at its log-probs."""
     nothing = [Scored(side.logps, torch.full_like(side.logps, torch.nan), side.lengths) for side in of]
-    same(loss(*nothing, beta=0.3), loss(*of, beta=0.3))
+    for loss in each(OF_POLICY):
+        same(loss(*nothing, beta=0.3), loss(*of, beta=0.3))
 
 
-@every_loss
 @few
 @given(of=pairs(least=2), data=st.data())
-def test_permuting_pairs_permutes_losses(loss: PairLoss, of: Pairs, data: st.DataObject) -> None:
+def test_permuting_pairs_permutes_losses(of: Pairs, data: st.DataObject) -> None:
     """L1: no loss depends on the order of the pairs; among equal values, AOT's ranks do, but not their sum."""
     order = data.draw(st.permutations(range(len(of[0].logps))))
-    losses, permuted = loss(*of, beta=0.3), loss(*taken(of, order), beta=0.3)
-    if loss in OF_STEP.values():
-        same(permuted.sum(), losses.sum())
-    else:
-        same(permuted, losses[torch.tensor(order)])
+    for loss in each(PAIRED):
+        losses, permuted = loss(*of, beta=0.3), loss(*taken(of, order), beta=0.3)
+        if loss in OF_STEP.values():
+            same(permuted.sum(), losses.sum())
+        else:
+            same(permuted, losses[torch.tensor(order)])
 
 
-@pytest.mark.parametrize("loss", [*OF_REFERENCE.values(), *OF_POLICY.values()], ids=[*OF_REFERENCE, *OF_POLICY])
 @few
 @given(of=pairs(least=2), data=st.data())
-def test_splitting_changes_nothing(loss: PairLoss, of: Pairs, data: st.DataObject) -> None:
+def test_splitting_changes_nothing(of: Pairs, data: st.DataObject) -> None:
     """L1: micro-batches give what the whole batch gives, values and gradients."""
     count = len(of[0].logps)
     cut = data.draw(st.integers(1, count - 1))
-    parts = [loss(*taken(of, list(range(*ends))), beta=0.3) for ends in ((0, cut), (cut, count))]
-    same(torch.cat(parts), loss(*of, beta=0.3))
-    for split, whole in zip(gradients(torch.cat(parts), *of), gradients(loss(*of, beta=0.3), *of), strict=True):
+    for loss in each(OF_REFERENCE | OF_POLICY):
+        parts = [loss(*taken(of, list(range(*ends))), beta=0.3) for ends in ((0, cut), (cut, count))]
+        split, whole = torch.cat(parts), loss(*of, beta=0.3)
         same(split, whole)
+        for one, other in zip(gradients(split, *of), gradients(whole, *of), strict=True):
+            same(one, other)
 
 
 LN2 = math.log(2)
@@ -227,20 +236,20 @@ UNPAIRED: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("loss", UNPAIRED.values(), ids=UNPAIRED.keys())
 @few
 @given(of=pairs(least=2), data=st.data())
-def test_unpaired_laws(loss: Callable[..., Tensor], of: Pairs, data: st.DataObject) -> None:
+def test_unpaired_laws(of: Pairs, data: st.DataObject) -> None:
     """L1, L2: only log-ratios count; flipped labels are a negative beta; units do not see each other."""
     units, count = of[0], len(of[0].logps)
     labels = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
-    losses = loss(units, labels, beta=0.3, **WEIGHTS)
-    same(loss(shifted(units, 4.0), labels, beta=0.3, **WEIGHTS), losses)
-    same(loss(units, ~labels, sign=-1, beta=-0.3, **TURNED), losses)
     order = torch.tensor(data.draw(st.permutations(range(count))))
-    same(loss(units.take(order), labels[order], beta=0.3, **WEIGHTS), losses[order])
-    parts = [loss(units.take(part), labels[part], beta=0.3, **WEIGHTS) for part in (order[:1], order[1:])]
-    same(torch.cat(parts), losses[order])
+    for loss in each(UNPAIRED):
+        losses = loss(units, labels, beta=0.3, **WEIGHTS)
+        same(loss(shifted(units, 4.0), labels, beta=0.3, **WEIGHTS), losses)
+        same(loss(units, ~labels, sign=-1, beta=-0.3, **TURNED), losses)
+        same(loss(units.take(order), labels[order], beta=0.3, **WEIGHTS), losses[order])
+        parts = [loss(units.take(part), labels[part], beta=0.3, **WEIGHTS) for part in (order[:1], order[1:])]
+        same(torch.cat(parts), losses[order])
 
 
 @given(of=pairs())

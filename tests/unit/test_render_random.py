@@ -1,9 +1,11 @@
 """Random conversations through tokenizers of every kind: the laws of M1, M2, T1 and T3, whatever people write."""
 
+from collections.abc import Callable, Iterable
+from functools import wraps
+from itertools import product
 from typing import Any
 
-import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
@@ -23,6 +25,21 @@ TEXTS = st.lists(PIECES, max_size=6).map("".join)
 ANSWERS = TEXTS.filter(str.strip)
 
 
+def each_of(cases: Iterable[tuple[str, ...]]) -> Callable[..., Any]:
+    """A test that tries each example on every case; of those that a failed example notes, the last is its own."""
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def tried(**drawn: Any) -> None:
+            for case in cases:
+                note(", ".join(case))
+                test(*case, **drawn)
+
+        del tried.__wrapped__  # whose arguments pytest would look for
+        return tried
+
+    return decorate
+
+
 @st.composite
 def conversations(draw: Any, texts: st.SearchStrategy[str] = TEXTS) -> Row:
     """Two to four messages, then an answer; with a system message, an empty one, or none."""
@@ -38,12 +55,12 @@ TOKENIZERS = {kind: kind_of_tokenizer(kind) for kind in EXACT_KINDS}
 RENDERERS = {kind: Renderer(tokenizer, LIMITS) for kind, tokenizer in TOKENIZERS.items()}
 
 
-@pytest.mark.parametrize("kind", EXACT_KINDS)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 @given(row=conversations())
 @example(row=chat("        ", answers=("  \t x",), system=""))
 @example(row=chat("\u2581the", "\u2581", "<|end", answers=("|><|end|>\u2581",)))
 @example(row=chat("e\u0301", answers=("\u0301e \U0001f469\u200d\U0001f33e",)))
+@each_of([(kind,) for kind in EXACT_KINDS])
 def test_random_conversations(kind: str, row: Row) -> None:
     """M1, M2, T1, T3: generation's ids before, one terminator behind, and what reads differently is noted."""
     tokenizer = TOKENIZERS[kind]
@@ -64,9 +81,9 @@ def test_random_conversations(kind: str, row: Row) -> None:
         assert kind not in SPELLS_ALL
 
 
-@pytest.mark.parametrize("kind", EXACT_KINDS)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 @given(row=conversations(st.lists(st.sampled_from(KNOWN + CONTROL), max_size=6).map("".join)))
+@each_of([(kind,) for kind in EXACT_KINDS])
 def test_random_conversations_of_known_characters(kind: str, row: Row) -> None:
     """M1: where the tokenizer can spell all characters, every answer is learned exactly as it is written."""
     found = encoded(RENDERERS[kind], row)
@@ -78,10 +95,10 @@ def test_random_conversations_of_known_characters(kind: str, row: Row) -> None:
         found.prompt_ids.tolist(), completion.ids.tolist(), completion.loss_mask.tolist()) == [answer + "<|end|>"]
 
 
-@pytest.mark.parametrize("kind", EXACT_KINDS)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 @given(row=conversations())
 @example(row=chat("", "\n", "", answers=("the",)))
+@each_of([(kind,) for kind in EXACT_KINDS])
 def test_random_conversations_with_all_turns(kind: str, row: Row) -> None:
     """M1, T2: with all turns learned, the ids are one for one those of the prompt and its last answer."""
     tokenizer = TOKENIZERS[kind]
@@ -98,9 +115,9 @@ def test_random_conversations_with_all_turns(kind: str, row: Row) -> None:
         assert tokenizer.decode(whole) == tokenizer.decode(straight)
 
 
-@pytest.mark.parametrize("kind", EXACT_KINDS)
 @settings(max_examples=40)
 @given(text=ANSWERS, before=TEXTS)
+@each_of([(kind,) for kind in EXACT_KINDS])
 def test_pieces_are_the_tokens(kind: str, text: str, before: str) -> None:
     """M1: what is shown token by token has every id once, and adds up to the text where no character is split."""
     reader = RENDERERS[kind].text
@@ -133,10 +150,10 @@ def bordered(kind: str, start: str) -> Any:
 STARTS = {(kind, start): bordered(kind, start) for kind in BORDERED for start in ("automatic", "template", "none")}
 
 
-@pytest.mark.parametrize(("kind", "start"), STARTS)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
 @given(row=conversations())
 @example(row=chat("<|bos|>", "<|bos|>the<|eos|>", "        ", answers=("<|bos|> the",), system=""))
+@each_of(STARTS)
 def test_one_bos_whoever_puts_it(kind: str, start: str, row: Row) -> None:
     """T1, M1, M2, T3: one BOS, in front, none if there is none; generation's ids; the answer and one terminator."""
     tokenizer = STARTS[kind, start]
@@ -155,12 +172,12 @@ def test_one_bos_whoever_puts_it(kind: str, start: str, row: Row) -> None:
         assert kind not in SPELLS_ALL
 
 
-@pytest.mark.parametrize(("kind", "start"), STARTS)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
 @given(prompt=TEXTS, answer=ANSWERS)
 @example(prompt="", answer="the")
 @example(prompt="   ", answer="   the")
 @example(prompt="<|bos|>the", answer="<|eos|>the")
+@each_of(STARTS)
 def test_plain_text_whoever_puts_the_bos(kind: str, start: str, prompt: str, answer: str) -> None:
     """T1, M1: plain prompts as generation encodes them, with a BOS once; the answer and one EOS."""
     tokenizer = STARTS[kind, start]
@@ -190,11 +207,10 @@ SPACES = st.sampled_from([" ", "  ", "\n", " \t ", "        "])
 SENTENCES = st.lists(st.tuples(st.sampled_from(WORDS + CONTROL), SPACES).map("".join), max_size=8).map("".join)
 
 
-@pytest.mark.parametrize("start", ["automatic", "template", "none"])
-@pytest.mark.parametrize("kind", ["word level", "word piece"])
 @settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
 @given(row=conversations(SENTENCES))
 @example(row=chat("<|bos|> the", answers=("the <|end|> red",), system=""))
+@each_of(list(product(["word level", "word piece"], ["automatic", "template", "none"])))
 def test_random_conversations_of_whole_words(kind: str, start: str, row: Row) -> None:
     """M1, M2, T1, T3: the words of the answer, each once, and one end; what spells a control token is unknown."""
     tokenizer = STARTS.setdefault((kind, start), bordered(kind, start))

@@ -1,7 +1,6 @@
 """Processes of the command line in which a chosen file operation is the last, fails, or finds a full disk."""
 
 import errno
-import multiprocessing
 import os
 import resource
 import shutil
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["torch", "transformers.models.llama.modeling_llama", "tropism.runner", "torch.distributed.checkpoint"]
+from processes import fork_server
+
 CHANGES = frozenset(("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink",
                      "os.chmod", "os.utime"))
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -122,9 +122,7 @@ def _rank(rank: int, size: int, port: int, arguments: Sequence[str], faults: Seq
 
 def start(arguments: Sequence[object], fault: Fault = Fault(), output: Path | None = None) -> Any:
     """A process of a fork server, whose imports are done already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=_child, args=([str(one) for one in arguments], fault, str(output or "")))
+    process = fork_server().Process(target=_child, args=([str(one) for one in arguments], fault, str(output or "")))
     process.start()
     return process
 
@@ -144,8 +142,7 @@ def call(arguments: Sequence[object], fault: Fault = Fault(), output: Path | Non
 def ranks(arguments: Sequence[object], faults: Sequence[Fault], port: int, output: Path, limit_s: float = 120,
           ) -> list[int | None]:
     """Exit codes of as many ranks as there are faults; None of those that ran longer than the limit."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_server()
     given = [str(one) for one in arguments]
     all_of_them = [context.Process(target=_rank, args=(rank, len(faults), port, given, faults, str(output)))
                    for rank in range(len(faults))]

@@ -10,7 +10,7 @@ import pytest
 
 from integration.chaos.conftest import assert_same
 from integration.chaos.faults import Fault, operations, ranks
-from integration.test_invariance import free_port
+from processes import free_port
 
 Arguments = Callable[..., list[object]]
 
