@@ -48,16 +48,18 @@ def sweep_runs(tokens: Sequence[str], parse: Callable[[list[str]], MethodOptions
 
     def command(method: str, options: dict[str, Any], given: Sequence[str]) -> tuple[list[str], MethodOptions]:
         words = join_booleans(of_file(method, options, given, plan.base, said.add))
-        return words, parse([*words, *(["--trust-remote-code"] if trusted else [])])
+        found = parse([*words, *(["--trust-remote-code"] if trusted else [])])
+        check_planning(found)
+        return words, found
 
     if is_sweep(directory):
         recorded = read_plan(directory, decided=True)
         plan = plan.grown(recorded, directory)
     else:
         check_empty(directory)
+    if unknown := [name for name in plan.values if name.replace("-", "_") not in METHODS[plan.method].flat_fields()]:
+        command(plan.method, plan.options, [f"--{unknown[0]}={plan.values[unknown[0]][0]}", f"--output={directory}"])
     runs = plan.runs(directory, command)
-    for run in runs:
-        check_planning(run.options)
     check_creatable(directory)
     voice = Voice()
     start(voice, "sweep", base=plan.base, output=directory)
@@ -104,8 +106,7 @@ def _new(tokens: list[str]) -> tuple[Plan, Path]:
     directory = _output(values, path)
     values.pop("trust-remote-code", None)
     if own := [f"--{name}" for name in values if name.replace("-", "_") in OWN]:
-        raise UsageError(f"{' and '.join(own)}: a sweep resumes its runs without. Use the same command again, or: "
-                         f"tropism resume {directory}")
+        raise UsageError(f"{' and '.join(own)}: a sweep decides this for each run. Remove it.")
     options = {name: value for name, value in options.items() if name not in OWN and value is not None}
     return Plan(os.path.abspath(Path(path).expanduser()), os.getcwd(), method, options, values), directory
 

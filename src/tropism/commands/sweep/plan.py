@@ -12,7 +12,7 @@ from tropism.borders import read_mapping
 from tropism.commands.sweep.values import Combination, Values, combinations
 from tropism.config import METHODS, MethodOptions
 from tropism.config_file import checked
-from tropism.errors import OutputError, OutputExistsError, UsageError
+from tropism.errors import OutputError, OutputExistsError, TropismError, UsageError
 from tropism.files import meant_by, write_whole
 from tropism.observe.lock import BEGUN, GUARD
 from tropism.observe.rundir import RunDirectory, free_name
@@ -22,8 +22,8 @@ OWN = ("output", "resume", "fall_back", "trust_remote_code")
 """Options that each run gets from the sweep."""
 
 Parse = Callable[[str, dict[str, Any], Sequence[str]], tuple[list[str], MethodOptions]]
-"""Parses a method, the options of its file and those of the command line, as a training command would. Returns that
-command and its options."""
+"""Parses a method, the options of its file and those of the command line, and checks them as a training command would.
+Returns that command and its options."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Plan:
             try:
                 command, options = parse(self.method, kept, [*one.given, f"--output={path}"])
                 found.append(Run(one, path, tuple(command), options))
-            except UsageError as error:
+            except TropismError as error:
                 wrong[one.name] = str(error)
         if wrong:
             name, text = next(iter(wrong.items()))
             if len(wrong) == len(every) and len({*wrong.values()}) == 1:
                 raise UsageError(text)  # whatever the combination
-            others = f" ({len(wrong)} of {len(every)} combinations are invalid.)" if len(wrong) > 1 else ""
-            raise UsageError(f"{name}: {text}{others}")
+            several = f"{len(wrong)} of {len(every)} combinations are invalid. The first: " if len(wrong) > 1 else ""
+            raise UsageError(f"{several}{name}: {text}")
         seen: list[tuple[Run, dict[str, Any]]] = []
         for run in found:
             own = {**run.options.model_dump(), "output": None}
@@ -126,25 +126,23 @@ class Plan:
         Raises:
             UsageError: if anything else differs.
         """
-        place, new = directory / RECORD, f"Choose another directory with --output {free_name(directory)}"
+        place = directory / RECORD
+        new = f"or choose another directory with --output {free_name(directory)}"
         changed = [name for name in dict.fromkeys([*recorded.options, *self.options])
                    if recorded.options.get(name) != self.options.get(name)]
         if recorded.method != self.method:
             changed.insert(0, "method")
         if changed:
             raise UsageError(f"{self.base}: {', '.join(changed)} changed since the sweep in {directory} began. Undo "
-                             f"the change, or choose another directory with --output {free_name(directory)}")
+                             f"the change, {new}")
         if recorded.started_in != self.started_in:
             raise UsageError(f"{place}: the sweep was started in {recorded.started_in}. Run the command there, or: "
                              f"tropism resume {directory}")
-        if self.swept != recorded.swept or self.values.keys() != recorded.values.keys():
-            raise UsageError(f"{place}: the sweep has values of {', '.join(recorded.values)}, the command of "
-                             f"{', '.join(self.values)}. {new}")
-        for name, own in recorded.values.items():
-            missing = [text for text in own if text not in self.values[name]]
-            if missing:
-                raise UsageError(f"{place}: the sweep also has --{name} {','.join(missing)}. Add it to the command, or "
-                                 f"choose another directory with --output {free_name(directory)}")
+        if ({*self.swept} != {*recorded.swept} or self.values.keys() != recorded.values.keys()
+                or any(text not in self.values[name] for name, own in recorded.values.items() for text in own)):
+            had = " ".join(f"--{name} {','.join(own)}" for name, own in recorded.values.items())
+            raise UsageError(f"{place}: the sweep has {had}. The command can add values to them, but not leave any "
+                             f"out. Use the same ones, {new}")
         return replace(self, values={name: [*own, *(text for text in self.values[name] if text not in own)]
                                      for name, own in recorded.values.items()})
 

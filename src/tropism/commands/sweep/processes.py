@@ -21,6 +21,7 @@ Status = Literal["done", "stopped", "failed", "not run"]
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGXCPU")
 """Those that a run answers by stopping."""
 _OURS = "tropism: "  # the error of a command
+_COMMAND = (sys.executable, "-P", "-m", "tropism")  # -P: files of the current directory are no modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ class _Relay:
     def run(self, command: Sequence[str], voice: Voice) -> tuple[int, str]:
         """Run a command, with its output indented. Returns its exit code and the last error that it printed."""
         error = ""
-        pipes: dict[str, int] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, text=True, errors="backslashreplace", process_group=0,  # noqa: S603 (ourselves)
-                              **pipes) as process:
+        with subprocess.Popen(  # noqa: S603 (ourselves)
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                errors="backslashreplace", process_group=0) as process:
             self._process = process
             if self.heard:  # while it was started
                 process.send_signal(signal.Signals[self.heard])
@@ -114,8 +115,7 @@ def train_all(runs: Sequence[Run], directory: Path, trusted: bool, voice: Voice)
             voice.say(f"{title}: resuming" if held else title)
             words = ["resume", str(run.path)] if held else list(run.command)
             trust = ["--trust-remote-code"] * trusted
-            found[run.name] = outcome = _outcome(*relay.run([sys.executable, "-P", "-m", "tropism", *words, *trust],
-                                                            voice))
+            found[run.name] = outcome = _outcome(*relay.run([*_COMMAND, *words, *trust], voice))
             if relay.heard:
                 done = sum(one.status == "done" for one in found.values())
                 raise StoppedEarly(f"received {relay.heard}. {done} of {len(runs)} runs are done. Resume the sweep "

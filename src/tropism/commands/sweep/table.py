@@ -112,8 +112,9 @@ def _record(table: Table, line: Line) -> dict[str, Any]:
     verdict = line.read.verdict
     figures = {name: value for name, value in table.figures(line).items() if math.isfinite(value)}
     metric = {"metric": table.metric.key, "rows": table.metric.rows} if table.metric and figures else {}
-    return {**found, "verdict": verdict.word if verdict else None, **metric, **figures, "kl": line.last("kl"),
-            "loss": line.last("loss"), "steps": line.read.manifest["steps"], "seconds": line.read.manifest["seconds"]}
+    return {**found, "verdict": verdict.word if verdict else None, **metric, **figures,
+            **{key: line.last(key) for key in ("kl", "kl/raw", "loss")},
+            **{name: line.read.manifest[name] for name in ("steps", "seconds")}}
 
 
 def show(table: Table, directory: Path, voice: Voice) -> None:
@@ -124,7 +125,7 @@ def show(table: Table, directory: Path, voice: Voice) -> None:
     if metric is not None:
         title += f", {count_of(metric.rows, 'held-out row')} (95% intervals in brackets)"
         columns += [_NAMES[metric.key], *(["minus best"] if best else [])]
-    columns += ["KL", "loss", "time"]
+    columns += [*(["KL"] if _has_kl(table) else []), "loss", "time"]
     voice.say("")
     voice.table(title, tuple(columns), [_row(table, line) for line in table.lines])
     if metric is not None and not metric.all_rows:
@@ -162,16 +163,23 @@ def _show_best(table: Table, best: Line, voice: Voice) -> None:
 def _row(table: Table, line: Line) -> tuple[str, ...]:
     if line.read is None:
         return (line.run.name, line.outcome.status,
-                *["-"] * (3 + (table.metric is not None) + (table.best is not None)))
+                *["-"] * (2 + _has_kl(table) + (table.metric is not None) + (table.best is not None)))
     verdict, figures, cells = line.read.verdict, table.figures(line), []
     if table.metric is not None:
         cells.append(f"{figures['value']:.3f} [{figures['low']:.3f}, {figures['high']:.3f}]" if figures else "-")
     if table.best is not None:
-        cells.append("best" if line is table.best else "-" if not figures else
+        cells.append("0 (best)" if line is table.best else "-" if not figures else
                      f"{figures['difference']:+.3f} [{figures['difference_low']:+.3f}, "
                      f"{figures['difference_high']:+.3f}]")
-    return (line.run.name, verdict.word if verdict else "-", *cells, _number(line.last("kl"), ".3g"),
-            _number(line.last("loss"), ".4f"), f"{line.read.manifest['seconds']:.0f} s")
+    if _has_kl(table):
+        kl, raw = line.last("kl"), line.last("kl/raw")
+        cells.append(_number(kl, ".3g") + (f" (raw {raw:.3g})" if raw is not None and raw != kl else ""))
+    return (line.run.name, verdict.word if verdict else "-", *cells, _number(line.last("loss"), ".4f"),
+            f"{line.read.manifest['seconds']:.0f} s")
+
+
+def _has_kl(table: Table) -> bool:
+    return any(line.last("kl") is not None for line in table.lines)
 
 
 def _number(value: float | None, form: str) -> str:

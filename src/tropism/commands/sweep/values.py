@@ -56,14 +56,15 @@ def read_values(tokens: Sequence[str], options: type[MethodOptions]) -> Values:
             raise UsageError(f"unexpected argument {typed}. Separate the values of an option by commas without spaces: "
                              "--seed 0,1,2")
         name = typed.removeprefix("--").replace("_", "-")
-        if kinds.get(name) == "" and not joined:
-            value = rest.pop(0) if rest and {*rest[0].lower().split(",")} <= {"true", "false", NONE} else "true"
-        elif name not in kinds and not joined and kinds.get(positive := re.sub(r"(^|\.)no-", r"\1", name)) == "":
+        positive = re.sub(r"(^|\.)no-", r"\1", name)
+        if name not in kinds and kinds.get(positive) == "" and not joined:
             name, value = positive, "false"
-        elif not joined:
-            if not rest or rest[0].startswith("--"):
-                raise UsageError(f"{typed} needs a value")
+        elif not joined and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
+        elif not joined:
+            if kinds.get(name):
+                raise UsageError(f"{typed} needs a value")
+            value = "true"
         own = [value] if kinds.get(name) in _UNDIVIDED else [part.strip() for part in value.split(",")]
         for text in own:
             if not text:
