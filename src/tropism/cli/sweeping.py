@@ -40,9 +40,9 @@ def sweep_runs(tokens: Sequence[str], parse: Callable[[list[str]], MethodOptions
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("tropism sweep starts a process for each run. Start it without torchrun.")
-    trusted = decides_code(tokens) and any(token in ("--trust-remote-code", "--trust-remote-code=true")
-                                           for token in tokens)
-    plan, directory = (_resumed if tokens[0] == "resume" else _new)(list(tokens[1:]))
+    tokens = join_booleans(list(tokens))
+    trusted = bool({"--trust-remote-code", "--trust-remote-code=true"} & {*tokens})
+    plan, directory = (_resumed if tokens[0] == "resume" else _new)(tokens[1:])
     directory = _among(plan, directory)
     said: set[str] = set()
 
@@ -123,7 +123,7 @@ def _output(values: Values, base: str) -> Path:
 
 def _resumed(tokens: list[str]) -> tuple[Plan, Path]:
     directory = Path(tokens[0]).expanduser()
-    if others := [token for token in tokens[1:] if "trust-remote-code" not in token and token not in ("true", "false")]:
+    if others := [token for token in tokens[1:] if not decides_code([token])]:
         raise UsageError(f"{others[0]}: a sweep keeps its options. Remove it, or start another sweep with "
                          "tropism sweep CONFIG --output NEW")
     return read_plan(directory, decides_code(tokens)), directory
