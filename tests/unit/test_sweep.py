@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -17,10 +18,10 @@ from pyarrow import parquet
 from tropism.cli.app import main
 from tropism.commands.sweep import processes
 from tropism.commands.sweep.plan import runs_of
-from tropism.commands.sweep.values import combinations, read_values
+from tropism.commands.sweep.values import combinations, read_values, typed
 from tropism.config import DPOOptions, KTOOptions, MethodOptions
 from tropism.errors import UsageError
-from tropism.observe.console import Voice
+from tropism.observe.lock import owned
 from tropism.report.held_out import held_out
 from tropism.report.read import RunReport
 from tropism.train.evaluation.row_files import SCHEMA
@@ -47,7 +48,9 @@ def test_the_first_option_changes_slowest() -> None:
     ("--model a/b,c/d", {"model": ["a/b", "c/d"]}),
 ])
 def test_values_are_read(text: str, wanted: dict[str, list[str]]) -> None:
-    assert read_values(text.split(), DPOOptions) == wanted
+    found = read_values(text.split(), DPOOptions)
+    assert found == wanted
+    assert read_values(shlex.split(typed(found)), DPOOptions) == wanted
 
 
 def test_spaces_are_not_part_of_a_value_but_of_a_text() -> None:
@@ -149,7 +152,7 @@ def test_runs_that_fail_stop_or_are_killed_do_not_stop_the_others(base: Path, ca
         Path(f"tell-seed={seed}").write_text(answer)
     code, out, err = sweep(capsys, "sweep", "base.yaml", "--seed", "0,1,2,3", "--output", "out")
     assert code == 1
-    assert "2 runs of 4 failed: seed=0, seed=1. The others are not affected. To try again: tropism resume out" in err
+    assert "2 of 4 runs failed: seed=0, seed=1. The others are not affected. To try again: tropism resume out" in err
     assert "run 3 of 4: seed=2\n  hello seed=2\n" in out
     assert "warning: seed=0 failed: no luck" in out
     assert "ended by SIGKILL" in out
@@ -161,7 +164,7 @@ def test_runs_that_fail_stop_or_are_killed_do_not_stop_the_others(base: Path, ca
         Path(f"tell-seed={seed}").unlink()
     code, out, err = sweep(capsys, "resume", "out")
     assert (code, calls()) == (75, ["resume seed=0", "kto seed=1", "resume seed=2"])
-    assert "1 run of 4 stopped: seed=2. To resume: tropism resume out" in err
+    assert "1 of 4 runs stopped: seed=2. To resume: tropism resume out" in err
     Path("tell-seed=2").unlink()
     assert sweep(capsys, "resume", "out")[0] == 0
     assert calls() == ["resume seed=2"]
@@ -265,6 +268,14 @@ def test_a_record_of_someone_else_is_data(base: Path, capsys: Any) -> None:
 def test_torchrun_is_refused(base: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "Start it without torchrun" in sweep(capsys, *SEEDS)[2]
+
+
+def test_one_sweep_at_a_time_in_a_directory(base: Path, capsys: Any) -> None:
+    Path("out").mkdir()
+    with owned(Path("out")):
+        code, _, err = sweep(capsys, *SEEDS)
+    assert (code, "out: is in use by " in err, calls()) == (2, True, [])
+    assert not Path("out/sweep.yaml").exists()
 
 
 def test_a_sweep_stands_for_its_runs(base: Path, capsys: Any) -> None:

@@ -10,7 +10,7 @@ from tropism.cli.arguments import decides_code, file_named, join_booleans, note,
 from tropism.cli.before_torch import check_planning, start
 from tropism.commands.sweep.plan import OWN, Plan, Run, check_empty, is_sweep, read_plan
 from tropism.commands.sweep.processes import train_all
-from tropism.commands.sweep.values import Values, read_values
+from tropism.commands.sweep.values import Values, read_values, typed
 from tropism.config import METHODS, MethodOptions
 from tropism.config_file import read_yaml
 from tropism.errors import StoppedEarly, TropismError, UsageError, count_of
@@ -63,8 +63,7 @@ def sweep_runs(tokens: Sequence[str], parse: Callable[[list[str]], MethodOptions
     check_creatable(directory)
     voice = Voice()
     start(voice, "sweep", base=plan.base, output=directory)
-    swept = "; ".join(f"{name} {', '.join(plan.values[name])}" for name in plan.swept)
-    voice.say(f"{count_of(len(runs), 'run')}: {swept}")
+    voice.say(f"{count_of(len(runs), 'run')}: {typed(plan.values)}")
     for text in sorted(said):
         note(text)
     if not all(run.options.eval_fraction or run.options.eval_data for run in runs):
@@ -87,7 +86,7 @@ def _train(plan: Plan, runs: list[Run], directory: Path, trusted: bool, voice: V
     for status in ("failed", "stopped"):
         named = [name for name, outcome in outcomes.items() if outcome.status == status]
         if named:
-            text = f"{count_of(len(named), 'run')} of {len(runs)} {status}: {', '.join(named)}."
+            text = f"{len(named)} of {len(runs)} runs {status}: {', '.join(named)}."
             if status == "stopped":
                 raise StoppedEarly(f"{text} To resume: {again}")
             raise TropismError(f"{text} The others are not affected. To try again: {again}")

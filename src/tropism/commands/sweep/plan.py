@@ -1,6 +1,7 @@
 """What a sweep runs, and its record: `DIR/sweep.yaml`, from which it can be resumed."""
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import yaml
 
 from tropism.borders import read_mapping
-from tropism.commands.sweep.values import Combination, Values, combinations
+from tropism.commands.sweep.values import Combination, Values, combinations, typed
 from tropism.config import METHODS, MethodOptions
 from tropism.config_file import checked
 from tropism.errors import OutputError, OutputExistsError, TropismError, UsageError
@@ -137,12 +138,11 @@ class Plan:
                              f"the change, {new}")
         if recorded.started_in != self.started_in:
             raise UsageError(f"{place}: the sweep was started in {recorded.started_in}. Run the command there, or: "
-                             f"tropism resume {directory}")
+                             f"tropism resume {shlex.quote(str(directory))}")
         if ({*self.swept} != {*recorded.swept} or self.values.keys() != recorded.values.keys()
                 or any(text not in self.values[name] for name, own in recorded.values.items() for text in own)):
-            had = " ".join(f"--{name} {','.join(own)}" for name, own in recorded.values.items())
-            raise UsageError(f"{place}: the sweep has {had}. The command can add values to them, but not leave any "
-                             f"out. Use the same ones, {new}")
+            raise UsageError(f"{place}: the sweep has {typed(recorded.values)}. The command can add values to them, but "
+                             f"not leave any out. Use the same ones, {new}")
         return replace(self, values={name: [*own, *(text for text in self.values[name] if text not in own)]
                                      for name, own in recorded.values.items()})
 

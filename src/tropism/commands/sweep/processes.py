@@ -1,5 +1,6 @@
 """Trains the runs of a sweep one after another, each in a process of its own."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def train_all(runs: Sequence[Run], directory: Path, trusted: bool, voice: Voice)
             if relay.heard:
                 done = sum(one.status == "done" for one in found.values())
                 raise StoppedEarly(f"received {relay.heard}. {done} of {len(runs)} runs are done. Resume the sweep "
-                                   f"with: tropism resume {directory}")
+                                   f"with: tropism resume {shlex.quote(str(directory))}")
             if outcome.status == "failed":
                 voice.warn(f"{run.name} failed: {outcome.error}", word="warning")
     return found

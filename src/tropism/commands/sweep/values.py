@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -74,6 +75,15 @@ def read_values(tokens: Sequence[str], options: type[MethodOptions]) -> Values:
                 raise UsageError(f"{typed}: {text} is given twice. Remove one.")
             found[name].append(text)
     return found
+
+
+def typed(values: Mapping[str, Sequence[str]]) -> str:
+    """Values of options as one types them."""
+    words = []
+    for name, own in values.items():
+        divided = [",".join(own)] if not any("," in text for text in own) else own
+        words += [f"--{name} {shlex.quote(text)}" for text in divided]
+    return " ".join(words)
 
 
 def combinations(values: Mapping[str, Sequence[str]], options: type[MethodOptions]) -> list[Combination]:
