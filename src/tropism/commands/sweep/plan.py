@@ -141,8 +141,8 @@ class Plan:
                              f"tropism resume {shlex.quote(str(directory))}")
         if ({*self.swept} != {*recorded.swept} or self.values.keys() != recorded.values.keys()
                 or any(text not in self.values[name] for name, own in recorded.values.items() for text in own)):
-            raise UsageError(f"{place}: the sweep has {typed(recorded.values)}. The command can add values to them, but "
-                             f"not leave any out. Use the same ones, {new}")
+            raise UsageError(f"{place}: the sweep has {typed(recorded.values)}. The command can add values to them, "
+                             f"but not leave any out. Use the same ones, {new}")
         return replace(self, values={name: [*own, *(text for text in self.values[name] if text not in own)]
                                      for name, own in recorded.values.items()})
 
