@@ -159,6 +159,9 @@ def test_a_table_that_is_too_wide_becomes_lines() -> None:
     for width in (80, 200):
         assert "│ logps/chosen │ -576.9750 │ -12345.6780 │" in in_terminal(
             lambda voice: voice.before_after("rows", before, after), width)
+    row = ("a", "0.5", "0.1", "3 s")
+    assert in_terminal(lambda voice: voice.table("runs", ("run", "AUC", "KL", "time"), [row]), 25) == [
+        "runs", "  a: AUC 0.5, KL 0.1,", "    time 3 s"]
     out = io.StringIO()
     Voice(console=Console(file=out, width=20, soft_wrap=True)).before_after("rows", before, after)
     assert "│ logps/chosen │ -576.9750 │ -12345.6780 │" in out.getvalue()

@@ -309,3 +309,16 @@ def test_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     report_on(run, Quiet())  # type: ignore[arg-type]
     assert said[1] == "division by zero. The run is complete without its report."
     assert not (run / "report.html").exists()
+
+
+def test_a_sweep_is_reported_as_its_runs(tmp_path: Path) -> None:
+    """By its directory, or by all that is in it."""
+    for seed in (0, 1):
+        make_run(tmp_path / "out" / f"seed={seed}", seed=seed)
+    for name in ("sweep.yaml", "sweep.jsonl"):
+        (tmp_path / "out" / name).write_text("")
+    assert main(["report", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(f"seed={seed}" in page for seed in (0, 1))
+    assert main(["report", *map(str, sorted((tmp_path / "out").iterdir())), "--html", str(tmp_path / "all.html")]) == 0
+    assert (tmp_path / "all.html").read_text() == page

@@ -7,7 +7,7 @@ import pytest
 
 from tropism.errors import OutputExistsError
 from tropism.files import meant_by, write_whole
-from tropism.observe.rundir import RunDirectory
+from tropism.observe.rundir import RunDirectory, free_name
 
 
 def interrupted(patch: pytest.MonkeyPatch, write: Callable[[], None]) -> None:
@@ -45,3 +45,12 @@ def test_anything_else_is_somebodys(name: str, tmp_path: Path) -> None:
         RunDirectory(tmp_path).refuse_if_used()
     RunDirectory(tmp_path).create()
     assert (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [".", "..", "/", "b/.."])
+def test_a_free_name_for_any_directory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a")
+    found = free_name(Path(name))
+    assert not found.exists()
+    assert found.name.endswith("-2")

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,10 @@ def with_config(tokens: list[str]) -> list[str]:
     if tokens[:1] == ["train"]:
         if len(tokens) < 2 or tokens[1].startswith("-"):
             raise UsageError("CONFIG is required. Example: tropism train RUN/config.yaml")
-        method, values = read_yaml(_file("CONFIG", tokens[1]), decided=_decides_code(tokens[2:]), say=note)
+        method, values = read_yaml(file_named("CONFIG", tokens[1]), decided=decides_code(tokens[2:]), say=note)
         if method is None:
             raise UsageError(f"{tokens[1]}: `method:` is missing. Add one of {', '.join(METHODS)}")
-        return [method, *_spelled_out(_for_loss(values, tokens[2:], tokens[1]), tokens[2:]), *tokens[2:]]
+        return of_file(method, values, tokens[2:], tokens[1])
     if tokens[:1] == ["resume"]:
         return _resumed(tokens[1:])
     for position, token in enumerate(tokens):
@@ -97,15 +97,25 @@ def with_config(tokens: list[str]) -> list[str]:
             if not joined and position + 1 == len(tokens):
                 raise UsageError("--config needs a file. Example: --config base.yaml")
             path = path if joined else tokens[position + 1]
-            method, values = read_yaml(_file("--config", path), tokens[0], _decides_code(tokens), note)
+            method, values = read_yaml(file_named("--config", path), tokens[0], decides_code(tokens), note)
             if method not in (None, tokens[0]):
                 raise UsageError(f"{path}: written for method {method}, not {tokens[0]}. Use `tropism {method}`.")
             rest = tokens[1:position] + tokens[position + (1 if joined else 2) :]
-            return [tokens[0], *_spelled_out(_for_loss(values, rest, path), rest), *rest]
+            return of_file(tokens[0], values, rest, path)
     return tokens
 
 
-def _file(name: str, value: str) -> str:
+def of_file(method: str, values: dict[str, Any], given: Sequence[str], path: str,
+            say: Callable[[str], None] | None = None) -> list[str]:
+    """The command of a method with the options of a file, and those of the command line, which override them.
+
+    Args:
+        say: is told of each option of the file that is ignored. Default: a note.
+    """
+    return [method, *_spelled_out(_for_loss(values, given, path, say or note), given), *given]
+
+
+def file_named(name: str, value: str) -> str:
     """The value of an argument that names a file.
 
     Raises:
@@ -121,11 +131,11 @@ def _resumed(tokens: list[str]) -> list[str]:
     """Replace `resume RUN ...` by the command that started the run, with the given overrides."""
     if not tokens or tokens[0].startswith("-"):
         raise UsageError("RUN is required. Example: tropism resume RUN")
-    named = Path(_file("RUN", tokens[0])).expanduser()
+    named = Path(file_named("RUN", tokens[0])).expanduser()
     run = named.parent.parent if named.parent.name == "checkpoints" else named
     if not run.is_dir():
         raise UsageError(f"{named}: cannot resume: directory not found")
-    method, values = _recorded(named, run, _decides_code(tokens))
+    method, values = _recorded(named, run, decides_code(tokens))
     if method is None:
         raise UsageError(f"{run / 'config.yaml'}: `method:` is missing")
     if objects := [name for name, value in values.items() if isinstance(value, str)
@@ -183,7 +193,7 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     return {name: value for name, value in values.items() if name not in left_out}
 
 
-def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[str, Any]:
+def _for_loss(values: dict[str, Any], given: Sequence[str], path: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Drop options of the loss of a file if the command line names another loss."""
     named = _value_of("loss", given)
     if "loss" not in values or named is None or named.replace(" ", "") == _spell(values["loss"]).replace(" ", ""):
@@ -191,7 +201,7 @@ def _for_loss(values: dict[str, Any], given: Sequence[str], path: str) -> dict[s
     left_out = [name for name in (*OPTIONS, "loss_weights") if values.get(name) is not None
                 and not any(token.partition("=")[0].replace("-", "_") == f"__{name}" for token in given)]
     if left_out:
-        note(f"{path}: ignoring {', '.join(left_out)}, which belong to its loss {_spell(values['loss'])}")
+        say(f"{path}: ignoring {', '.join(left_out)}, which belong to its loss {_spell(values['loss'])}")
     return {name: value for name, value in values.items() if name not in left_out}
 
 
@@ -215,7 +225,7 @@ def names_of(given: Sequence[str]) -> set[str]:
     return {re.sub(r"(^|\.)no-", r"\1", flag.removeprefix("--").replace("_", "-")) for flag in flags}
 
 
-def _decides_code(given: Sequence[str]) -> bool:
+def decides_code(given: Sequence[str]) -> bool:
     """Whether the command line says if the code of models may run."""
     return "trust-remote-code" in names_of(given)
 

@@ -20,9 +20,11 @@ from tropism.cli.before_torch import (
     start,
 )
 from tropism.cli.other_names import translate
+from tropism.cli.sweeping import names_a_sweep, sweep_runs
 from tropism.cli.table import COMMANDS
 from tropism.cli.usage_errors import explain_error, known_options
 from tropism.commands.files import check_new, check_reports, check_run, check_scores, voice_beside, write_json
+from tropism.commands.sweep.plan import is_sweep, runs_of
 from tropism.config import (
     ConvertOptions,
     DPOOptions,
@@ -84,6 +86,8 @@ def call(tokens: list[str], began: float) -> int:
     if tokens[0] == "plan":
         tokens, own = planned(tokens[1:])
         _planning.set(own)
+    if names_a_sweep(tokens):
+        return sweep_runs(translate(tokens, known_options(tokens), note), _parsed)
     if tokens[0] == "migrate":
         tokens = of_another(tokens)
     else:
@@ -92,6 +96,16 @@ def call(tokens: list[str], began: float) -> int:
         return int(app(tokens, exit_on_error=False, print_error=False) or 0)
     except CycloptsError as error:
         raise UsageError(explain_error(error, tokens)) from None
+
+
+def _parsed(tokens: list[str]) -> MethodOptions:
+    """The options of a training command that is not run now."""
+    try:
+        options = app.parse_args(tokens, exit_on_error=False, print_error=False)[1].arguments["options"]
+    except CycloptsError as error:
+        raise UsageError(explain_error(error, tokens)) from None
+    assert isinstance(options, MethodOptions)
+    return options
 
 
 def _run(options: MethodOptions) -> int:
@@ -214,15 +228,16 @@ def inspect(data: _Name, /, *, options: Annotated[InspectOptions, _Flat], html: 
 def report(run: _File, /, *runs: _File, html: _File | None = None, figures: _Output | None = None,
            open: bool = False) -> int:
     """Write a page about runs: curves, rankings, rows, samples, options."""
-    for one in (run, *runs):
+    every = runs_of((run, *runs)) or [run]
+    for one in every:
         check_run(one, "report")
-    page = run.expanduser() / REPORT if html is None else html
-    check_reports(page, runs=(run, *runs))
+    page = (run if is_sweep(run) else every[0]).expanduser() / REPORT if html is None else html
+    check_reports(page, runs=every)
     if figures is not None and figures.expanduser().exists() and not figures.expanduser().is_dir():
         raise UsageError(f"--figures {figures} is not a directory. Choose another name.")
     from tropism import report as reporting
 
-    found = reporting.report((run, *runs))
+    found = reporting.report(every)
     reporting.write_page(found, page)
     voice = voice_beside(html)
     for read in found.runs:
@@ -281,6 +296,12 @@ def train(config: Path, /) -> int:
 def resume(run: Path, /) -> int:
     """Never called: `spelled_out` replaces it by the method of the run."""
     raise NotImplementedError(run)
+
+
+@app.command
+def sweep(config: Path, /, *, output: Path | None = None, trust_remote_code: bool = False) -> int:
+    """Never called: `sweep_runs` reads its arguments."""
+    raise NotImplementedError(config, output, trust_remote_code)
 
 
 @app.command

@@ -93,6 +93,17 @@ COMMANDS: dict[str, Command] = {
         ("tropism resume runs/first", "tropism resume runs/first --max-steps 2000"),
         (Argument("RUN", "Run directory, or one of its checkpoints.", required=True),
          Argument("--KEY VALUE", "Override an option that may change, such as --max-steps."))),
+    "sweep": Command(
+        "Train", "Train with every combination of several values of options.",
+        ("tropism sweep base.yaml --learning-rate 1e-6,5e-6 --seed 0,1",
+         "tropism sweep base.yaml --loss sigmoid --loss sigmoid,sft --output runs/losses"),
+        (Argument("CONFIG", "YAML file with `method:` and options by name.", required=True),
+         Argument("--KEY V1,V2", "Values of an option. Repeat options that take a list or a text: --loss A --loss B,C. "
+                  "`none` leaves an option unset."),
+         Argument("--output DIR", "Directory of the runs. The same command resumes the sweep in it.",
+                  default="CONFIG-sweep"), _TRUST),
+        note="Each combination gets a run directory in DIR. The table at the end compares the runs on the held-out "
+             "rows that all of them have. Resume a stopped sweep with tropism resume DIR."),
     "plan": Command(
         "Train", "Predict the memory and time of a run, without its weights.",
         ("tropism plan kto --model Qwen/Qwen3-0.6B --data feedback.jsonl --device rtx4090",

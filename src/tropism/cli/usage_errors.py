@@ -63,7 +63,7 @@ def _known(name: str) -> list[str]:
 def known_options(tokens: list[str]) -> set[str]:
     """Options of the command that the tokens name, with `_`; those of all methods where a file names the method."""
     name = _command_of(tokens)
-    if name in ("train", "resume"):
+    if name in ("train", "resume", "sweep"):
         return {field for options in config.METHODS.values() for field in options.flat_fields()}
     return {option.replace("-", "_") for flag in _known(name) for option in flag.split()[:1]}
 

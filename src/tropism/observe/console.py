@@ -309,7 +309,10 @@ class Voice:
             table.width = self._width(table)
             self.console.print(table)
             return
-        self.say(*(f"  {row[0]}: {' -> '.join(row[1:])}" for row in content[1]))
+        names, rows = content
+        self.say(*(f"  {row[0]}: {' -> '.join(row[1:])}" if len(names) <= 3 else
+                   f"  {row[0]}: {', '.join(f'{name} {cell}' for name, cell in zip(names[1:], row[1:], strict=True))}"
+                   for row in rows))
 
     def _laid_out(self, content: _Content) -> Table:
         columns, rows = content

@@ -245,6 +245,7 @@ def free_name(path: Path) -> Path:
     if not path.exists():
         return path
     number = 2
-    while (candidate := path.with_name(f"{path.name}-{number}")).exists():
+    path = path if path.name not in ("", "..") else path.resolve()
+    while (candidate := path.parent / f"{path.name}-{number}").exists():
         number += 1
     return candidate

@@ -1,0 +1,1 @@
+"""Trains a configuration several times with different values of options, and compares the results."""
