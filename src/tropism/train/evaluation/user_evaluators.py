@@ -200,7 +200,7 @@ class UserEvaluators:
             self.note(f"{clause(problem)}. Training continues, and the evaluation has no value for its metrics.")
         self.begun = True
         self.names |= own.figures.keys()
-        return {**dict.fromkeys(sorted(self.names), math.nan), **own.figures}
+        return {**own.figures, **dict.fromkeys(sorted(self.names - own.figures.keys()), math.nan)}
 
     def _called(self, engine: Engine) -> _Outcome:
         """Call each function."""
