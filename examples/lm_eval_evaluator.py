@@ -13,6 +13,7 @@ import json
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tropism import KTOTrainer
 
@@ -21,15 +22,16 @@ CAPITALS = {"Latvia": "Riga", "Kenya": "Nairobi", "Peru": "Lima", "Nepal": "Kath
 INSTALLED = find_spec("lm_eval") is not None
 
 
-def capitals(model, tokenizer, rows):
-    """The figures of a task of our own, from a local file. Names of lm-eval's tasks, such as "arc_easy", work as well."""
+def capitals(model: Any, tokenizer: Any, rows: list[dict]) -> dict[str, float]:
+    """The figures of a task of our own, from a local file. Names of tasks of lm-eval, such as arc_easy, work as well."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "capitals.jsonl"
-        file.write_text("".join(json.dumps({"country": country, "right": number, "cities": list(CAPITALS.values())}) + "\n"
-                                for number, country in enumerate(CAPITALS)))
+        docs = [{"country": country, "right": number, "cities": list(CAPITALS.values())}
+                for number, country in enumerate(CAPITALS)]
+        file.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
         task = {"task": "capitals", "dataset_path": "json", "test_split": "train", "output_type": "multiple_choice",
                 "dataset_kwargs": {"data_files": str(file), "cache_dir": directory},
                 "doc_to_text": "The capital of {{country}} is", "doc_to_choice": "{{cities}}",
@@ -41,7 +43,7 @@ def capitals(model, tokenizer, rows):
             for metric, value in metrics.items() if isinstance(value, float) and "stderr" not in metric}
 
 
-def rows():
+def rows() -> list[dict]:
     """Feedback on answers, one right and one wrong for each country."""
     cities = list(CAPITALS.values())
     return [{"prompt": f"The capital of {country} is", "completion": f" {city}", "label": city == right}

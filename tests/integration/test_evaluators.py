@@ -203,7 +203,7 @@ def test_a_metric_that_no_evaluator_returns_stops_the_run_at_step_0(start: Any, 
 
 
 def test_functions_from_python(small: Callable[..., KTOTrainer]) -> None:
-    """A function or several; rows have what the run evaluates; none is left in the options that another process reads."""
+    """A function or several. Rows have what the run evaluates, and each call starts from the same random state."""
     seen: list[Any] = []
 
     def look(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> dict[str, float]:
