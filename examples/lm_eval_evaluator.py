@@ -23,7 +23,7 @@ INSTALLED = find_spec("lm_eval") is not None
 
 
 def capitals(model: Any, tokenizer: Any, rows: list[dict]) -> dict[str, float]:
-    """The figures of a task of our own, from a local file. Names of tasks of lm-eval, such as arc_easy, work as well."""
+    """The figures of a task of our own, from a local file. Names of tasks, such as arc_easy, work as well."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
