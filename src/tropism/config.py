@@ -39,7 +39,7 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
         """Values by our names."""
         return value_of(str(info.field_name), value)
 
-    @field_validator("loss", "loss_weights", "track", mode="before", check_fields=False)
+    @field_validator("evaluator", "loss", "loss_weights", "track", mode="before", check_fields=False)
     @classmethod
     def _joined(cls, value: Any) -> Any:
         """Join a list from Python or YAML with commas, as the command line writes it."""
@@ -74,6 +74,11 @@ class MethodOptions(DataOptions, RunOptions, StoreOptions):
         if self.eval_limit is not None and not self.eval_data and not self.eval_fraction:
             raise UsageError("--eval-limit has no effect without evaluation rows. Add --eval-fraction 0.1 or "
                              "--eval-data FILE.")
+        if self.evaluator not in (None, "none") and not self.eval_data and not self.eval_fraction:
+            raise UsageError("--evaluator requires rows to evaluate. Use --eval-fraction 0.1 to hold some out, or "
+                             "--eval-data FILE.")
+        if self.sample_every and not self.samples:
+            raise UsageError("--sample-every has no effect with --samples 0. Remove one of them.")
         if not (self.save_every or self.keep_best or self.max_time):
             for name in ("keep", "checkpoint_model"):
                 if getattr(self, name) != type(self).model_fields[name].default:

@@ -1,6 +1,6 @@
 """Reads the options in a YAML file, and checks each of them with its line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,24 @@ from tropism.config import METHODS, MethodOptions, check_name, explain, place_of
 from tropism.errors import UsageError, did_you_mean
 from tropism.options import shown
 
-_TRUST = "trust_remote_code"
+_TRUST, _EVALUATOR = "trust_remote_code", "evaluator"
+CODE = frozenset((_TRUST, _EVALUATOR))
+"""Options that let code run."""
 _ON_OFF = ("compile", "parallel.shard")
 """Options that take the words `on` and `off`, which YAML reads as booleans."""
 
 
-def read_yaml(path: str | Path, default: str | None = None, decided: bool = False,
+def read_yaml(path: str | Path, default: str | None = None, decided: Collection[str] = (),
               say: Callable[[str], None] = lambda text: None) -> tuple[str | None, dict[str, Any]]:
     """The method that a configuration file names, or None, and its options, checked one by one.
 
-    `trust_remote_code` is not among them: a file, which someone else may have written, never allows code to run.
+    `trust_remote_code` and `evaluator` are not among them: a file, which someone else may have written, never lets
+    code run.
 
     Args:
         path: the file.
         default: the method of a file that does not name one.
-        decided: whether code may run has been said elsewhere. Otherwise a file that allows it is refused.
+        decided: of these two, which were said elsewhere. Otherwise a file that has them is refused.
         say: is told of each name of another trainer that was replaced by ours.
 
     Raises:
@@ -39,7 +42,8 @@ def read_yaml(path: str | Path, default: str | None = None, decided: bool = Fals
     return checked(values, lambda key: f"{path}:{lines.get(str(key), 1)}: ", default, decided, say)
 
 
-def checked(values: dict[str, Any], place: Callable[[Any], str], default: str | None = None, decided: bool = False,
+def checked(values: dict[str, Any], place: Callable[[Any], str], default: str | None = None,
+            decided: Collection[str] = (),
             say: Callable[[str], None] = lambda text: None) -> tuple[str | None, dict[str, Any]]:
     """The method that recorded options name, or None, and the options, checked one by one.
 
@@ -57,7 +61,11 @@ def checked(values: dict[str, Any], place: Callable[[Any], str], default: str | 
     known = METHODS.get(method or default or "")
     values, own = _ours((known or MethodOptions).flattened(values), known, place, say)
     _check(values, known, lambda key: place(own.get(key, key)))
-    if TypeAdapter(bool).validate_python(values.pop(_TRUST, False)) and not decided:
+    named = values.pop(_EVALUATOR, None)
+    if named not in (None, "none") and _EVALUATOR not in decided:
+        raise UsageError(f"{place(_EVALUATOR)}{_EVALUATOR}: a file cannot name code to run. If you trust it, pass "
+                         f"--evaluator {shown(named)}, else --evaluator none.")
+    if TypeAdapter(bool).validate_python(values.pop(_TRUST, False)) and _TRUST not in decided:
         raise UsageError(f"{place(_TRUST)}{_TRUST}: a file cannot allow the code of a model to run. If you trust the "
                          "models of this run, pass --trust-remote-code, else --no-trust-remote-code.")
     return method, values

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Generator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from tropism.distributed import World, connect
 from tropism.distributed.agreement import Fact, check_same
 from tropism.errors import UsageError
 from tropism.losses.scored import Scored
-from tropism.model.config import max_positions
 from tropism.model.cpu_products import Products
 from tropism.model.save import check_saved_files
 from tropism.model.source import ModelSource
@@ -27,16 +26,16 @@ from tropism.observe.track import check as check_trackers
 from tropism.report import report_on
 from tropism.train.checkpoints import resume
 from tropism.train.checkpoints.find import FROZEN, Origin, find
-from tropism.train.checkpoints.saver import check_metric, make_saver
+from tropism.train.checkpoints.saver import make_saver
 from tropism.train.disk_space import check_disk_space
 from tropism.train.engine import Engine
 from tropism.train.evaluation.evaluator import Evaluator
 from tropism.train.evaluation.samples import Sampler
+from tropism.train.evaluation.user_evaluators import UserEvaluators, load_evaluators
 from tropism.train.failure import record_failure
 from tropism.train.loop import Plan, TrainingLoop, exhaust
-from tropism.train.monitor.early_stopping import make_rule
 from tropism.train.monitor.nonfinite import Tolerance
-from tropism.train.observers import Observers
+from tropism.train.observers import Observers, check_metrics
 from tropism.train.preemption import Preemption, stopping_at_once
 from tropism.train.profiling import StepProfiler
 from tropism.train.result import RunResult, begin_files, export_result, export_scores, finish, result_of
@@ -109,10 +108,10 @@ class Run:
         """Everything that can be checked before a model is loaded."""
         options = self.options
         self.world.together(lambda: check_trackers(options.track.split(",") if options.track else []))
+        functions = self.world.together(lambda: load_evaluators(options.evaluator, self.objects.evaluators))
         inputs = read_inputs(options, self.world, self.voice, self.objects, named)
-        check_metric(options.keep_best, inputs.method, bool(inputs.data.evaluation))
-        make_rule(options.stop_metric, options.stop_patience, options.stop_delta, inputs.method,
-                  bool(inputs.data.evaluation))
+        check_metrics(options, inputs.method, bool(inputs.data.evaluation), bool(functions))
+        self.user_evaluators = UserEvaluators(functions, inputs, self.voice.warn)
         return inputs
 
     def _arrange(self, kept: Settings | None) -> None:
@@ -218,11 +217,8 @@ class Run:
         """
         options, inputs, world, engine = self.options, self.inputs, self.world, self.engine
         trainer = origin.trainer if origin else None
-        sampler = Sampler(inputs.data.evaluation or inputs.data.train, held_out=bool(inputs.data.evaluation),
-                          count=options.samples, tokenizer=inputs.tokenizer, stop_ids=self._stop_ids,
-                          max_positions=max_positions(engine.model.module.config))
-        observers = Observers.of(options, inputs.method, bool(inputs.data.evaluation), world, directory, self.voice,
-                                 self.objects.other_names)
+        sampler = Sampler.of(inputs, engine)
+        observers = Observers.of(inputs, directory)
         saver = make_saver(engine, directory, options, self._checkpoint_facts(), self.preemption, self.voice,
                            observers.state, inputs.tokenizer)
         world.on_main(lambda: check_saved_files(engine.model.module, inputs.tokenizer))
@@ -238,26 +234,30 @@ class Run:
             if state.step == inputs.schedule.total_steps != state.evaluation.get("step"):
                 state.evaluation_due = True  # its length was changed, so that it ends here
             observers.restore(trainer["guards"])
+            self.user_evaluators.resume(state.evaluation, origin.manifest if origin else {})
             if origin is not None and not origin.finished and not state.evaluation_due:
                 state.ending = observers.ending
         evaluator = self.evaluator if inputs.data.evaluation else None
         if evaluator is not None:
             evaluator.baselines, evaluator.last = state.baselines, None
+            self.user_evaluators.note = lambda text: observers.note(state.step, text)
         profiler = StepProfiler(options.profile, inputs.schedule.total_steps - state.step, world, directory, self.voice)
         loop = TrainingLoop(engine, self.planner, Plan.of(options, inputs.schedule.total_steps), self.preemption,
-                            observers.see, self._evaluate if evaluator is not None else None, saver, state,
-                            lambda settings, sentence: self._lowered(manifest, settings, sentence), profiler,
-                            self.objects.listener)
+                            observers.see, self._evaluate if evaluator is not None else None,
+                            partial(observers.sample, sampler, during=True), saver, state,
+                            partial(self._lowered, manifest), profiler, self.objects.listener)
         try:
-            with observers.showing(inputs.schedule.total_steps, options, self._resolved()), profiler:
-                yield from loop.steps()
+            with observers.showing(inputs.schedule.total_steps, options, self._resolved()):
+                observers.sampled(0, [] if trainer else sampler.lines(state.samples_before))
+                with profiler:
+                    yield from loop.steps()
+                samples_after = observers.sample(sampler, engine, state.step)
         except Exception:  # not KeyboardInterrupt: a second Ctrl-C does not wait
             if saver is not None:
                 saver.leave()
             raise
-        samples_after = sampler.ask_together(engine)
         samples = sampler.compare(state.samples_before, samples_after) if world.is_main else []
-        world.on_main(lambda: directory.append_samples(samples))
+        world.on_main(lambda: directory.append_lines("samples.jsonl", samples))
         export_result(engine, inputs.tokenizer, directory.model, options.export_dtype, self._stop_ids, initial,
                       self.voice)
         if evaluator is not None and evaluator.last is None:  # resumed after its last evaluation
@@ -279,8 +279,8 @@ class Run:
     def _end_facts(self, manifest: Manifest | None, files: Files) -> dict[str, Any]:
         """Facts of a finished run that its evaluation depends on."""
         sums = self.engine.shift.state()
-        known = manifest.facts.get("files", {}) if manifest is not None else {}
-        return {"files": {**known, **files}} | ({} if sums is None else {"reward_sums": sums})
+        own = {} if sums is None else {"reward_sums": sums}
+        return {"files": {**(manifest.facts.get("files", {}) if manifest else {}), **files}, **own}
 
     def _checkpoint_facts(self) -> dict[str, Any]:
         """What identifies the run in a checkpoint."""
@@ -312,7 +312,7 @@ class Run:
         directory.write_config(self._resolved())
         model = self.named.absolute if isinstance(self.named, ModelSource) else self.options.model
         facts = {"method": self.options.method, "model": model, "fingerprints": self._fingerprints(),
-                 **self.objects.facts}
+                 **self.objects.facts, **self.user_evaluators.facts}
         return begin_files(directory, self.inputs, facts, *((origin.manifest, origin.step) if origin else (None, 0)))
 
     def build(self, fresh: bool = True, kept: Settings | None = None) -> Engine:
@@ -377,7 +377,7 @@ class Run:
 
     def _evaluate(self, engine: Engine) -> dict[str, float]:
         with self.voice.bar("evaluate") as report:
-            return self.evaluator(engine, self.preemption.interruptible(report))
+            return self.evaluator(engine, self.preemption.interruptible(report)) | self.user_evaluators(engine)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the current policy on the held-out rows.

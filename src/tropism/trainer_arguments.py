@@ -19,6 +19,7 @@ from tropism.model import load
 from tropism.model.adapters import peft_config
 from tropism.model.source import ModelSource
 from tropism.model.wrapped_module import model_inside
+from tropism.train.evaluation.user_evaluators import evaluator_name
 
 RENDERING = (*FormatOptions.model_fields, *TemplateOptions.model_fields)
 """Options that control how text becomes token ids."""
@@ -96,6 +97,24 @@ def refuse_with(values: Mapping[str, Any], owner: str, names: Sequence[str]) -> 
     for name in names:
         if name in values:
             raise UsageError(f"{name} has no effect with {owner}, which sets it. Remove one of them.")
+
+
+def with_evaluators(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Values in which functions given as `evaluator` are replaced by their names, and the functions.
+
+    Raises:
+        UsageError: if functions and names are mixed.
+    """
+    given = values.get("evaluator")
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    if given is None or all(isinstance(one, str) for one in listed):
+        return dict(values), []
+    if any(one is None or isinstance(one, str) for one in listed):
+        raise UsageError("evaluator has functions and names. Pass only functions, or only names.")
+    names: list[str] = []
+    for one in map(evaluator_name, listed):
+        names.append(one if one not in names else f"{one}-{len(names) + 1}")
+    return {**values, "evaluator": ",".join(names)}, listed
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from tropism.trainer_arguments import (
     modules_inside,
     name_of,
     refuse_with,
+    with_evaluators,
     with_lora_options,
 )
 
@@ -86,7 +87,7 @@ class Trainer:
         metric_names: further names of metrics in `train` and `eval` records, each with ours or with a function of the
             record.
         options: any option of the command line, by its name or by its name in other trainers (`ALIASES`; `ARGUMENTS`
-            for the arguments above).
+            for the arguments above). `evaluator` also takes a function or a list of functions.
 
     Raises:
         UsageError: for an unknown option, a duplicate one, or a combination that cannot work.
@@ -104,7 +105,7 @@ class Trainer:
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "tokenizer": tokenizer}
         model, optimizer, scheduler, tokenizer = arguments(given, options).values()
         options, notes = with_lora_options(options, model)
-        values = canonical(options)
+        values, evaluators = with_evaluators(canonical(options))
         check_names(self.options_class, self.options_class.flattened(values), _ARGUMENTS)
         if values.get("save_every") and any(name in options for name in _WITH_MODEL):
             values = {"checkpoint_model": True, "keep": 0, **values}
@@ -148,7 +149,7 @@ class Trainer:
             self._say(note)
         self._read(objects, train_dataloader, eval_dataloader, accumulation_steps, kl_source == "batch",
                    rule_of(reference_point, self.options_class.view))
-        objects["other_names"] = metric_names
+        objects |= {"other_names": metric_names, "evaluators": evaluators}
         self.objects = PythonObjects(**objects)
         self._run: Run | None = None
 

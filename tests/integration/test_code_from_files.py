@@ -18,6 +18,7 @@ from tropism.cli.app import main
 from tropism.commands.export import export
 from tropism.commands.verify import verify
 from tropism.config import KTOOptions
+from tropism.config_file import CODE as DECIDED
 from tropism.config_file import read_yaml
 from tropism.errors import CheckpointError, ModelError, UsageError
 from tropism.observe.checksums import checksums, file_hash
@@ -211,7 +212,7 @@ def test_every_spelling_of_true_counts(word: str, tmp_path: Path) -> None:
     file.write_text(f"method: kto\nmodel: x\ntrust_remote_code: {word}\n")
     with pytest.raises(UsageError, match=r"base\.yaml:3: trust_remote_code"):
         read_yaml(file)
-    assert "trust_remote_code" not in read_yaml(file, decided=True)[1]
+    assert "trust_remote_code" not in read_yaml(file, decided=DECIDED)[1]
 
 
 def test_a_merged_key_counts_and_null_is_no_word_for_it(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_a_merged_key_counts_and_null_is_no_word_for_it(tmp_path: Path) -> None:
         read_yaml(file)
     file.write_text("method: kto\ntrust_remote_code: null\n")
     with pytest.raises(UsageError, match=r"base\.yaml:2: trust_remote_code"):
-        read_yaml(file, decided=True)
+        read_yaml(file, decided=DECIDED)
 
 
 def test_verify_and_export_read_a_run_without_its_code(hostile: Path, mark: Path, tmp_path: Path,

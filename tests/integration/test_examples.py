@@ -23,6 +23,7 @@ CASES: list[tuple[str, list[str], int, list[str]]] = [
     ("sft", [], 6, [r"loss per token: 4\.\d+ at the first step, 4\.\d+ at the last\n.*"]),
     ("distill", ["TEACHER"], 10, [r"teacher: forward_kl, .* live", r"kd/divergence: 0\.\d+ at the first", r"kd/ce: 4"]),
     ("distill", ["TEACHER", "--top-k", "8"], 10, [r"stored top 8 tokens", r"kd/divergence: 0\.\d+ at the first"]),
+    ("lm_eval_evaluator", [], 4, [r"lm_eval is not installed|capitals/acc: \d", r"loss: 0\.500 before"]),
     ("custom_trees", [], 3, [r"36 training rows, 12 held-out rows", r"weights 2 and 1", r"held-out AUC: 0\.50 before"]),
     ("from_openrlhf_batches", [], 4, [r"kl\) rows of 4 batches are not used", r"held-out AUC: 0\.50 before"]),
     ("from_coati_batches", [], 3, [r"kl\) rows of 6 batches", r"checkpoint: .*step-00000002/model"]),

@@ -22,8 +22,8 @@ GROUPS = {
                     "router_aux_weight schedule seed trust_remote_code warmup_ratio weight_decay",
     "Memory and speed": "checkpointing compile layout memory_limit microbatch_tokens offload_checkpoints prefetch "
                         "profile",
-    "Evaluation": "eval_data eval_every eval_fraction eval_limit eval_split samples stop_delta stop_metric "
-                  "stop_patience",
+    "Evaluation": "eval_data eval_every eval_fraction eval_limit eval_split evaluator sample_every samples "
+                  "stop_delta stop_metric stop_patience",
     "Checkpoints": "checkpoint_model export_dtype fall_back keep keep_best max_time resume save_every",
     "Adapters": "lora.adapter lora.alpha lora.dora lora.modules_to_save lora.quantize lora.rank lora.rslora "
                 "lora.targets",

@@ -93,8 +93,8 @@ def test_an_impossible_number_is_no_traceback(tmp_path: Path, pid: str) -> None:
 
 WRITES: dict[str, Callable[[RunDirectory], Any]] = {
     "record": lambda run: run.append_record({"step": 1, "split": "train"}),
-    "samples": lambda run: run.append_samples([{"id": "a"}]),
-    "line": lambda run: run.append_line("notices.jsonl", {"step": 1}),
+    "samples": lambda run: run.append_lines("samples.jsonl", [{"id": "a"}]),
+    "line": lambda run: run.append_lines("notices.jsonl", [{"step": 1}]),
     "config": lambda run: run.write_config({"method": "kto"}),
     "json": lambda run: run.write_json("audit.json", {}),
     "manifest": lambda run: Manifest(run, {}),

@@ -81,6 +81,22 @@ def test_records_arrive(fakes: dict[str, Any], tmp_path: Path) -> None:
     assert (tmp_path / "logs").is_dir()
 
 
+def test_tables_arrive_where_tables_are_known(fakes: dict[str, Any], tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb and clearml have a method for tables, tensorboard gets text, and others get nothing."""
+    def log_table(self: Any, name: str, columns: list[str], data: list[list[str]], step: int) -> None:
+        self.calls.append(("table", name, columns, data, step))
+
+    monkeypatch.setattr(fakes["wandb"], "log_table", log_table, raising=False)
+    trackers, said = begin(["tensorboard", "wandb", "mlflow"], tmp_path)
+    trackers.table("samples", ("step", "completion"), [("3", "a\nb")], 3)
+    assert not said
+    assert fakes["wandb"].made.calls[-1] == ("table", "samples", ["step", "completion"], [["3", "a\nb"]], 3)
+    assert fakes["tensorboard"].made.calls[-1] == (
+        "log", {"samples": "| step | completion |\n| --- | --- |\n| `3` | `a b` |"}, 3)
+    assert fakes["mlflow"].made.calls[-1][0] == "config"
+
+
 def test_clearml_parts_names_in_its_own_way(fakes: dict[str, Any], tmp_path: Path) -> None:
     trackers, _ = begin(["clearml"], tmp_path)
     trackers.log({"loss": 0.5}, 1, "eval")

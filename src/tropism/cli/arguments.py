@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tropism.config import METHODS, takes_bool
-from tropism.config_file import checked, read_yaml
+from tropism.config_file import CODE, checked, read_yaml
 from tropism.errors import UsageError, count_of
 from tropism.methods.options import OPTIONS
 from tropism.observe.console import Voice
@@ -22,7 +22,23 @@ def spelled_out(tokens: list[str]) -> list[str]:
     Raises:
         UsageError: for a file that cannot be read, or a run that cannot be resumed.
     """
-    return join_booleans(with_config(tokens))
+    return join_booleans(with_config(_joined(tokens)))
+
+
+def _joined(tokens: list[str]) -> list[str]:
+    """The tokens with all values of a repeated `--evaluator` in one."""
+    if sum(token.partition("=")[0] == "--evaluator" for token in tokens) < 2:
+        return tokens
+    found: list[str] = []
+    values: list[str] = []
+    remaining = iter(tokens)
+    for token in remaining:
+        name, joined, value = token.partition("=")
+        if name == "--evaluator":
+            values.append(value if joined else next(remaining, ""))
+        else:
+            found.append(token)
+    return [*found, f"--evaluator={','.join(values)}"]
 
 
 def planned(tokens: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -150,7 +166,7 @@ def _resumed(tokens: list[str]) -> list[str]:
     return [method, *_spelled_out(values, rest), *rest, f"--output={run}", f"--resume={named}"]
 
 
-def _recorded(named: Path, run: Path, decided: bool) -> tuple[str | None, dict[str, Any]]:
+def _recorded(named: Path, run: Path, decided: set[str]) -> tuple[str | None, dict[str, Any]]:
     """Method and options of a run: from config.yaml, or from a checkpoint if that file is missing or empty."""
     config = run / "config.yaml"
     check_kind(config)
@@ -225,9 +241,9 @@ def names_of(given: Sequence[str]) -> set[str]:
     return {re.sub(r"(^|\.)no-", r"\1", flag.removeprefix("--").replace("_", "-")) for flag in flags}
 
 
-def decides_code(given: Sequence[str]) -> bool:
-    """Whether the command line says if the code of models may run."""
-    return "trust-remote-code" in names_of(given)
+def decides_code(given: Sequence[str]) -> set[str]:
+    """The options of `CODE` that the command line has."""
+    return {name for name in CODE if name.replace("_", "-") in names_of(given)}
 
 
 def _spelled_out(values: dict[str, Any], given: Sequence[str]) -> list[str]:

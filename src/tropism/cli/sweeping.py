@@ -12,7 +12,7 @@ from tropism.commands.sweep.plan import OWN, Plan, Run, check_empty, is_sweep, r
 from tropism.commands.sweep.processes import train_all
 from tropism.commands.sweep.values import Values, read_values, typed
 from tropism.config import METHODS, MethodOptions
-from tropism.config_file import read_yaml
+from tropism.config_file import CODE, read_yaml
 from tropism.errors import StoppedEarly, TropismError, UsageError, count_of
 from tropism.files import check_creatable
 from tropism.observe.console import Voice
@@ -41,19 +41,18 @@ def sweep_runs(tokens: Sequence[str], parse: Callable[[list[str]], MethodOptions
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("tropism sweep starts a process for each run. Start it without torchrun.")
     tokens = join_booleans(list(tokens))
-    trusted = bool({"--trust-remote-code", "--trust-remote-code=true"} & {*tokens})
-    plan, directory = (_resumed if tokens[0] == "resume" else _new)(tokens[1:])
+    plan, directory, code = (_resumed if tokens[0] == "resume" else _new)(tokens[1:])
     directory = _among(plan, directory)
     said: set[str] = set()
 
     def command(method: str, options: dict[str, Any], given: Sequence[str]) -> tuple[list[str], MethodOptions]:
         words = join_booleans(of_file(method, options, given, plan.base, said.add))
-        found = parse([*words, *(["--trust-remote-code"] if trusted else [])])
+        found = parse([*words, *code])
         check_planning(found)
         return words, found
 
     if is_sweep(directory):
-        recorded = read_plan(directory, decided=True)
+        recorded = read_plan(directory, decided=CODE)
         plan = plan.grown(recorded, directory)
     else:
         check_empty(directory)
@@ -72,11 +71,11 @@ def sweep_runs(tokens: Sequence[str], parse: Callable[[list[str]], MethodOptions
     with Ownership(directory, voice.warn) as ownership:
         ownership.take()
         plan.write(directory)
-        return _train(plan, runs, directory, trusted, voice)
+        return _train(plan, runs, directory, code, voice)
 
 
-def _train(plan: Plan, runs: list[Run], directory: Path, trusted: bool, voice: Voice) -> int:
-    outcomes = train_all(runs, directory, trusted, voice)
+def _train(plan: Plan, runs: list[Run], directory: Path, code: list[str], voice: Voice) -> int:
+    outcomes = train_all(runs, directory, code, voice)
     from tropism.commands.sweep.table import show, table_of, write  # imports torch
 
     found = table_of(runs, outcomes, plan.swept)
@@ -93,8 +92,8 @@ def _train(plan: Plan, runs: list[Run], directory: Path, trusted: bool, voice: V
     return 0
 
 
-def _new(tokens: list[str]) -> tuple[Plan, Path]:
-    """The plan of a command, and the directory of its runs."""
+def _new(tokens: list[str]) -> tuple[Plan, Path, list[str]]:
+    """The plan of a command, the directory of its runs, and the options of code that may run in each."""
     if not tokens or tokens[0].startswith("-"):
         raise UsageError("CONFIG is required. Example: tropism sweep base.yaml --learning-rate 1e-6,5e-6 --seed 0,1")
     path = file_named("CONFIG", tokens[0])
@@ -103,11 +102,24 @@ def _new(tokens: list[str]) -> tuple[Plan, Path]:
         raise UsageError(f"{path}: `method:` is missing. Add one of {', '.join(METHODS)}")
     values = read_values(tokens[1:], METHODS[method])
     directory = _output(values, path)
-    values.pop("trust-remote-code", None)
+    code = _code(values)
     if own := [f"--{name}" for name in values if name.replace("-", "_") in OWN]:
         raise UsageError(f"{' and '.join(own)}: a sweep decides this for each run. Remove it.")
     options = {name: value for name, value in options.items() if name not in OWN and value is not None}
-    return Plan(os.path.abspath(Path(path).expanduser()), os.getcwd(), method, options, values), directory
+    if named := [word.partition("=")[2] for word in code if word.startswith("--evaluator=")]:
+        options["evaluator"] = named[0]  # so that resuming asks for it
+    return Plan(os.path.abspath(Path(path).expanduser()), os.getcwd(), method, options, values), directory, code
+
+
+def _code(values: Values) -> list[str]:
+    """Takes the options that decide which code may run out of those of a command."""
+    found = []
+    for name in sorted(CODE):
+        own = values.pop(name.replace("_", "-"), [])
+        if len(own) > 1:
+            raise UsageError(f"--{name.replace('_', '-')}: a sweep has one value for all runs")
+        found += [f"--{name.replace('_', '-')}={value}" for value in own]
+    return found
 
 
 def _output(values: Values, base: str) -> Path:
@@ -120,12 +132,14 @@ def _output(values: Values, base: str) -> Path:
         raise UsageError(f"--output: {error}") from None
 
 
-def _resumed(tokens: list[str]) -> tuple[Plan, Path]:
+def _resumed(tokens: list[str]) -> tuple[Plan, Path, list[str]]:
     directory = Path(tokens[0]).expanduser()
-    if others := [token for token in tokens[1:] if not decides_code([token])]:
-        raise UsageError(f"{others[0]}: a sweep keeps its options. Remove it, or start another sweep with "
+    values = read_values(tokens[1:], METHODS["kto"])  # of these options every method has the same
+    code = _code(values)
+    if values:
+        raise UsageError(f"--{next(iter(values))}: a sweep keeps its options. Remove it, or start another sweep with "
                          "tropism sweep CONFIG --output NEW")
-    return read_plan(directory, decides_code(tokens)), directory
+    return read_plan(directory, decides_code(tokens[1:])), directory, code
 
 
 def _among(plan: Plan, directory: Path) -> Path:

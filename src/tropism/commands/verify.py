@@ -14,7 +14,7 @@ from tropism.borders import read_object
 from tropism.commands.files import write_json
 from tropism.commands.run_files import Check, State, check_output
 from tropism.config import METHODS, MethodOptions
-from tropism.config_file import read_yaml
+from tropism.config_file import CODE, read_yaml
 from tropism.errors import ModelError, TropismError, UsageError, count_of, first_line
 from tropism.model import load
 from tropism.model.language_model import LanguageModel
@@ -79,7 +79,7 @@ def verify(directory: Path, trust_remote_code: bool = False) -> Verdict:
         return Verdict(directory, (Check("manifest.json", "gone", of="intact"), *kept, Check(
             "options", "unknown", "nothing can be compared without manifest.json")))
     try:
-        method, values = read_yaml(directory / "config.yaml", decided=True)
+        method, values = read_yaml(directory / "config.yaml", decided=CODE)
         known = METHODS[method or manifest["method"]]
         options = known.model_validate(known.nested(values | {"output": str(directory),
                                                               "trust_remote_code": trust_remote_code}))

@@ -104,6 +104,20 @@ def direction(key: str) -> Literal["", "lower", "higher"]:
     return metric.better if metric else ""
 
 
+_MODES: dict[str, Literal["lower", "higher"]] = {"max": "higher", "min": "lower"}
+
+
+def is_known(key: str) -> bool:
+    """Whether a metric is one of ours, and not of an evaluator."""
+    return key in METRICS or f"{key.split('/')[0]}/*" in METRICS or key.startswith(BASELINES)
+
+
+def goal(text: str) -> tuple[str, Literal["", "lower", "higher"]]:
+    """The metric that an option names, and which way it improves. One of an evaluator is `NAME:max` or `NAME:min`."""
+    name, _, mode = text.rpartition(":")
+    return (name, _MODES[mode]) if name and mode in _MODES else (text, direction(text))
+
+
 BOOKKEEPING = frozenset(("learning_rate", "epoch", "examples", "tokens", "tokens/computed", "tokens_per_second",
                          "step_time", "memory/peak_gib", "compile/recompiles", "train/lr", "train/global_step",
                          "eval/global_step"))

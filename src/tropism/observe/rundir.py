@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from tropism.observe.file_kinds import check_kind
 from tropism.observe.lock import BEGUN, GUARD, check_owned
 from tropism.observe.log_files import read_log
 
-GROWING = ("metrics.jsonl", "samples.jsonl", "notices.jsonl", "skipped.jsonl")
+SAMPLES_DURING = "samples_during.jsonl"
+"""Completions of `--sample-every`."""
+
+GROWING = ("metrics.jsonl", "samples.jsonl", SAMPLES_DURING, "notices.jsonl", "skipped.jsonl")
 """Files that grow line by line. A resumed run truncates them to its checkpoint."""
 
 EVAL_ROWS = "eval_rows.jsonl"
@@ -213,15 +216,11 @@ class RunDirectory:
                   for key, value in record.items()}
         self._append("metrics.jsonl", finite)
 
-    def append_samples(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Append to `samples.jsonl`."""
-        for sample in samples:
-            self._append("samples.jsonl", sample)
-
-    def append_line(self, name: str, value: dict[str, Any]) -> None:
-        """Append a line to one of the growing files."""
+    def append_lines(self, name: str, values: Iterable[dict[str, Any]]) -> None:
+        """Append lines to one of the growing files."""
         assert name in GROWING
-        self._append(name, value)
+        for value in values:
+            self._append(name, value)
 
     def _append(self, name: str, value: dict[str, Any]) -> None:
         check_owned(self.path, self.path / name)

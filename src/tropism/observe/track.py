@@ -99,6 +99,18 @@ class Trackers:
                 tracker.log({**(others or {}), **{f"{split}{border}{key}": value for key, value in numbers.items()}},
                             step=step)
 
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], step: int) -> None:
+        """Send a table of texts to the trackers that know tables; tensorboard gets it as Markdown."""
+        for name, tracker in list(self._running.items()):
+            with self._guarded(name, f"failed at step {step}"), _without_state():
+                if hasattr(tracker, "log_table"):
+                    tracker.log_table(title, columns=list(columns), data=[list(row) for row in rows], step=step)
+                elif name == "trackio":
+                    found = importlib.import_module("trackio").Table(columns=list(columns), data=list(map(list, rows)))
+                    tracker.log({title: found}, step=step)
+                elif name == "tensorboard":
+                    tracker.log({title: _markdown(columns, rows)}, step=step)
+
     def finish(self) -> None:
         """Close all trackers. Safe to call twice."""
         for name, tracker in list(self._running.items()):
@@ -115,6 +127,13 @@ class Trackers:
             self._running.pop(name, None)
             self._warn(f"tracker '{name}' {what}: {_reason(error)}. It is disabled. Training continues, and "
                        "metrics.jsonl is complete.")
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in which no text is markup: each cell is one line of code."""
+    cells = [[f"`{' '.join(text.split()).replace('`', chr(39)).replace('|', chr(0xA6))}`" for text in row]
+             for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells))
 
 
 def _clean(names: Iterable[str]) -> list[str]:

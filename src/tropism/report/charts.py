@@ -1,7 +1,7 @@
 """The figures of a report as data: what each shows, of one run or of several."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -11,6 +11,7 @@ from tropism.report.read import Array, RunReport
 Style = Literal["line", "dashed", "points", "steps"]
 _MOST_POINTS = 2000  # of a scatter plot
 _BINS = 30
+_MOST_EVALUATORS = 12  # figures of their metrics; the table has all
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def charts_of(runs: Sequence[RunReport]) -> list[Chart]:
              _curves(runs, "kl", "KL from the reference", "nats", _KL, "the reference point of each logged step"),
              _curves(runs, "grad_norm", "Gradient norm", "nats", ("grad_norm",), "before clipping"),
              _curves(runs, "learning_rate", "Learning rate", "", ("learning_rate",), "of each logged step"),
+             *_evaluators(runs),
              _curves(runs, "speed", "Speed", "tokens/s", ("tokens_per_second",), "of each logged step"),
              *(chart for run in runs for chart in (_histogram(run, len(runs) > 1), _length(run, len(runs) > 1)))]
     return [chart for chart in found if chart is not None]
@@ -99,6 +101,26 @@ def _curves(runs: Sequence[RunReport], name: str, title: str, unit: str, keys: S
     if not lines:
         return None
     return Chart(name, title, f"{what[0].upper()}{what[1:]}. {_ends(lines)}", "step", unit, lines, bands)
+
+
+def _evaluators(runs: Sequence[RunReport]) -> list[Chart | None]:
+    """A figure for each metric of the evaluators of the runs, with its interval if it has one."""
+    found: list[Chart | None] = []
+    for key in list(dict.fromkeys(key for run in runs for key in run.evaluator_metrics))[:_MOST_EVALUATORS]:
+        chart = _curves(runs, f"evaluator-{key}", key, "", (key,), "an evaluator's figure for held-out rows", "eval")
+        if chart is not None and len(runs) == 1 and runs[0].series("eval", f"{key}_low")[0].size:
+            chart = replace(chart, bands=_interval(runs[0], key))
+        found.append(chart)
+    return found
+
+
+def _interval(run: RunReport, key: str) -> list[Band]:
+    names = (key, f"{key}_low", f"{key}_high")
+    ends = [(record["step"], *(record[name] for name in names[1:])) for record in run.of("eval")
+            if all(record.get(name) is not None for name in names)]
+    x, low, high = (np.array(column, dtype=np.float64) for column in zip(*ends, strict=True)) if ends else [
+        np.zeros(0)] * 3
+    return [Band("interval", x, low, high, 0)] if ends else []
 
 
 def _standard_error(run: RunReport) -> list[Band]:

@@ -17,13 +17,14 @@ from tropism.errors import DataError, UsageError, first_line
 from tropism.observe.file_kinds import check_kind
 from tropism.observe.log_files import read_log
 from tropism.observe.manifest import read_manifest
-from tropism.observe.metrics import BASELINES
-from tropism.observe.rundir import MOVED, SCORES, RunDirectory
+from tropism.observe.metrics import BASELINES, is_known
+from tropism.observe.rundir import MOVED, SAMPLES_DURING, SCORES, RunDirectory
 from tropism.observe.verdict import NO_ROWS, Verdict, judge_ranking
 from tropism.train.evaluation.row_files import SCHEMA
 
 Array = npt.NDArray[np.float64]
 _MOST_LINES = 2**24  # of the scores
+_MOST_DURING = 8  # completions of a prompt in the course of training
 _FACTS = ("method", "model", "status", "steps", "planned_steps", "seconds", "device", "device_name", "precision",
           "started", "reason", "error", "libraries", "python")
 
@@ -40,6 +41,7 @@ class RunReport:
         audit: the source of its data, and findings.
         records: of `metrics.jsonl`.
         samples, notices, moved: lines of these files.
+        during: lines of `samples_during.jsonl`.
     """
 
     path: Path
@@ -51,6 +53,7 @@ class RunReport:
     samples: list[dict[str, Any]]
     notices: list[dict[str, Any]]
     moved: list[dict[str, Any]]
+    during: list[dict[str, Any]]
 
     def of(self, split: str) -> list[dict[str, Any]]:
         """Records of `train` or `eval`."""
@@ -61,6 +64,33 @@ class RunReport:
         found = [(record["step"], record[key]) for record in self.of(split) if record.get(key) is not None]
         steps, values = zip(*found, strict=True) if found else ((), ())
         return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
+
+    @property
+    def evaluator_metrics(self) -> list[str]:
+        """Metrics of the evaluators of the run, without the ends of their intervals."""
+        if not self.options.get("evaluator"):
+            return []
+        keys = dict.fromkeys(key for record in self.of("eval") for key in record if not is_known(key))
+        return [key for key in keys if key not in ("step", "split") and not key.endswith(("_low", "_high"))]
+
+    @property
+    def sampled(self) -> list[dict[str, Any]]:
+        """The sample prompts, each with its completions in order: `prompt`, `held_out`, and `shown` as (when, text). Of
+        those in the course of training at most `_MOST_DURING`, at even distances."""
+        found: dict[Any, dict[str, Any]] = {}
+        for sample in [*self.samples, *self.during]:
+            key = (sample.get("id"), sample["prompt"])
+            one = found.setdefault(key, {"prompt": sample["prompt"], "held_out": sample["held_out"], "during": [],
+                                         **{name: sample[name] for name in ("before", "after") if name in sample}})
+            if "step" in sample and not ("after" in one and sample["step"] == self.manifest["steps"]):
+                one["during"].append((f"after step {sample['step']}", sample["completion"]))
+        for one in found.values():
+            lines = one["during"]
+            kept = [lines[number * len(lines) // _MOST_DURING] for number in range(_MOST_DURING)] if (
+                len(lines) > _MOST_DURING) else lines
+            one["shown"] = [*((name, one[name]) for name in ("before",) if name in one), *kept,
+                            *((name, one[name]) for name in ("after",) if name in one)]
+        return list(found.values())
 
     @property
     def ranking(self) -> str | None:
@@ -138,7 +168,8 @@ def read_run(path: Path, name: str) -> RunReport:
                      _audit(path / "audit.json"), RunDirectory(path).records(),
                      _lines(path / "samples.jsonl", {"prompt": str, "before": str, "after": str, "held_out": bool}),
                      _lines(path / "notices.jsonl", {"step": int, "text": str}),
-                     _lines(path / MOVED, {"place": str, "change": (int, float), "prompt": str, "completion": str}))
+                     _lines(path / MOVED, {"place": str, "change": (int, float), "prompt": str, "completion": str}),
+                     _lines(path / SAMPLES_DURING, {"step": int, "prompt": str, "completion": str, "held_out": bool}))
 
 
 def _lines(file: Path, kinds: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -30,6 +30,8 @@ Evaluate = Callable[[Engine], dict[str, float]]
 """Returns the metrics of the current policy."""
 Lowered = Callable[[Settings, str], None]
 """Learns of the settings that a run keeps after it ran out of memory, and the sentence for the log."""
+Sample = Callable[[Engine, int], Any]
+"""Completes the sample prompts after a step."""
 Observe = Callable[[Record], str | None]
 """Looks at a record. Returns why the run ends with this step, or None to continue."""
 
@@ -56,12 +58,14 @@ class Plan:
         eval_every: between evaluations; 0 for the start and the end only.
         save_every: between checkpoints, with one at the end; 0 saves only if the run is stopped or an evaluation is the
             best so far.
+        sample_every: between completions of the sample prompts; 0 for none.
         prefetch: steps to prepare ahead, in threads.
     """
 
     log_every: Interval
     eval_every: Interval
     save_every: Interval = field(default=Interval(0))
+    sample_every: Interval = field(default=Interval(0))
     prefetch: int = 0
 
     @classmethod
@@ -70,7 +74,8 @@ class Plan:
         tenth = max(1, total_steps // 10)
         return cls(Interval.parse(options.log_every),
                    Interval.parse(tenth if options.eval_every is None else options.eval_every),
-                   Interval.parse(options.save_every or 0), options.prefetch)
+                   Interval.parse(options.save_every or 0), Interval.parse(options.sample_every or 0),
+                   options.prefetch)
 
 
 @dataclass
@@ -83,6 +88,7 @@ class TrainingLoop:
         preemption: knows when the run must stop early.
         observe: looks at each record, on every process alike.
         evaluate: None if no rows are held out.
+        sample: completes the sample prompts.
         saver: writes checkpoints; None if the run cannot be saved.
         state: where to start; by default before step 1.
         lowered: learns how a step is repeated that ran out of memory.
@@ -96,6 +102,7 @@ class TrainingLoop:
     preemption: Preemption
     observe: Observe = lambda record: None
     evaluate: Evaluate | None = None
+    sample: Sample = lambda engine, step: None
     saver: Saver | None = None
     state: RunState = field(default_factory=RunState)
     lowered: Lowered = lambda settings, sentence: None
@@ -140,6 +147,7 @@ class TrainingLoop:
             if self.profiler:
                 self.profiler.stepped()
             state.evaluation_due = self.evaluate is not None and (due.evaluate or state.ending is not None)
+            state.samples_due = due.sample
             if due.failed:
                 self._wait()
             if due.stop:
@@ -224,12 +232,21 @@ class TrainingLoop:
         self._pause("evaluate", began)
         self._emit(record)
 
+    def _sample(self) -> None:
+        """Complete the sample prompts."""
+        began = time.monotonic()
+        self.sample(self.engine, self.state.step)
+        self.state.samples_due = False
+        self._pause("sample", began)
+
     def _close(self, save: bool) -> None:
-        """What follows a step and its record: the evaluation if it is due, and a checkpoint if one is wanted."""
+        """What follows a step and its record: evaluation and samples if they are due, a checkpoint if one is wanted."""
         state = self.state
         if state.evaluation_due:
             self._evaluate()
             save = save or (state.step > 0 and self.saver is not None and self.saver.wants(state))
+        if state.samples_due:
+            self._sample()
         if state.ending and state.window.steps:
             self._log()
         if save or (state.ending and state.step and self.plan.save_every.every):
@@ -279,6 +296,7 @@ class _Now:
     log: bool
     evaluate: bool
     save: bool
+    sample: bool
     failed: bool
     end: bool
     stop: int
@@ -290,22 +308,23 @@ class _Timers:
     def __init__(self, plan: Plan, planner: StepPlanner) -> None:
         self.total = planner.schedule.total_steps
         self.dues = [Due(every, planner.schedule.epochs_after)
-                     for every in (plan.log_every, plan.eval_every, plan.save_every)]
+                     for every in (plan.log_every, plan.eval_every, plan.save_every, plan.sample_every)]
         self.world = planner.world
 
     def after(self, step: int, asked: Asked, preemption: Preemption, saver: Saver | None, evaluates: bool) -> _Now:
         """All processes call this together. The main process decides what depends on a clock; any process can request
         a stop."""
         last = step == self.total
-        found = [last or (one.after(step) and (self.world.is_main or one.interval.unit != "seconds"))
-                 for one in self.dues]
-        found[2] = found[2] and self.dues[2].interval.every > 0
-        found = [now or more for now, more in zip(found, (asked.log, asked.evaluate, asked.save), strict=True)]
-        request = preemption.request(last, evaluates and found[1])
+        *found, sample = (one.after(step) and (self.world.is_main or one.interval.unit != "seconds")
+                          for one in self.dues)
+        saves = self.dues[2].interval.every > 0
+        found = [now or more or always for now, more, always in zip(
+            found, (asked.log, asked.evaluate, asked.save), (last, last, last and saves), strict=True)]
+        request = preemption.request(last, evaluates and found[1], sample)
         failed = saver is not None and saver.failed
-        log, evaluate, save, failing, end, stop = self.world.max(
-            [*map(int, found), int(failed), int(asked.stop), request])
-        for one, now in zip(self.dues, (log, evaluate, save), strict=True):
+        log, evaluate, save, sampling, failing, end, stop = self.world.max(
+            [*map(int, found), int(sample), int(failed), int(asked.stop), request])
+        for one, now in zip(self.dues, (log, evaluate, save, sampling), strict=True):
             if now:
                 one.done()
-        return _Now(bool(log), bool(evaluate), bool(save), bool(failing), bool(end), stop)
+        return _Now(bool(log), bool(evaluate), bool(save), bool(sampling), bool(failing), bool(end), stop)

@@ -1,6 +1,6 @@
 """What observes the records of a run: `metrics.jsonl`, trackers, progress, guards and early stopping."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,16 @@ from tropism.distributed.world import World
 from tropism.errors import UsageError
 from tropism.methods import Method
 from tropism.observe.console import Voice
-from tropism.observe.metrics import OtherNames, renamed
-from tropism.observe.rundir import RunDirectory
+from tropism.observe.metrics import OtherNames, goal, is_known, renamed
+from tropism.observe.rundir import SAMPLES_DURING, RunDirectory
 from tropism.observe.track import Trackers
-from tropism.train.monitor.early_stopping import EarlyStopping, make_rule
+from tropism.train.engine import Engine
+from tropism.train.evaluation.samples import Sampler, start_of
+from tropism.train.monitor.early_stopping import EarlyStopping, check_evaluated, make_rule
 from tropism.train.monitor.guards import Guards, Subject
 from tropism.train.options import RunOptions
 from tropism.train.records import Record
+from tropism.train.setup.build import RunInputs
 
 
 class Observers:
@@ -39,25 +42,21 @@ class Observers:
         self.voice = voice
         self.guards = guards
         self.early_stopping = early_stopping
-        self.keep_best = keep_best
+        self.keep_best = None if keep_best is None else goal(keep_best)[0]
         self.other_names = other_names or {}
         self._trackers: Trackers | None = None
         self._total = 0
         self._progress: Callable[[Record], None] = lambda record: None
 
     @classmethod
-    def of(cls, options: RunOptions, method: Method, evaluates: bool, world: World, directory: RunDirectory,
-           voice: Voice, other_names: OtherNames | None = None) -> "Observers":
-        """The observers that the options ask for.
-
-        Args:
-            evaluates: rows are held out.
-            other_names: further names of metrics.
-        """
-        rule = make_rule(options.stop_metric, options.stop_patience, options.stop_delta, method, evaluates)
+    def of(cls, inputs: RunInputs, directory: RunDirectory) -> "Observers":
+        """The observers that the options of a run ask for."""
+        options, method = inputs.options, inputs.method
+        rule = make_rule(options.stop_metric, options.stop_patience, options.stop_delta, method,
+                         bool(inputs.data.evaluation), options.evaluator is not None)
         guards = Guards(Subject.of(method, getattr(options, "reference", None)))
-        return cls(world, directory, voice, guards, EarlyStopping(rule) if rule else None, options.keep_best,
-                   other_names)
+        return cls(inputs.world, directory, inputs.voice, guards, EarlyStopping(rule) if rule else None,
+                   options.keep_best, inputs.objects.other_names)
 
     @contextmanager
     def showing(self, total: int, options: RunOptions, written: dict[str, Any]) -> Iterator[None]:
@@ -113,8 +112,38 @@ class Observers:
             return self.early_stopping.reason
         return None
 
+    def sample(self, sampler: Sampler, engine: Engine, step: int, during: bool = False) -> list[str]:
+        """Complete the sample prompts, and send them to the trackers. All processes call this together.
+
+        Args:
+            during: training continues, so the completions are written, and the first one is shown.
+
+        Returns:
+            The completions, on the main process.
+        """
+        completions = sampler.ask_together(engine)
+        samples = sampler.lines(completions)
+        if during:
+            lines = [{"step": step, **sample} for sample in samples]
+            self.world.on_main(lambda: self.directory.append_lines(SAMPLES_DURING, lines))
+            for sample in samples[:1]:
+                self.voice.say(f"sample {step}/{self._total}  {start_of(sample['completion'])}")
+        self.sampled(step, samples)
+        return completions
+
+    def sampled(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Send prompts with their completions after a step to the trackers."""
+        if self._trackers is not None and samples:
+            self._trackers.table("samples", ("step", "prompt", "completion"),
+                                 [(str(step), sample["prompt"], sample["completion"]) for sample in samples], step)
+
+    def note(self, step: int, text: str) -> None:
+        """Warn of an evaluator without a value, and write that down. All processes call this together."""
+        self.voice.warn(text)
+        self._append("notices.jsonl", {"step": step, "guard": "evaluator", "text": text})
+
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        self.world.on_main(lambda: self.directory.append_line(name, line))
+        self.world.on_main(lambda: self.directory.append_lines(name, [line]))
 
     @property
     def ending(self) -> str | None:
@@ -132,6 +161,21 @@ class Observers:
             self.guards.restore(state["guards"])
         if self.early_stopping is not None and state.get("stopper"):
             self.early_stopping.restore(state["stopper"])
+
+
+def check_metrics(options: RunOptions, method: Method, evaluates: bool, has_evaluators: bool) -> None:
+    """Check before a model is loaded that the evaluations have the metrics of `--keep-best` and `--stop-metric`.
+
+    Args:
+        evaluates: rows are held out.
+        has_evaluators: functions of the user add metrics.
+
+    Raises:
+        UsageError: with the known metrics.
+    """
+    if options.keep_best is not None:
+        check_evaluated("keep_best", options.keep_best, method, evaluates, has_evaluators)
+    make_rule(options.stop_metric, options.stop_patience, options.stop_delta, method, evaluates, has_evaluators)
 
 
 def shown(metrics: dict[str, float]) -> dict[str, str]:
@@ -156,4 +200,6 @@ def described(metrics: dict[str, float]) -> str:
             interval = "" if low is None or high is None else f" (95%: {low:.3f} to {high:.3f})"
             value = round(metrics[key], 4) + 0.0 if key == "rewards/margins" else metrics[key]  # no -0.0000
             parts.append(form.format(value) + interval)
+    parts += [f"{key} {value:.4g}" for key, value in metrics.items()
+              if not is_known(key) and not key.endswith(("_low", "_high"))]
     return "  ".join(parts)

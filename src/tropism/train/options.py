@@ -247,8 +247,16 @@ class EvaluationOptions(Options):
     samples: int = Field(4, ge=0)
     """Number of held-out prompts to complete before and after training. Training prompts are used if none are held
     out. 0 turns it off."""
+    sample_every: int | str | None = None
+    """Sampling interval: steps (100), epochs (0.5ep) or time (1h). The prompts of `--samples` are also completed in the
+    course of training. Default: only before and after."""
+    evaluator: str | None = None
+    """Function that adds metrics to each evaluation, as module:function. It is called with (model, tokenizer, rows) and
+    returns {metric: value}. Several are separated by commas; `none` turns those of a resumed run off. Must be passed
+    with each command: a YAML file cannot name code."""
     stop_metric: str | None = None
-    """Evaluation metric for early stopping, such as loss or rewards/auc. The run stops when it no longer improves."""
+    """Evaluation metric for early stopping, such as loss or rewards/auc. The run stops when it no longer improves. A
+    metric of an evaluator is named with its better side, such as accuracy:max."""
     stop_patience: int | None = Field(None, ge=1)
     """Number of evaluations in a row without improvement after which the run stops. Default: 3."""
     stop_delta: float | None = Field(None, ge=0.0)
@@ -266,7 +274,8 @@ class CheckpointOptions(Options):
     keep: int = Field(2, ge=0)
     """Number of newest checkpoints to keep. 0 keeps all."""
     keep_best: str | None = None
-    """Evaluation metric that selects the best checkpoint, such as loss or rewards/auc. That checkpoint is also kept."""
+    """Evaluation metric that selects the best checkpoint, such as loss or rewards/auc. That checkpoint is also kept. A
+    metric of an evaluator is named with its better side, such as accuracy:max."""
     checkpoint_model: bool = False
     """Also write the model to every checkpoint, in Hugging Face format."""
     max_time: Everyday[str | None] = None
@@ -311,7 +320,7 @@ class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, ComputeO
     parallel: ParallelOptions = ParallelOptions()
     """Several processes."""
 
-    @field_validator("eval_every", "log_every", "save_every", mode="before")
+    @field_validator("eval_every", "log_every", "sample_every", "save_every", mode="before")
     @classmethod
     def _interval(cls, value: Any) -> Any:
         """Make a number of steps an int; epochs and time stay text."""
@@ -320,7 +329,7 @@ class RunOptions(TrackingOptions, CheckpointOptions, EvaluationOptions, ComputeO
         found = Interval.parse(value)
         return int(found.every) if found.unit == "steps" else str(value).strip()
 
-    @field_validator("log_every", "save_every")
+    @field_validator("log_every", "sample_every", "save_every")
     @classmethod
     def _not_never(cls, value: int | str | None) -> int | str | None:
         if value == 0:

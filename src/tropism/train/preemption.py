@@ -51,7 +51,7 @@ class Preemption:
         self.world = world
         self.limit_s = limit_s
         self.began = time.monotonic() if began is None else began
-        self.longest = {"step": 0.0, "evaluate": 0.0, "stall": 0.0, "save": 0.0}
+        self.longest = {"step": 0.0, "evaluate": 0.0, "sample": 0.0, "stall": 0.0, "save": 0.0}
         self.saved = False
         """The current state is saved, so no time needs to be reserved for a save."""
         self._signal = 0
@@ -107,19 +107,19 @@ class Preemption:
             return
         self.longest[what] = max(self.longest.get(what, 0.0), seconds)
 
-    def request(self, last: bool = False, evaluating: bool = False) -> int:
+    def request(self, last: bool = False, evaluating: bool = False, sampling: bool = False) -> int:
         """This process's request between two steps: 0 to continue, else what `reason` takes.
 
         Args:
             last: no further step comes.
-            evaluating: an evaluation comes before the next step.
+            evaluating, sampling: an evaluation, or samples, come before the next step.
         """
         if self._signal or self.limit_s is None:
             return self._signal << 1
         longest = self.longest
         ahead = longest["evaluate"] + longest["save"]  # the duration of a stop
         if not last:
-            ahead += longest["step"] + longest["evaluate"] * evaluating
+            ahead += longest["step"] + longest["evaluate"] * evaluating + longest["sample"] * sampling
         return _TIME if self._left() < ahead else 0
 
     def _left(self) -> float:

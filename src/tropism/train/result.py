@@ -27,6 +27,7 @@ from tropism.train.evaluation.evaluator import Evaluator
 from tropism.train.evaluation.improvement import verdict_on
 from tropism.train.evaluation.moved import moved_lines
 from tropism.train.evaluation.row_files import HeldOutScores, eval_lines, write_scores
+from tropism.train.evaluation.samples import start_of
 from tropism.train.frozen.reference import StoredReference
 from tropism.train.run_state import RunState
 from tropism.train.setup.build import RunInputs
@@ -229,8 +230,8 @@ def _show(directory: RunDirectory, verdict: Verdict, samples: Sequence[dict[str,
     if samples:
         sample = samples[0]
         voice.say(f"sample of {'a held-out' if sample['held_out'] else 'a training'} prompt:",
-                  f"  prompt: {_end(sample['prompt'])}", f"  before: {_start(sample['before'])}",
-                  f"  after:  {_start(sample['after'])}")
+                  f"  prompt: {_end(sample['prompt'])}", f"  before: {start_of(sample['before'])}",
+                  f"  after:  {start_of(sample['after'])}")
     run = shlex.quote(str(directory.path))
     merged = " --merge" if _has_named_base(directory.model / "adapter_config.json") else ""
     voice.say("next:", f"  tropism report {run}", f"  tropism export {run} --to DIR{merged}")
@@ -238,12 +239,6 @@ def _show(directory: RunDirectory, verdict: Verdict, samples: Sequence[dict[str,
         voice.say("  The model is an adapter; --merge adds it to its base.")
     if held_out is not None:
         voice.say(f"  tropism evaluate {run}")
-
-
-def _start(text: str) -> str:
-    """The start of a text, on one line."""
-    text = " ".join(text.split())
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN - 3]}..."
 
 
 def _end(text: str) -> str:

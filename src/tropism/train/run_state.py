@@ -21,6 +21,7 @@ class RunState:
         totals: `examples`, `tokens` and `tokens/computed` so far.
         window: the steps since the last train record.
         evaluation_due: the evaluation after this step has not been recorded yet.
+        samples_due: the samples after this step have not been written yet.
         learning_rate: of the last step.
         tolerance: of steps that are not finite.
         samples_before: completions sampled before training.
@@ -36,6 +37,7 @@ class RunState:
     totals: dict[str, int] = field(default_factory=lambda: {"examples": 0, "tokens": 0, "tokens/computed": 0})
     window: Window = field(default_factory=Window)
     evaluation_due: bool = True
+    samples_due: bool = False
     learning_rate: float = 0.0
     tolerance: Tolerance = field(default_factory=Tolerance)
     samples_before: list[str] = field(default_factory=list)
@@ -69,7 +71,7 @@ class RunState:
     def to_json(self) -> dict[str, Any]:
         """Plain values that `restore` takes; the window must have been read."""
         return {"step": self.step, "settings": self.settings.state(), "totals": dict(self.totals),
-                "window": self.window.state(), "evaluation_due": self.evaluation_due,
+                "window": self.window.state(), "evaluation_due": self.evaluation_due, "samples_due": self.samples_due,
                 "learning_rate": self.learning_rate, "tolerance": self.tolerance.state(),
                 "answers": list(self.samples_before),
                 "baselines": dict(self.baselines), "evaluation": dict(self.evaluation), "seconds": self.elapsed_s}
@@ -77,6 +79,7 @@ class RunState:
     def restore(self, trainer: dict[str, Any]) -> None:
         """Continue from `to_json()`."""
         self.step, self.evaluation_due = int(trainer["step"]), bool(trainer["evaluation_due"])
+        self.samples_due = bool(trainer.get("samples_due", False))
         self.learning_rate = float(trainer.get("learning_rate", 0.0))
         self.totals = {key: int(count) for key, count in trainer["totals"].items()}
         self.window = Window.restored(trainer["window"])

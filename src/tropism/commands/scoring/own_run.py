@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tropism.config import METHODS, MethodOptions, ScoringOptions, explain
-from tropism.config_file import read_yaml
+from tropism.config_file import CODE, read_yaml
 from tropism.data.formats.options import FormatOptions
 from tropism.data.reading_limits import ReadingLimits
 from tropism.data.sources.resolve import absolute
@@ -159,7 +159,7 @@ def read_run(model: str, given: ScoringOptions) -> tuple[OwnRun | None, str]:
     except (OSError, ValueError) as error:
         return None, f"{path / 'manifest.json'}: {first_line(error)}"
     try:
-        method, recorded = read_yaml(place, decided=True)
+        method, recorded = read_yaml(place, decided=CODE)
         if method is None:
             raise UsageError("`method:` is missing")
         kind = METHODS[method]

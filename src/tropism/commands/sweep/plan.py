@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ import yaml
 from tropism.borders import read_mapping
 from tropism.commands.sweep.values import Combination, Values, combinations, typed
 from tropism.config import METHODS, MethodOptions
-from tropism.config_file import checked
+from tropism.config_file import CODE, checked
 from tropism.errors import OutputError, OutputExistsError, TropismError, UsageError
 from tropism.files import meant_by, write_whole
 from tropism.observe.lock import BEGUN, GUARD
 from tropism.observe.rundir import RunDirectory, free_name
 
 RECORD = "sweep.yaml"
-OWN = ("output", "resume", "fall_back", "trust_remote_code")
+OWN = ("output", "resume", "fall_back", *sorted(CODE))
 """Options that each run gets from the sweep."""
 
 Parse = Callable[[str, dict[str, Any], Sequence[str]], tuple[list[str], MethodOptions]]
@@ -130,7 +130,7 @@ class Plan:
         place = directory / RECORD
         new = f"or choose another directory with --output {free_name(directory)}"
         changed = [name for name in dict.fromkeys([*recorded.options, *self.options])
-                   if recorded.options.get(name) != self.options.get(name)]
+                   if name not in OWN and recorded.options.get(name) != self.options.get(name)]
         if recorded.method != self.method:
             changed.insert(0, "method")
         if changed:
@@ -152,11 +152,11 @@ def is_sweep(directory: Path) -> bool:
     return (directory / RECORD).is_file()
 
 
-def read_plan(directory: Path, decided: bool) -> Plan:
+def read_plan(directory: Path, decided: Collection[str]) -> Plan:
     """The recorded plan.
 
     Args:
-        decided: the command line says whether the code of models may run.
+        decided: options of code that the command line has.
 
     Raises:
         UsageError: if the file is not one that a sweep writes.

@@ -93,12 +93,12 @@ def status_of(path: Path) -> str:
         return ""
 
 
-def train_all(runs: Sequence[Run], directory: Path, trusted: bool, voice: Voice) -> dict[str, Outcome]:
+def train_all(runs: Sequence[Run], directory: Path, code: Sequence[str], voice: Voice) -> dict[str, Outcome]:
     """Train every run that is not done. One that fails does not stop the others.
 
     Args:
         directory: of the sweep.
-        trusted: the code of models may run.
+        code: options of the command line that decide which code may run.
 
     Raises:
         StoppedEarly: after a signal, when the run that it met has stopped.
@@ -115,8 +115,7 @@ def train_all(runs: Sequence[Run], directory: Path, trusted: bool, voice: Voice)
             held = RunDirectory(run.path).holds_run
             voice.say(f"{title}: resuming" if held else title)
             words = ["resume", str(run.path)] if held else list(run.command)
-            trust = ["--trust-remote-code"] * trusted
-            found[run.name] = outcome = _outcome(*relay.run([*_COMMAND, *words, *trust], voice))
+            found[run.name] = outcome = _outcome(*relay.run([*_COMMAND, *words, *code], voice))
             if relay.heard:
                 done = sum(one.status == "done" for one in found.values())
                 raise StoppedEarly(f"received {relay.heard}. {done} of {len(runs)} runs are done. Resume the sweep "

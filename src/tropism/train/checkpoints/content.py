@@ -94,6 +94,7 @@ def _python(value: Any) -> bool:
 
 _KINDS: Mapping[str, Kind] = {
     "step": _count, "totals": _fields(**dict.fromkeys(RunState().totals, _count)), "evaluation_due": _switch,
+    "samples_due": _switch,
     "window": _fields(rows=_list(_list(_list(_number, 2))), skipped=_list(_table), last=_dict(_number), tokens=_count,
                       seconds=_number),
     "settings": _settings, "learning_rate": _number, "tolerance": _fields(in_a_row=_count), "answers": _list(_text),
@@ -104,7 +105,7 @@ _KINDS: Mapping[str, Kind] = {
     "random": _fields(torch=_text, numpy=_numpy, python=_python),
     "optimizer": _fields(groups=_list(_fields(params=_list(_text))), values=_dict(_table), begun=_switch)}
 
-_LATER = frozenset(("learning_rate", "settings", "stop_ids"))
+_LATER = frozenset(("learning_rate", "samples_due", "settings", "stop_ids"))
 """Not read where they are missing."""
 
 

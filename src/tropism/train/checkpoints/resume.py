@@ -22,9 +22,9 @@ from tropism.train.preemption import Preemption
 
 MAY_CHANGE = frozenset((
     # length of the run, intervals, and what is kept
-    "max_steps", "epochs", "max_time", "eval_every", "log_every", "save_every", "eval_limit", "keep", "keep_best",
-    "checkpoint_model", "on_nonfinite", "stop_metric", "stop_patience", "stop_delta",
-    "track", "log_dir", "report", "export_dtype",
+    "max_steps", "epochs", "max_time", "eval_every", "log_every", "sample_every", "save_every", "eval_limit", "keep",
+    "keep_best", "checkpoint_model", "on_nonfinite", "stop_metric", "stop_patience", "stop_delta",
+    "evaluator", "track", "log_dir", "report", "export_dtype",
     # how it is computed: speed and memory, and results beyond their rounding never
     "microbatch_tokens", "checkpointing", "offload_checkpoints", "compile", "memory_limit", "profile",
     "workers", "prefetch", "store", "store_limit", "max_record_bytes", "max_expansion",

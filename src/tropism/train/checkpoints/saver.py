@@ -17,18 +17,16 @@ from tropism.distributed.training_state import TrainingState, check_plain, read_
 from tropism.distributed.world import World
 from tropism.errors import CheckpointError, OutputError, TropismError, UsageError, clause
 from tropism.files import write_whole
-from tropism.methods import Method
 from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.model.save import export
 from tropism.observe.console import Voice
 from tropism.observe.lock import lend
-from tropism.observe.metrics import direction
+from tropism.observe.metrics import goal
 from tropism.observe.rundir import RunDirectory
 from tropism.train.adamw8bit import bytes_per_value
 from tropism.train.checkpoints import files as checkpoint
 from tropism.train.checkpoints.rng_state import random_state
 from tropism.train.engine import Engine
-from tropism.train.monitor.early_stopping import check_evaluated
 from tropism.train.optimizer import why_not_kept
 from tropism.train.options import RunOptions
 from tropism.train.preemption import Preemption
@@ -78,6 +76,7 @@ class Saver:
         self.directory = directory
         self.facts = facts
         self.retention = retention
+        self.metric, self.better = goal(retention.best or "")
         self.preemption = preemption
         self.voice = voice
         self.guards = guards
@@ -192,7 +191,7 @@ class Saver:
             "optimizer": {"groups": weights.groups, "values": weights.values, "begun": bool(updater.optimizer.state)},
             "saved": datetime.now(UTC).isoformat(timespec="seconds")}
         if self._beats(state.step, state.evaluation):
-            self.best = state.step, state.evaluation[str(self.retention.best)]
+            self.best = state.step, state.evaluation[self.metric]
         trainer["stall_s"] = time.monotonic() - began
         # A daemon: an interrupted run does not wait for it, and an incomplete checkpoint does not count.
         self._thread = threading.Thread(target=self._write, args=(state.step, tensors, weights.tied, trainer),
@@ -248,16 +247,16 @@ class Saver:
             (self.root / "best.json").unlink(missing_ok=True)
         else:
             best = {"checkpoint": checkpoint.place_of(self.root, self.best[0]).name, "step": self.best[0],
-                    "metric": self.retention.best, "value": self.best[1]}
+                    "metric": self.metric, "value": self.best[1]}
             write_whole(self.root / "best.json", (json.dumps(best, indent=2) + "\n").encode())
 
     def _beats(self, step: int, evaluation: dict[str, Any]) -> bool:
         """Whether a checkpoint of this step is better than the best so far. Needs an evaluation of the same step."""
-        metric = self.retention.best
-        if metric is None or evaluation.get("step") != step or not math.isfinite(evaluation.get(metric, math.nan)):
+        if self.retention.best is None or evaluation.get("step") != step or not math.isfinite(
+                evaluation.get(self.metric, math.nan)):
             return False
-        value = evaluation[metric]
-        return self.best is None or (value > self.best[1] if direction(metric) == "higher" else value < self.best[1])
+        value = evaluation[self.metric]
+        return self.best is None or (value > self.best[1] if self.better == "higher" else value < self.best[1])
 
     def _begin_with_best(self) -> None:
         """Find the best of the complete checkpoints of the run."""
@@ -268,22 +267,11 @@ class Saver:
             except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
                 continue
             if better:
-                self.best = one.step, evaluation[str(self.retention.best)]
+                self.best = one.step, evaluation[self.metric]
         try:
             self._write_best()
         except OSError as error:
             raise OutputError(f"{self.root / 'best.json'}: cannot be written: {error.strerror}") from error
-
-
-def check_metric(metric: str | None, method: Method, has_evaluation: bool) -> None:
-    """Check before a model is loaded that the evaluations have the metric of `--keep-best`.
-
-    Raises:
-        UsageError: with the known metrics.
-    """
-    if metric is None:
-        return
-    check_evaluated("keep_best", metric, method, has_evaluation)
 
 
 def make_saver(engine: Engine, directory: RunDirectory, options: RunOptions, facts: Mapping[str, Any],

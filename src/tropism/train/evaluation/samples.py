@@ -1,4 +1,4 @@
-"""Completions of held-out prompts, sampled before and after training."""
+"""Completions of held-out prompts, sampled before, in the course of, and after training."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +13,13 @@ from tropism.distributed.passes import rest
 from tropism.distributed.shard import is_sharded
 from tropism.errors import CheckpointError, count_of
 from tropism.model.attention import attention, plain_implementation
+from tropism.model.config import max_positions
 from tropism.model.language_model import LanguageModel, computing
 from tropism.train.engine import Engine
 
 NEW_TOKENS = 64
 _TOGETHER = 16  # prompts in a batch
+_SHOWN = 200  # characters of a text on the console
 
 
 def sample_prompts(rows: Iterable[EncodedRow], count: int) -> list[EncodedRow]:
@@ -35,7 +37,7 @@ def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], sto
            new_tokens: int = NEW_TOKENS) -> list[str]:
     """The model's greedy completion of each row's prompt, without the settings of its generation config."""
     answers = []
-    with (attention(model.module, plain_implementation(model.module)), _plain_generation(model.module),
+    with (attention(model.module, plain_implementation(model.module)), generating(model.module),
           computing(model.module, model.precision, model.device)):
         for start in range(0, len(rows), _TOGETHER):
             ids, mask = _pad_left([row.asked for row in rows[start : start + _TOGETHER]], stop_ids[0])
@@ -49,10 +51,10 @@ def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], sto
 
 
 @contextmanager
-def _plain_generation(module: Any) -> Iterator[None]:
-    """Context in which a model's generation config is empty. Settings such as stop strings or another cache need more
-    than ids, or packages that are not installed."""
-    own, module.generation_config = module.generation_config, GenerationConfig()
+def generating(module: Any, **settings: Any) -> Iterator[None]:
+    """Context in which a model's generation config has these settings alone. Its own, such as stop strings or another
+    cache, may need more than ids, or packages that are not installed."""
+    own, module.generation_config = module.generation_config, GenerationConfig(**settings)
     try:
         yield
     finally:
@@ -89,6 +91,14 @@ class Sampler:
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
 
+    @classmethod
+    def of(cls, inputs: Any, engine: Engine) -> "Sampler":
+        """The sampler of a run, by its `RunInputs`."""
+        data = inputs.data
+        return cls(data.evaluation or data.train, held_out=bool(data.evaluation), count=inputs.options.samples,
+                   tokenizer=inputs.tokenizer, stop_ids=sorted(data.renderer.stop_ids),
+                   max_positions=max_positions(engine.model.module.config))
+
     def ask(self, model: LanguageModel) -> list[str]:
         """Completions of the current model."""
         return answer(model, self.tokenizer, self.rows, self.stop_ids)
@@ -109,9 +119,21 @@ class Sampler:
             return engine.world.computed(lambda: self.ask(engine.model))
         return engine.world.on_main(lambda: self.ask(engine.model)) or []
 
+    def lines(self, completions: Sequence[str]) -> list[dict[str, Any]]:
+        """The prompts with their completions; none without completions, as on other processes than the main one."""
+        return [{**self._about(row), "completion": text} for row, text in zip(self.rows, completions, strict=False)]
+
     def compare(self, before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
         """Lines of `samples.jsonl`."""
-        return [{"id": row.id, "held_out": self.held_out,
-                 "prompt": self.tokenizer.decode(row.asked.tolist(), skip_special_tokens=False),
-                 "before": old, "after": new}
+        return [{**self._about(row), "before": old, "after": new}
                 for row, old, new in zip(self.rows, before, after, strict=True)]
+
+    def _about(self, row: EncodedRow) -> dict[str, Any]:
+        return {"id": row.id, "held_out": self.held_out,
+                "prompt": self.tokenizer.decode(row.asked.tolist(), skip_special_tokens=False)}
+
+
+def start_of(text: str) -> str:
+    """The start of a text, on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN - 3]}..."

@@ -7,7 +7,7 @@ from typing import Any
 
 from tropism.errors import UsageError, count_of
 from tropism.methods import Method
-from tropism.observe.metrics import direction
+from tropism.observe.metrics import direction, goal, is_known
 
 DEFAULT_PATIENCE = 3
 """Evaluations in a row without improvement. With ten evaluations in a run, one or two are noise."""
@@ -18,7 +18,7 @@ class Rule:
     """When to stop.
 
     Args:
-        metric: of the evaluation records.
+        metric: of the evaluation records, as `goal` takes it.
         patience: evaluations in a row without improvement that end the run.
         delta: smallest difference that counts as an improvement, in the metric's unit.
     """
@@ -37,7 +37,8 @@ class EarlyStopping:
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.higher = direction(rule.metric) == "higher"
+        self.metric, better = goal(rule.metric)
+        self.higher = better == "higher"
         self.best: float | None = None
         self.best_step = 0
         self.without = 0
@@ -52,10 +53,11 @@ class EarlyStopping:
             UsageError: if the evaluation does not have the metric, as for an AUC of one class.
         """
         rule = self.rule
-        if rule.metric not in metrics:
+        if self.metric not in metrics:
+            listed = sorted(key for key in metrics if direction(key) or not is_known(key))
             raise UsageError(f"--stop-metric {rule.metric} is not in the evaluation at step {step}. Its metrics: "
-                             f"{', '.join(sorted(key for key in metrics if direction(key)))}")
-        value = metrics[rule.metric]
+                             f"{', '.join(listed)}")
+        value = metrics[self.metric]
         gain = 0.0 if self.best is None else (value - self.best if self.higher else self.best - value)
         if math.isfinite(value) and (self.best is None or gain > rule.delta):
             self.best, self.best_step, self.without = value, step, 0
@@ -72,7 +74,7 @@ class EarlyStopping:
     def reason(self) -> str:
         """Why the run ends, for the log and the manifest."""
         best = "none" if self.best is None else f"{self.best:.6g}"
-        return (f"no improvement of {self.rule.metric} in {count_of(self.without, 'evaluation')} "
+        return (f"no improvement of {self.metric} in {count_of(self.without, 'evaluation')} "
                 f"(best: {best} at step {self.best_step})")
 
     def state(self) -> dict[str, Any]:
@@ -99,8 +101,8 @@ def evaluation_keys(method: Method) -> tuple[str, ...]:
 
 
 def make_rule(metric: str | None, patience: int | None, delta: float | None, method: Method,
-              has_evaluation: bool) -> Rule | None:
-    """The checked rule that the options describe; None if there is none.
+              has_evaluation: bool, has_evaluators: bool = False) -> Rule | None:
+    """The checked rule that the options describe; None if there is none. The arguments are those of `check_evaluated`.
 
     Raises:
         UsageError: for a metric that the evaluations of this method do not have, without rows to evaluate, or for an
@@ -111,19 +113,27 @@ def make_rule(metric: str | None, patience: int | None, delta: float | None, met
             if value is not None:
                 raise UsageError(f"{_flag(name)} has no effect without --stop-metric")
         return None
-    check_evaluated("stop_metric", metric, method, has_evaluation)
+    check_evaluated("stop_metric", metric, method, has_evaluation, has_evaluators)
     return Rule(metric, DEFAULT_PATIENCE if patience is None else patience, delta or 0.0)
 
 
-def check_evaluated(option: str, metric: str, method: Method, has_evaluation: bool) -> None:
-    """Check that the evaluations have the metric of an option.
+def check_evaluated(option: str, metric: str, method: Method, has_evaluation: bool,
+                    has_evaluators: bool = False) -> None:
+    """Check that the evaluations have the metric of an option. The first one shows whether an evaluator returns it.
+
+    Args:
+        has_evaluation: rows are held out.
+        has_evaluators: functions of the user add metrics.
 
     Raises:
         UsageError: with the known metrics, or with the options that provide rows to evaluate.
     """
     known = evaluation_keys(method)
-    if metric not in known:
-        raise UsageError(f"{_flag(option)}: {metric!r} is not one of {', '.join(known)}")
+    name, better = goal(metric)
+    if metric not in known and not (has_evaluators and better and not is_known(name)):
+        more = (". For a metric of an evaluator, say which way is better: "
+                f"{metric}:max or {metric}:min" if has_evaluators and not is_known(name) else "")
+        raise UsageError(f"{_flag(option)}: {metric!r} is not one of {', '.join(known)}{more}")
     if not has_evaluation:
         raise UsageError(f"{_flag(option)} {metric} requires rows to evaluate. Use --eval-fraction 0.1 to hold some "
                          "out, or --eval-data FILE.")

@@ -25,6 +25,7 @@ class PythonObjects:
         listener: a `train.listener.Listener`, attached to the training loop.
         eval_parts: the micro-batches of `eval_rows`; None if they are evaluated together.
         other_names: further names of metrics.
+        evaluators: functions in place of those that `evaluator` names.
     """
 
     model: Any = None
@@ -42,6 +43,7 @@ class PythonObjects:
     listener: Any = None
     eval_parts: Parts | None = None
     other_names: OtherNames | None = None
+    evaluators: list[Any] = field(default_factory=list)
 
     def __eq__(self, other: object) -> bool:
         """True if all objects are the same ones. Tables and arrays would compare element by element."""
