@@ -70,7 +70,7 @@ def _of_result(run: ExportedRun, chosen: Chosen) -> Adapter:
         written = read_object(chosen.path / ADAPTER_CONFIG)
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"{chosen.path}: the adapter cannot be read: {error}") from error
-    base = _base(run, chosen)
+    base = base_of(run, chosen)
     adapter = Adapter(config, weights, base, written)
     module = skeleton(base_config(run, base, _MOVED), run.trust_remote_code)
     _check_complete(_shell(module, adapter), weights, chosen.path)
@@ -82,7 +82,7 @@ def _of_checkpoint(run: ExportedRun, chosen: Chosen) -> Adapter:
     from peft import get_peft_model_state_dict
 
     stored = _with_plain_names(read_model(chosen.path / "state"))
-    base = _base(run, chosen)
+    base = base_of(run, chosen)
     module = skeleton(base_config(run, base, _MOVED), run.trust_remote_code)
     adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
     ends = [f"{name}.modules_to_save.default.weight" for name in _ends_of(module)]
@@ -116,7 +116,7 @@ def _config_in(path: Path) -> Any:
         raise ModelError(f"{path}: the adapter config cannot be read: {first_line(error)}") from error
 
 
-def _base(run: ExportedRun, chosen: Chosen) -> str:
+def base_of(run: ExportedRun, chosen: Chosen) -> str:
     """The base model of a run's adapter: the one of --base, else the one that the adapter's config names, else the
     model that the run started from, which may have been an adapter or a module.
 

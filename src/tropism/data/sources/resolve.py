@@ -20,7 +20,7 @@ DataSource = str | Path | Iterable[dict[str, Any]]
 """A path, a text as in `resolve_source`, or rows as dicts."""
 
 _WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)", re.DOTALL)
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
@@ -166,6 +166,20 @@ def absolute(source: str) -> str:
         match = None if _exists(entry.strip()) else _WEIGHTED.fullmatch(entry.strip())
         entries.append(f"{absolute_path(match.group(1))}:{match.group(2)}" if match else absolute_path(entry.strip()))
     return ",".join(entries)
+
+
+def hub_names(source: str) -> list[str]:
+    """The names of datasets on the Hub in a source, each once."""
+    if _exists(source):
+        return []
+    found = [name for entry in source.split(",") if entry.strip()
+             for name in [_weighted(entry.strip(), source)[0]] if not _exists(name) and is_hub_name(name)]
+    return list(dict.fromkeys(name.partition("@")[0] for name in found))
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this is the name of a dataset on the Hub, perhaps with a revision, and not that of a data file."""
+    return _HUB_NAME.fullmatch(name) is not None and DataFile(Path(name), name).kind is None
 
 
 def _exists(name: str) -> bool:
