@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fake_hub
 from exporting import filled_run
@@ -36,6 +37,19 @@ def run(tiny_model_dir: Path, tmp_path: Path) -> Path:
         {"split": "eval", "step": step, "rewards/auc": auc, "rewards/auc_low": auc - 0.1, "rewards/auc_high": auc + 0.1}
     ) + "\n" for step, auc in ((0, 0.5), (4, 0.75))))
     return path
+
+
+@pytest.fixture
+def adapter_run(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A run that is done, of an adapter on a local base."""
+    from peft import LoraConfig, get_peft_model
+
+    path = tmp_path / "runs" / "adapter"
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir), LoraConfig(
+        r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(path / "model")
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(path / "model")
+    return filled_run(path, tiny_model_dir, lora={"rank": 2, "alpha": 8.0, "targets": "q_proj", "adapter": None})
 
 
 def weight_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -163,6 +177,27 @@ def test_a_directory_of_another_export_is_not_pushed(hub: fake_hub.Hub, run: Pat
         with pytest.raises(OutputExistsError):
             export(run, to, **quiet)
     assert ("model", "me/model") not in hub.repos
+
+
+def test_an_adapter_is_pushed_with_a_base_that_others_have(hub: fake_hub.Hub, adapter_run: Path, tiny_model_dir: Path,
+                                                           tmp_path: Path) -> None:
+    quiet: dict[str, Any] = {"voice": Voice(loud=False), "push": "me/adapter"}
+    with pytest.raises(UsageError, match="base is a local directory .*--base owner/name, or add --merge"):
+        export(adapter_run, tmp_path / "a", **quiet)
+    assert not hub.repos
+    export(adapter_run, tmp_path / "local", voice=Voice(loud=False))
+    with pytest.raises(UsageError, match="base is a local directory"):
+        export(adapter_run, tmp_path / "local", **quiet)
+    hub.add("some/base", {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()})
+    export(adapter_run, tmp_path / "a", base="some/base", **quiet)
+    files = hub.repos["model", "me/adapter"].files
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "some/base"
+    card = ModelCard(files["README.md"].decode())
+    card.validate()
+    assert (card.data.base_model, card.data.base_model_relation, card.data.library_name) == (
+        "some/base", "adapter", "peft")
+    assert not any(str(tmp_path).encode() in content or str(tiny_model_dir).encode() in content
+                   for content in files.values())
 
 
 @pytest.mark.parametrize("name", ["a\n---\nlicense: mit", "x: y", "'\"", "# a", "\x1b[31m", "- [", "{{ 1 }}", "é" * 90])
