@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
-TOKEN = "hf_of_the_test"  # noqa: S105
+TOKEN = "hf_of_the_test"
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(sent)
         self.close_connection = dropped
 
-    do_GET = do_POST = do_PUT = do_HEAD = _serve  # noqa: N815
+    do_GET = do_POST = do_PUT = do_HEAD = _serve
 
     def _answer(self, path: str, body: bytes) -> tuple[int, bytes, dict[str, str]]:
         hub = self.hub

@@ -57,7 +57,7 @@ def test_a_stream_is_read_by_split_and_configuration(streams: fake_hub.Hub) -> N
     assert places("some/rows", SplitChoice(held_out=True))[-1] == "some/rows:large/test:row 7"
     assert places("some/rows", SplitChoice("small/train"))[-1] == "some/rows:small/train:row 3"
     assert len(places("some/rows:2", SplitChoice("test"))) == 14
-    with pytest.raises(DataError, match="--split dev: no split of this name. Splits: train, test"):
+    with pytest.raises(DataError, match=r"--split dev: no split of this name. Splits: train, test"):
         places("some/rows", SplitChoice("dev"))
     part = resolve_source("some/rows", stream=True)[0]
     assert part.split == ("split train (also there: test; choose with --split) of configuration large (also there: "
@@ -76,11 +76,11 @@ def test_only_what_is_needed_is_sent(streams: fake_hub.Hub) -> None:
 @pytest.mark.parametrize("times", [1, 999])
 def test_a_stream_whose_connection_drops(streams: fake_hub.Hub, times: int) -> None:
     """It is retried, and every row comes once; if it stays away, that is an error with the place."""
-    streams.add("some/rows", {"train.jsonl": lines(ROWS * 300)}, "dataset")
+    streams.add("some/rows", {"train.jsonl": lines(ROWS * 60)}, "dataset")
     stream = resolve_source("some/rows", stream=True)[0].read()
     streams.drop("GET /datasets/some/rows/resolve", times)
     if times == 1:
-        assert [row.record for row in stream] == ROWS * 300
+        assert [row.record for row in stream] == ROWS * 60
         assert streams.drops[0][1] == 0
     else:
         with pytest.raises(DataError, match=r"some/rows:train: reading from the Hub failed after row [\d,]+ \("):
@@ -108,7 +108,7 @@ def test_without_the_library_a_stream_is_refused(hub: fake_hub.Hub, monkeypatch:
     known = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", lambda name, *given, **named: (
         known("not_there") if name == "datasets" else known(name, *given, **named)))
-    with pytest.raises(DataError, match=r"needs the package datasets. Install it with `pip install 'tropism\[datasets\]'`"):
+    with pytest.raises(DataError, match=r"needs the package datasets\. Install .*'tropism\[datasets\]'`"):
         places("some/rows")
     assert len(places("some/rows", stream=False)) == 200
 

@@ -1,4 +1,4 @@
-"""`tropism export --push` against a hub on loopback: what arrives, what is refused, and what a dropped connection leaves."""
+"""`tropism export --push` against a hub on loopback: what arrives, what is refused, what a drop leaves."""
 
 import json
 import shutil
@@ -106,7 +106,7 @@ def test_a_dropped_connection_is_retried(hub: fake_hub.Hub, run: Path, tmp_path:
 def test_a_push_that_fails_leaves_the_export_and_tells_the_command(
         hub: fake_hub.Hub, run: Path, tmp_path: Path, request_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.drop(request_, 99)
-    with pytest.raises(OutputError, match="is complete. To upload it again, run: ") as failed:
+    with pytest.raises(OutputError, match=r"is complete. To upload it again, run: ") as failed:
         export(run, tmp_path / "m", push="me/model", voice=Voice(loud=False))
     command = str(failed.value).partition("run: tropism ")[2].split()
     assert command == ["export", str(run), "--to", str(tmp_path / "m"), "--push", "me/model"]
@@ -128,7 +128,7 @@ def test_what_is_refused_before_weights_are_read(hub: fake_hub.Hub, run: Path, t
     with pytest.raises(UsageError, match="--private has no effect without --push"):
         export(run, to, private=True, **quiet)
     hub.add("me/other", {"README.md": b"x", "pytorch_model.bin": b"y"})
-    with pytest.raises(OutputExistsError, match="not an export of this run, such as README.md"):
+    with pytest.raises(OutputExistsError, match=r"not an export of this run, such as README.md"):
         export(run, to, push="me/other", **quiet)
     hub.add("me/run", {"export.json": json.dumps({"run": "first", "fingerprints": {"data": "0"}}).encode()})
     with pytest.raises(OutputExistsError, match="not an export of this run"):
@@ -143,7 +143,7 @@ def test_what_is_refused_before_weights_are_read(hub: fake_hub.Hub, run: Path, t
     with pytest.raises(UsageError, match="the token may only read"):
         export(run, to, push="me/new", **quiet)
     hub.drop("GET /api/whoami", 1)
-    with pytest.raises(OutputError, match="the repository cannot be looked up: .*Nothing was written"):
+    with pytest.raises(OutputError, match=r"the repository cannot be looked up: .*Nothing was written"):
         export(run, to, push="me/new", **quiet)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(UsageError, match="does not accept the token"):
@@ -182,7 +182,7 @@ def test_a_directory_of_another_export_is_not_pushed(hub: fake_hub.Hub, run: Pat
 def test_an_adapter_is_pushed_with_a_base_that_others_have(hub: fake_hub.Hub, adapter_run: Path, tiny_model_dir: Path,
                                                            tmp_path: Path) -> None:
     quiet: dict[str, Any] = {"voice": Voice(loud=False), "push": "me/adapter"}
-    with pytest.raises(UsageError, match="base is a local directory .*--base owner/name, or add --merge"):
+    with pytest.raises(UsageError, match=r"base is a local directory .*--base owner/name, or add --merge"):
         export(adapter_run, tmp_path / "a", **quiet)
     assert not hub.repos
     export(adapter_run, tmp_path / "local", voice=Voice(loud=False))

@@ -161,6 +161,25 @@ def absolute(source: str) -> str:
     return ",".join(entries)
 
 
+def pinned(source: str, commits: Mapping[str, str]) -> str:
+    """The source with commits of datasets on the Hub in place of their branches.
+
+    Args:
+        commits: by the names of the datasets in the source.
+    """
+    entries = [entry.strip() for entry in source.split(",")]
+    for number, entry in enumerate(entries):
+        name, _ = _weighted(entry, source)
+        if name in commits:
+            entries[number] = f"{name.partition('@')[0]}@{commits[name]}{entry[len(name):]}"
+    return ",".join(entries)
+
+
+def without_commits(source: str) -> str:
+    """The source as it was before `pinned`, if no revision was given."""
+    return source if _exists(source) else re.sub(r"@[0-9a-f]{40}(?=[:,]|$)", "", source)
+
+
 def hub_names(source: str) -> list[str]:
     """The names of datasets on the Hub in a source, each once."""
     if _exists(source):
