@@ -341,8 +341,8 @@ def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | N
                          base=base, trust_remote_code=trust_remote_code, push=push, private=private)
     except KeyboardInterrupt:
         complete = (to / "export.json").is_file()
-        raise TropismError(f"interrupted. {to} is " + ("complete" if complete else "unchanged"),
-                           ) from None
+        again = ". To upload it, run the same command again." if complete and push is not None else ""
+        raise TropismError(f"interrupted. {to} is " + ("complete" if complete else "unchanged") + again) from None
     return 0
 
 

@@ -142,7 +142,8 @@ def _data(run: ExportedRun) -> list[dict[str, Any]]:
             facts += [("rows trained on", split.get("train", "?")), ("rows held out", split.get("eval", "?"))]
             if split.get("prompts_on_both_sides"):
                 facts.append(("held-out prompts that were also trained on", split["prompts_on_both_sides"]))
-        facts += [(f"commit of {name.partition('@')[0]}", commit) for name, commit in (audit.get("commits") or {}).items()]
+        facts += [(f"commit of {name.partition('@')[0]}", commit)
+                  for name, commit in (audit.get("commits") or {}).items()]
         source = ", ".join(public_name(part.strip()) for part in str(audit.get("source", "?")).split(","))
         found.append({"title": title, "source": source, "facts": facts})
     return found
