@@ -97,9 +97,9 @@ def test_a_run_streams_what_its_steps_need(streams: fake_hub.Hub, tiny_model_dir
     assert json.loads((tmp_path / "run" / "audit.json").read_text())["rows"]["read"] == 16
     config = (tmp_path / "run" / "config.yaml").read_text()
     assert f"data: some/rows@{first}\n" in config
-    streams.drop("GET /datasets/some/rows/resolve", 999)
+    streams.drop(f"GET /datasets/some/rows/resolve/{first}/train", 999)
     assert main([*command, "--output", str(tmp_path / "other")]) == 2
-    assert "reading from the Hub failed after row 0" in capsys.readouterr().err
+    assert "some/rows: the dataset cannot be streamed from the Hub (ConnectionError: " in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
