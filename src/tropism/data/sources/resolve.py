@@ -22,6 +22,7 @@ DataSource = str | Path | Iterable[dict[str, Any]]
 
 _WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)", re.DOTALL)
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
+_COMMIT = re.compile("[0-9a-f]{40}")
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
@@ -177,7 +178,7 @@ def pinned(source: str, commits: Mapping[str, str]) -> str:
 
 def without_commits(source: str) -> str:
     """The source as it was before `pinned`, if no revision was given."""
-    return source if _exists(source) else re.sub(r"@[0-9a-f]{40}(?=[:,]|$)", "", source)
+    return source if _exists(source) else re.sub(rf"@{_COMMIT.pattern}(?=[:,]|$)", "", source)
 
 
 def hub_names(source: str) -> list[str]:
@@ -222,7 +223,8 @@ def _part(name: str, label: str, weight: float, prefix: str, limits: ReadingLimi
             found = hub.Stream.of(name, split)
             return SourcePart(name, (), weight, split=found.said, stream=found, commit=found.commit)
         place = hub.download(name)
-        return replace(_of_directory(place, name, weight, prefix, limits, split, name), commit=place.name)
+        return replace(_of_directory(place, name, weight, prefix, limits, split, name),
+                       commit=place.name if _COMMIT.fullmatch(place.name) else "")
     if path.exists():
         raise DataError(f"{path}: is not a regular file. Save the data in a file or a directory.")
     raise DataError(f"{path}: file not found")
