@@ -23,7 +23,7 @@ from tropism.distributed import connect
 from tropism.runner import Run
 
 SURFACE = {"RUN", "--to", "--merge", "--no-merge", "--dtype", "--checkpoint", "--max-shard-size", "--base",
-           "--trust-remote-code", "--no-trust-remote-code"}
+           "--trust-remote-code", "--no-trust-remote-code", "--push", "--private", "--no-private"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FRESH = """
@@ -188,8 +188,9 @@ def test_the_card_says_what_the_run_said(made: dict[bool, Made], tmp_path: Path)
     manifest, audit, options = (json.loads((run / "manifest.json").read_text()),
                                 json.loads((run / "audit.json").read_text()),
                                 yaml.safe_load((run / "config.yaml").read_text()))
-    assert front_matter(card) == {"library_name": "transformers", "pipeline_tag": "text-generation",
-                                  "tags": ["tropism", "kto"]}
+    front = front_matter(card)
+    index = front.pop("model-index")
+    assert front == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["tropism", "kto"]}
     assert card.split("---\n")[2].strip().startswith("# named\n")
     assert f"`{Path(options['model']).name}` by KTO" in card
     assert f"Training data: `{Path(audit['source']).name}`" in card
@@ -209,6 +210,9 @@ def test_the_card_says_what_the_run_said(made: dict[bool, Made], tmp_path: Path)
         assert cell(measured, f"`{key}`") == f"{first[key]:.4f} | {last[key]:.4f}".replace("-0.0000", "0.0000")
     assert cell(card, "`rewards/auc`").endswith(
         f"| {last['rewards/auc']:.4f} [{last['rewards/auc_low']:.4f}, {last['rewards/auc_high']:.4f}]")
+    metric = index[0]["results"][0]["metrics"][0]
+    assert (metric["type"], metric["args"]["rows"]) == ("roc_auc", audit["split"]["eval"])
+    assert metric["value"] == pytest.approx(last["rewards/auc"], abs=5e-5)
     assert "grants no license and names none" in card
     assert "license:" not in card
 

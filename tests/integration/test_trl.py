@@ -288,7 +288,7 @@ def test_the_other_trainers_learn(method: str, tiny_model_dir: Path, tmp_path: P
     ("dpo", {}, {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "depend on evaluations"),
     ("dpo", {}, {"train_sampling_strategy": "group_by_length"}, "Use random or sequential"),
     ("dpo", {}, {"max_length": 1}, "no row is left"),
-    ("dpo", {}, {"model_init_kwargs": {"revision": "v2"}}, "hf download MODEL --revision v2"),
+    ("dpo", {}, {"model_init_kwargs": {"revision": "v2"}}, "MODEL@v2"),
     ("dpo", {}, {"model_init_kwargs": {"subfolder": "x"}}, "model_init_kwargs: subfolder is not supported"),
     ("dpo", {}, {"save_strategy": "best"}, "need metric_for_best_model and eval_dataset"),
     ("dpo", {"eval_dataset": ROWS}, {"save_strategy": "best", "metric_for_best_model": "rewards/accuracies",

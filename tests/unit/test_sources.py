@@ -314,7 +314,7 @@ def test_a_dataset_of_the_hub(write, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     asked = []
 
-    def fetch(name: str, repo_type: str, allow_patterns: list[str]) -> str:
+    def fetch(name: str, repo_type: str, allow_patterns: list[str], revision: str | None) -> str:
         asked.append((name, repo_type))
         assert "*.parquet" in allow_patterns
         return str(tmp_path)

@@ -198,10 +198,11 @@ _UNSUPPORTED: dict[str, str] = {
     "tokenizer_dir tokenizer_name tokenizer_name_or_path resize_vocab resize_token_embeddings_to_32x add_tokens "
     "add_special_tokens special_tokens tokens added_tokens_overrides pad_token eos_token split_special_tokens "
     "new_special_tokens append_eod": _TOKENIZER,
-    "model_init_kwargs overrides_of_model_config rope_scaling model_revision shift_attn "
+    "model_init_kwargs overrides_of_model_config rope_scaling shift_attn "
     "mixture_of_depths s2_attention":
         "A model is trained as its files say. Download the revision or change its config.json, and pass the "
         "directory.",
+    "model_revision revision": "Write it after the name of the model or data: --model owner/name@REVISION.",
     "neftune_noise_alpha noisy_embedding_alpha": "Noise on the embeddings is not supported.",
     "label_smoothing_factor": "Label smoothing of the likelihood is not supported. --label-smoothing is for pairs.",
     "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps": "The reference does not change during a run.",

@@ -79,13 +79,13 @@ def check_inspection(data: str, options: InspectOptions) -> None:
     _check_data(options, data, options.eval_data)
 
 
-def check_exporting(run: Path, to: Path, base: str | None) -> None:
+def check_exporting(run: Path, to: Path, base: str | None, push: bool = False) -> None:
     """Check the paths of `tropism export`.
 
     Raises:
         TropismError: a subclass that names the path.
     """
-    check_export(to.expanduser(), run.expanduser())
+    check_export(to.expanduser(), run.expanduser(), push)
     check_run(run.expanduser(), "export")
     if base is not None:
         find_model(base)

@@ -356,19 +356,19 @@ def verify(run: _File, /, *, json: _File | None = None, trust_remote_code: bool 
 @app.command
 def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | None = None,
            checkpoint: _Name | None = None, max_shard_size: _Size | None = None, base: _Name | None = None,
-           trust_remote_code: bool = False) -> int:
+           trust_remote_code: bool = False, push: _Name | None = None, private: bool = False) -> int:
     """Write a model directory."""
-    check_exporting(run, to, base)
-    start(Voice(), "export", run=run, to=to)
+    check_exporting(run, to, base, push is not None)
+    start(Voice(), "export", run=run, to=to, push=push)
     from tropism.commands import export as exporting
 
     try:
         exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size,
-                         base=base, trust_remote_code=trust_remote_code)
+                         base=base, trust_remote_code=trust_remote_code, push=push, private=private)
     except KeyboardInterrupt:
         complete = (to / "export.json").is_file()
-        raise TropismError(f"interrupted. {to} is " + ("complete" if complete else "unchanged"),
-                           ) from None
+        again = ". To upload it, run the same command again." if complete and push is not None else ""
+        raise TropismError(f"interrupted. {to} is " + ("complete" if complete else "unchanged") + again) from None
     return 0
 
 

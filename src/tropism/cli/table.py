@@ -155,7 +155,9 @@ COMMANDS: dict[str, Command] = {
          Argument("--checkpoint NAME", "Checkpoint to export: `best`, `last`, a step such as step-00000100, or a path.",
                   default="the result"),
          Argument("--max-shard-size SIZE", "Maximum size of a weight file, such as 5GB.", default="50GB"),
-         Argument("--base DIR", "Base model of the adapter, if it has moved since the run."), _TRUST),
+         Argument("--base DIR", "Base model of the adapter, if it has moved since the run."), _TRUST,
+         Argument("--push NAME", "Repository on the Hub, owner/name, to upload the result to."),
+         Argument("--private", "Make a new repository private.")),
         note="`--checkpoint` exports a checkpoint instead. Adds a model card. Leaves the run unchanged."),
     "report": Command(
         "Results", "Write a page about a run, or about several side by side.",

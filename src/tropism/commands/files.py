@@ -64,8 +64,11 @@ def check_run(path: Path, command: str) -> None:
     RunDirectory(path).check_kinds()
 
 
-def check_export(path: Path, run: Path) -> None:
+def check_export(path: Path, run: Path, push: bool = False) -> None:
     """Check before anything is loaded that an export may be written to a directory.
+
+    Args:
+        push: an earlier export there is pushed, if it is of this run.
 
     Raises:
         OutputExistsError: if it is not empty, or is a file.
@@ -76,6 +79,8 @@ def check_export(path: Path, run: Path) -> None:
         kept = (run / name).resolve()
         if resolved == kept or kept in resolved.parents:
             raise UsageError(f"--to {path} is inside {kept}, which belongs to the run. Choose another directory.")
+    if push and (path / "export.json").is_file():
+        return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise OutputExistsError(f"{path} exists and is not empty. Nothing was changed. Choose another directory: "
                                 f"--to {free_name(path)}")

@@ -49,7 +49,8 @@ class DataOptions(HeldOutOptions, TemplateOptions, LengthOptions):
     strict: bool = False
     """Stop at the first row that would be dropped. Otherwise the run drops the row and reports it."""
     streaming: bool = False
-    """Read only as many rows as `--max-steps` needs, from the start of the data. Meant for large data."""
+    """Read only as many rows as `--max-steps` needs, from the start of the data. Meant for large data. A dataset on the
+    Hub is streamed instead of downloaded, which needs the extra `datasets`."""
     workers: int | None = Field(None, ge=0)
     """Number of processes that render the rows of large data. 0 renders in the training process. The result does not
     depend on it. Default: one per CPU, at most 8."""

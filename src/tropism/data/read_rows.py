@@ -28,7 +28,7 @@ ReportProgress = Callable[[int, int | None], None]
 def read_rows(
     source: DataSource, renderer: Renderer, view: View, *, strict: bool = False, workers: int | None = 0,
     options: FormatOptions | None = None, cache: Path | None = None, most: int | None = None,
-    split: SplitChoice | None = None, report: ReportProgress = lambda done, total: None,
+    split: SplitChoice | None = None, streaming: bool = False, report: ReportProgress = lambda done, total: None,
 ) -> Audit:
     """Read, tokenize and truncate all rows of a source.
 
@@ -45,6 +45,7 @@ def read_rows(
         cache: directory of rendered blocks, by content.
         most: stop after this many kept rows.
         split: of a directory with several; by default that of the options.
+        streaming: read datasets on the Hub as their rows are needed.
         report: called with (records read, None) after each block.
 
     Returns:
@@ -54,11 +55,12 @@ def read_rows(
         DataError: for an unreadable row, an invalid label, missing or ambiguous columns, or if no row is kept.
     """
     options = options or FormatOptions()
-    parts = _open(source, options, most, split)
+    parts = _open(source, options, most, split, streaming)
     readings = [recognize(part.head, view, part.name, options, whole=part.whole) for part in parts]
     audit = Audit(source=str(source) if isinstance(source, str | Path) else "rows given in Python",
                   format="; ".join(dict.fromkeys([*(part.split for part in parts if part.split),
                                                   *map(str, readings)])))
+    audit.commits = {part.name: part.commit for part in parts if part.commit}
     uses = [ColumnUse(reading, part.head) for part, reading in zip(parts, readings, strict=True)]
     origins = [name for name in ORIGINS if any(part.has(name) for part in parts)]
     rows_read = (row for part, use in zip(parts, uses, strict=True) for row in _rows(part, use))
@@ -115,6 +117,7 @@ class _PartWithHead:
 
     Attributes:
         split: a sentence about the split, if there are several.
+        commit: of a dataset on the Hub.
         head: the first records, columns renamed.
         whole: there are no other records.
         columns: of the first records, before renaming.
@@ -122,7 +125,7 @@ class _PartWithHead:
     """
 
     def __init__(self, part: SourcePart, renames: Mapping[str, str], head: int) -> None:
-        self.name, self.split, self._renames = part.name, part.split, renames
+        self.name, self.split, self.commit, self._renames = part.name, part.split, part.commit, renames
         rows = part.read()
         first = list(islice(rows, head))
         if not first:
@@ -148,11 +151,11 @@ class _PartWithHead:
 
 
 def _open(source: DataSource, options: FormatOptions, most: int | None = None,
-          split: SplitChoice | None = None) -> list[_PartWithHead]:
+          split: SplitChoice | None = None, streaming: bool = False) -> list[_PartWithHead]:
     """The parts of a source, each with a format of its own."""
     head = _HEAD if most is None else min(_HEAD, most)
     parts = [_PartWithHead(part, options.renames, head)
-             for part in resolve_source(source, options, split or SplitChoice(options.split))]
+             for part in resolve_source(source, options, split or SplitChoice(options.split), streaming)]
     for column in options.renames:
         if not any(column in part.columns for part in parts):
             found = dict.fromkeys(key for part in parts for key in part.columns)

@@ -1,13 +1,13 @@
 """Hashes of the files that a model is loaded from, without loading it."""
 
 import hashlib
+import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-
-from transformers.utils import cached_file
 
 from tropism.errors import ModelError, first_line
 from tropism.model.source import ModelSource
@@ -18,6 +18,7 @@ _SETTINGS = ("config.json", "generation_config.json", "adapter_config.json", "*.
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _OLD_WEIGHTS = ("pytorch_model*.bin*",)
 
+_COMMIT = re.compile("[0-9a-f]{40}")
 _WHOLE_BYTES = 512 * 2**20
 """Weights of at most this size are read completely, and samples of larger ones."""
 
@@ -65,10 +66,18 @@ def adapter_files(directory: str | Path) -> list[ModelFile]:
 def revision_of(source: ModelSource) -> str:
     """The commit of a model on the Hub; empty if it is not found, which loading reports."""
     try:
-        found = cached_file(source.name, "config.json", _raise_exceptions_for_missing_entries=False)
+        found = source.find("config.json")
     except (OSError, ValueError):
         return ""
     return Path(found).parent.name if found else ""
+
+
+def pinned(source: ModelSource) -> ModelSource:
+    """The source at the commit that its revision names now. A local one, or one that is not found, is unchanged."""
+    if source.gguf_file or Path(source.name).is_dir():
+        return source
+    commit = revision_of(source)
+    return replace(source, revision=commit) if _COMMIT.fullmatch(commit) else source
 
 
 def _matching(directory: Path, patterns: tuple[str, ...]) -> list[Path]:

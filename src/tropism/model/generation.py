@@ -19,11 +19,13 @@ _FIRST = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
 _NAME = re.compile(r"^- `\w+`: ")
 
 
-def read_generation(name: str | Path) -> tuple[GenerationConfig | None, list[str]]:
+def read_generation(name: str | Path, revision: str | None = None,
+                    ) -> tuple[GenerationConfig | None, list[str]]:
     """The generation config of a model, corrected, and a sentence for each correction. None if there is no such file.
 
     Args:
         name: a directory as a path, or the name of one or of a model on the hub. A path is never looked up on the hub.
+        revision: of a model on the hub.
 
     Raises:
         ModelError: if the file is not a JSON object.
@@ -31,7 +33,8 @@ def read_generation(name: str | Path) -> tuple[GenerationConfig | None, list[str
     path = Path(name)
     try:
         found = str(path / FILE) if path.is_dir() or isinstance(name, Path) else cached_file(
-            name, FILE, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+            name, FILE, revision=revision, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False)
     except (OSError, ValueError):  # not a name that the hub accepts
         found = None
     if found is None or not Path(found).is_file():

@@ -93,7 +93,7 @@ def load_model(source: ModelSource, precision: Precision, device: torch.device, 
         check_memory(empty, source.name, quantized.bytes_per_weight(quantize) or dtype.itemsize, device)
     if quantize is None:
         check_stored(empty, source)
-    generation, corrections = (None, []) if source.gguf_file else read_generation(source.name)
+    generation, corrections = (None, []) if source.gguf_file else read_generation(source.name, source.revision)
     if corrections:  # else transformers reads the file itself
         extra["generation_config"] = generation
     with border(f"{source.name}: the model could not be loaded"), _quietly(), mismatch(empty, source):

@@ -80,7 +80,8 @@ def load_sharded(source: ModelSource, precision: Precision, world: World, shardi
         module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(world.device)
     if quantized:  # the weights are dequantized
         del module.config.quantization_config
-    module.generation_config = world.together(lambda: read_generation(source.name)[0]) or module.generation_config
+    module.generation_config = world.together(
+            lambda: read_generation(source.name, source.revision)[0]) or module.generation_config
     return module
 
 

@@ -1,9 +1,18 @@
 """Finds what a user named as a model, without torch: wrong paths are reported before it is imported."""
 
+import re
 from pathlib import Path
 
 from tropism.errors import ModelError, UsageError
 from tropism.model.options import is_adapter
+
+_WITH_REVISION = re.compile(r"([\w.-]+/[\w.-]+)@(\w[\w./-]*)", re.ASCII)
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """A Hub id and the branch, tag or commit after it: `owner/name@revision`. Other names have none."""
+    found = _WITH_REVISION.fullmatch(name)
+    return (name, None) if found is None or Path(name).exists() else (found[1], found[2])
 
 
 def find_model(name: str) -> Path | None:
@@ -27,8 +36,9 @@ def find_model(name: str) -> Path | None:
             hint = f". To use the GGUF file, name it: {path / ggufs[0]}" if ggufs else ""
             raise ModelError(f"{name}: config.json not found in this directory{hint}")
         return path
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name:
-        raise ModelError(f"{name}: directory not found, and not a valid Hub id (owner/name)")
+    hub_id, _ = split_revision(name)
+    if path.is_absolute() or name.startswith((".", "~")) or hub_id.count("/") != 1 or " " in name:
+        raise ModelError(f"{name}: directory not found, and not a valid Hub id (owner/name or owner/name@revision)")
     return None
 
 

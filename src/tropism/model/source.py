@@ -18,7 +18,7 @@ from tropism.errors import ModelError, clause
 from tropism.model.adapters import files as adapter_files
 from tropism.model.config import check_generation, check_values
 from tropism.model.gguf_header import check_gguf
-from tropism.model.names import find_model
+from tropism.model.names import find_model, split_revision
 from tropism.model.options import is_adapter
 from tropism.observe.console import Voice
 
@@ -39,6 +39,7 @@ class ModelSource:
         name: directory or hub id.
         gguf_file: file in that directory, if a GGUF file was named.
         adapter: directory of the adapter, if an adapter was named; `name` is then its base.
+        revision: branch, tag or commit of a hub id; None for its main branch.
         inspect_base: called with the loaded base, before the adapter is merged into it.
     """
 
@@ -46,6 +47,7 @@ class ModelSource:
     gguf_file: str | None = None
     adapter: str | None = None
     inspect_base: Callable[[Any], None] | None = None
+    revision: str | None = None
 
     @classmethod
     def of(cls, name: str) -> "ModelSource":
@@ -56,9 +58,10 @@ class ModelSource:
         """
         path = find_model(name)
         if path is None:
+            hub_id, revision = split_revision(name)
             if Path(name).expanduser().parent.is_dir():
-                _warn_missing(name)
-            return cls(name)
+                _warn_missing(hub_id)
+            return cls(hub_id, revision=revision)
         if path.is_file():
             return cls(str(path.resolve().parent), path.name)
         return cls._of_adapter(path.resolve()) if is_adapter(path) else cls(str(path.resolve()))
@@ -85,12 +88,27 @@ class ModelSource:
     @property
     def kwargs(self) -> dict[str, Any]:
         """Arguments for transformers' loaders."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+        return ({"gguf_file": self.gguf_file} if self.gguf_file else {}) | (
+            {"revision": self.revision} if self.revision else {})
 
     @property
     def absolute(self) -> str:
         """The name by which another process finds it."""
-        return self.adapter or (str(Path(self.name) / self.gguf_file) if self.gguf_file else self.name)
+        return self.adapter or (str(Path(self.name) / self.gguf_file) if self.gguf_file else self.base_name)
+
+    @property
+    def base_name(self) -> str:
+        """The name of the base with its revision."""
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+    def find(self, file: str) -> str | None:
+        """The path of one of its files, downloaded if it is on the hub; None if it has no such file.
+
+        Raises:
+            OSError: if the hub cannot be asked.
+        """
+        found = cached_file(self.name, file, revision=self.revision, _raise_exceptions_for_missing_entries=False)
+        return None if found is None else str(found)
 
     def check_files(self) -> None:
         """Check a local model's files before a library reads them: regular files of a plausible size, and configs that
@@ -133,21 +151,22 @@ class ModelSource:
             # In transformers' order: an index beside a single file is a leftover that is not read.
             named = self._named_weights()
             for name in [named] if named else [_SINGLE, _INDEX]:
-                index = cached_file(self.name, name, _raise_exceptions_for_missing_entries=False)
+                index = self.find(name)
                 if index is not None:
                     break
             else:
                 return None
             if not name.endswith(".index.json"):
                 with safe_open(index, framework="pt") as opened:
-                    return dict.fromkeys(opened.keys(), str(index))
+                    return dict.fromkeys(opened.keys(), index)
             places = _weight_map(Path(index))
-            files = {file: str(cached_file(self.name, file)) for file in sorted(set(places.values()))}
+            files = {file: str(cached_file(self.name, file, revision=self.revision))
+                     for file in sorted(set(places.values()))}
             return {weight: files[file] for weight, file in places.items()}
 
     def _named_weights(self) -> str | None:
         """The file of weights, or their index, that the config names in place of the usual ones."""
-        config = cached_file(self.name, "config.json", _raise_exceptions_for_missing_entries=False)
+        config = self.find("config.json")
         named = read_object(Path(config)).get("transformers_weights") if config else None
         return named if isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json")) else None
 
@@ -172,7 +191,8 @@ def public_name(name: str) -> str:
     that a path tells of."""
     try:
         path = Path(name).expanduser()
-        is_path = (path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or " " in name
+        hub_id, _ = split_revision(name)
+        is_path = (path.is_absolute() or name.startswith((".", "~")) or hub_id.count("/") != 1 or " " in name
                    or path.exists())
         return path.resolve().name if is_path else name
     except (OSError, RuntimeError, ValueError):  # no file here can have this name, as the record of another machine may

@@ -149,7 +149,7 @@ class ModelOptions(Options):
     heading: ClassVar[str] = "Optimization"
 
     model: str
-    """Model to train: a directory, Hub id or GGUF file."""
+    """Model to train: a directory, Hub id (or ID@REVISION) or GGUF file."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model. Must be passed with each command: a YAML file cannot allow it."""
 

@@ -29,6 +29,7 @@ from tropism.model.adapters import merge as adapter_merge
 from tropism.model.adapters.parameters import NAME
 from tropism.model.base_weights import base_hash
 from tropism.model.language_model import Precision
+from tropism.model.names import split_revision
 from tropism.model.source import ModelSource
 from tropism.model.tied_weights import ties
 
@@ -70,7 +71,7 @@ def _of_result(run: ExportedRun, chosen: Chosen) -> Adapter:
         written = read_object(chosen.path / ADAPTER_CONFIG)
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"{chosen.path}: the adapter cannot be read: {error}") from error
-    base = _base(run, chosen)
+    base = base_of(run, chosen)
     adapter = Adapter(config, weights, base, written)
     module = skeleton(base_config(run, base, _MOVED), run.trust_remote_code)
     _check_complete(_shell(module, adapter), weights, chosen.path)
@@ -82,7 +83,7 @@ def _of_checkpoint(run: ExportedRun, chosen: Chosen) -> Adapter:
     from peft import get_peft_model_state_dict
 
     stored = _with_plain_names(read_model(chosen.path / "state"))
-    base = _base(run, chosen)
+    base = base_of(run, chosen)
     module = skeleton(base_config(run, base, _MOVED), run.trust_remote_code)
     adapter = Adapter(_config_of_checkpoint(run, chosen, stored, module), stored, base)
     ends = [f"{name}.modules_to_save.default.weight" for name in _ends_of(module)]
@@ -116,7 +117,7 @@ def _config_in(path: Path) -> Any:
         raise ModelError(f"{path}: the adapter config cannot be read: {first_line(error)}") from error
 
 
-def _base(run: ExportedRun, chosen: Chosen) -> str:
+def base_of(run: ExportedRun, chosen: Chosen) -> str:
     """The base model of a run's adapter: the one of --base, else the one that the adapter's config names, else the
     model that the run started from, which may have been an adapter or a module.
 
@@ -127,7 +128,7 @@ def _base(run: ExportedRun, chosen: Chosen) -> str:
         return run.other_base
     for config in _configs(run, chosen, run.base):
         if config.base_model_name_or_path:
-            return str(config.base_model_name_or_path)
+            return adapter_files.with_revision(str(config.base_model_name_or_path), config.revision)
     if run.given:
         raise ModelError(f"{chosen.path}: the base model of this adapter ({run.base}) has no recorded path. Save it "
                          "without the adapter, and pass its directory: --base DIR")
@@ -228,10 +229,11 @@ def write(adapter: Adapter, weights: Weights, path: Path, dtype: torch.dtype) ->
                for name, weight in weights.items()}, path / WEIGHTS, metadata={"format": "pt"})
     if adapter.written is None:
         adapter.config.inference_mode = True
-        adapter.config.base_model_name_or_path = adapter.base
+        adapter_files.name_base(adapter.config, adapter.base)
         adapter_files.write_config(adapter.config, path)
     else:
-        content = {**adapter.written, "base_model_name_or_path": adapter.base}
+        name, revision = split_revision(adapter.base)
+        content = {**adapter.written, "base_model_name_or_path": name, "revision": revision}
         (path / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save.match_permissions(path / ADAPTER_CONFIG)
     check_tensors([path / WEIGHTS], dtype)

@@ -1,15 +1,14 @@
 """The model card: facts from the run's own files. It claims nothing that was not measured."""
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 import jinja2
-import yaml
 
+from tropism.commands.export.metadata import front_matter
 from tropism.commands.export.read_run import Chosen, ExportedRun
 from tropism.config import METHODS
 from tropism.data.options import DataOptions
@@ -55,7 +54,7 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
     source = resources.files("tropism.commands.export") / "card.md.jinja"
     template = environment.from_string(source.read_text("utf-8"))
     return template.render(
-        front_matter=_Markdown(yaml.safe_dump(_front_matter(facts, method, adapter), sort_keys=False)), name=name,
+        front_matter=_Markdown(front_matter(run, chosen, facts, method, name)), name=name,
         directory=name, base=facts["base"], method=METHOD_NAMES.get(method, method), loss=options.get("loss"),
         what=_what(adapter, bool(facts["merged"]), options),
         versions={"tropism": "", **run.manifest.get("libraries", {})},
@@ -94,14 +93,6 @@ def _what(adapter: bool, merged: bool, options: Mapping[str, Any]) -> str:
     return "A causal language model: its base with the trained adapter merged into the weights" + (
         f" (the adapter was trained on the base quantized to {quantized}, and merged into the unquantized base)."
         if quantized else ".")
-
-
-def _front_matter(facts: Mapping[str, Any], method: str, adapter: bool) -> dict[str, Any]:
-    base = str(facts["base"])
-    hub = not os.path.exists(base) and re.fullmatch(r"[\w.-]+/[\w.-]+", base, re.ASCII)
-    return ({"base_model": base} if hub else {}) | {
-        "library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation",
-        "tags": ["tropism", method, *(["lora"] if facts["adapter"] else [])]}
 
 
 def _planned(run: ExportedRun) -> int | None:
@@ -151,6 +142,8 @@ def _data(run: ExportedRun) -> list[dict[str, Any]]:
             facts += [("rows trained on", split.get("train", "?")), ("rows held out", split.get("eval", "?"))]
             if split.get("prompts_on_both_sides"):
                 facts.append(("held-out prompts that were also trained on", split["prompts_on_both_sides"]))
+        facts += [(f"commit of {name.partition('@')[0]}", commit)
+                  for name, commit in (audit.get("commits") or {}).items()]
         source = ", ".join(public_name(part.strip()) for part in str(audit.get("source", "?")).split(","))
         found.append({"title": title, "source": source, "facts": facts})
     return found

@@ -117,7 +117,7 @@ def read_run(path: Path) -> ExportedRun:
 
 
 def _check_audit(file: Path, audit: Mapping[str, Any]) -> None:
-    _check_mappings(file, audit, "rows", "labels", "split", "eval")
+    _check_mappings(file, audit, "rows", "labels", "split", "eval", "commits")
     _check_mappings(file, audit.get("rows") or {}, "dropped")
     if audit.get("eval"):
         _check_audit(file, {**audit["eval"], "eval": None})

@@ -1,6 +1,7 @@
 """Export a run from end to end."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from tropism.borders import read_object
 from tropism.commands.export import adapter as adapters
 from tropism.commands.export import card
 from tropism.commands.export.output_directory import read_back, shard_bytes, whole
+from tropism.commands.export.push import FACTS, Repository, check_base, check_exported
 from tropism.commands.export.read_run import Chosen, ExportedRun, choose, read_run
 from tropism.commands.export.tokenizer_and_generation import generation_of, tokenizer_of
 from tropism.commands.export.weights import (
@@ -48,6 +50,7 @@ class Exported:
         merged: whether an adapter was merged into it.
         rounding: how the dtype changed the weights.
         files: size and hash of each file.
+        url: address on the Hub, if it was pushed.
     """
 
     path: Path
@@ -57,11 +60,13 @@ class Exported:
     merged: bool
     rounding: Rounding
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    url: str | None = None
 
 
 def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str | None = None,
            checkpoint: str | None = None, max_shard_size: str | int | None = None,
-           base: str | Path | None = None, trust_remote_code: bool = False, voice: Voice | None = None) -> Exported:
+           base: str | Path | None = None, trust_remote_code: bool = False, push: str | None = None,
+           private: bool = False, voice: Voice | None = None) -> Exported:
     """Write the result of a run, or one of its checkpoints, as a model directory. The run is not changed.
 
     Args:
@@ -71,17 +76,24 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         dtype: of the weights: fp32, bf16, fp16 or fp64, or their long names; by default the dtype of the run's result.
         checkpoint: `best`, `last`, a step (`step-00000100`), or a path; by default the result.
         max_shard_size: maximum size of a weights file, by default 50GB; larger models get several files and an index.
-        base: directory of the adapter's base, if it was moved since the run.
+        base: directory or hub id of the adapter's base, if it was moved since the run.
         trust_remote_code: run code that comes with the run's models. The run's own option is not obeyed.
+        push: repository on the Hub, `owner/name`, to upload the directory to. If it holds an export of the run already,
+            that is uploaded.
+        private: make the repository private if it does not exist yet.
         voice: prints to the user.
 
     Raises:
         UsageError: for options that exclude each other, or name something that was not found.
-        OutputExistsError: if the directory is not empty.
+        OutputExistsError: if the directory is not empty, or the repository has other content.
         CheckpointError: if files of the run are corrupted, or weights are missing.
         ModelError: if the base, tokenizer or adapter cannot be used, or the weights do not fit the dtype.
-        OutputError: if the disk refuses, or the export does not read back. Nothing is left then.
+        OutputError: if the disk refuses, or the export does not read back. Nothing is left then. Or if the
+            upload fails; the directory is complete then.
     """
+    if private and push is None:
+        raise UsageError("--private has no effect without --push owner/name")
+    repository = None if push is None else Repository.of(push, private)
     path, place, voice = Path(to).expanduser(), Path(run).expanduser(), (voice or Voice()).preparing()
     if path.name in ("", "..") or path.is_symlink():
         path = path.resolve()  # the temporary directory needs its name, and can only replace a directory
@@ -90,7 +102,12 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
     if found.options.get("trust_remote_code") and not trust_remote_code:
         voice.warn(f"{place}: the run allowed the code of its models, but it is not run here. If you trust it, pass "
                    "--trust-remote-code")
-    check_export(path, place)
+    check_export(path, place, push is not None)
+    if repository is not None and (path / FACTS).is_file():
+        done = _exported_before(path, found, merge, wanted, checkpoint, base)
+        repository.check(_origin(found))
+        voice.say(f"{path}: this run was exported here before, and the files are intact")
+        return _pushed(done, repository, place, voice)
     chosen = choose(found, checkpoint)
     if merge and not chosen.is_adapter:
         raise UsageError(f"--merge: {place} trained all weights, so there is no adapter to merge. Omit --merge.")
@@ -101,11 +118,52 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         if not chosen.is_adapter:
             raise UsageError(f"--base: {place} trained all weights; only an adapter has a base. Omit --base.")
         found = replace(found, other_base=ModelSource.of(str(base)).absolute)
+    if repository is not None:
+        if chosen.is_adapter and not merge:
+            check_base(adapters.base_of(found, chosen))
+        repository.check(_origin(found))
     voice.say(f"{chosen.path}: step {chosen.step}" + ("" if chosen.notes else ", files intact"))
     for note in chosen.notes:
         voice.warn(note)
-    work = _Work(found, chosen, path, merge, wanted, shards, voice)
-    return work.adapter() if chosen.is_adapter and not merge else work.model()
+    work = _Work(found, chosen, path, merge, wanted, shards, voice, push)
+    done = work.adapter() if chosen.is_adapter and not merge else work.model()
+    return done if repository is None else _pushed(done, repository, place, voice)
+
+
+def _origin(run: ExportedRun) -> dict[str, Any]:
+    """What `export.json` says of the run."""
+    return {"run": run.path.resolve().name, "fingerprints": _fingerprints(run.manifest)}
+
+
+def _exported_before(path: Path, run: ExportedRun, merge: bool, dtype: torch.dtype | None, checkpoint: str | None,
+                     base: str | Path | None) -> Exported:
+    """The export that a directory holds, whose upload failed or was not asked for. Options that are given must agree.
+
+    Raises:
+        OutputExistsError: if it is another one.
+    """
+    wanted = _origin(run)
+    if merge:
+        wanted["merged"] = True
+    if dtype is not None:
+        wanted["dtype"] = _name(dtype)
+    if checkpoint is not None:
+        wanted["step"] = choose(run, checkpoint).step
+    if base is not None:
+        wanted["base"] = public_name(ModelSource.of(str(base)).absolute)
+    found = check_exported(path, wanted)
+    there, merged = dtype_named(str(found.get("dtype"))), found.get("merged") is True
+    return Exported(path, there, int(found.get("step", 0)), found.get("adapter") is True and not merged, merged,
+                    Rounding(there), checksums(path))
+
+
+def _pushed(done: Exported, repository: Repository, run: Path, voice: Voice) -> Exported:
+    """Upload an export. An error gives the command that uploads it again."""
+    words = ["tropism", "export", str(run), "--to", str(done.path), "--push", repository.name]
+    again = shlex.join([*words, "--private"] if repository.private else words)
+    url = repository.upload(done.path, again)
+    voice.say(f"uploaded to {url}")
+    return replace(done, url=url)
 
 
 @dataclass
@@ -119,6 +177,7 @@ class _Work:
     wanted: torch.dtype | None
     shards: int
     voice: Voice
+    pushed_to: str | None = None
     adapter_config: Any = None
 
     def model(self) -> Exported:
@@ -212,16 +271,16 @@ class _Work:
         ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
         facts: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION, "exported": datetime.now(UTC).isoformat(timespec="seconds"),
-            "libraries": libraries(), "run": run.path.resolve().name, "step": chosen.step,
+            "libraries": libraries(), **_origin(run), "step": chosen.step,
             "checkpoint": chosen.path.name if chosen.trainer is not None else None, "base": public_name(base),
-            "adapter": chosen.is_adapter, "merged": self.merge, "dtype": str(dtype).removeprefix("torch."),
+            "adapter": chosen.is_adapter, "merged": self.merge, "dtype": _name(dtype),
             "rounding": str(rounding) if rounding.exact < rounding.weights else None,
-            "stop_tokens": {number: tokenizer.convert_ids_to_tokens(number) for number in ids},
-            "fingerprints": _fingerprints(run.manifest)}
-        text = card.render(run, chosen, facts, self.path.resolve().name, self.adapter_config)
+            "stop_tokens": {number: tokenizer.convert_ids_to_tokens(number) for number in ids}}
+        text = card.render(run, chosen, facts, self.pushed_to or self.path.resolve().name,
+                           self.adapter_config)
         (partial / "README.md").write_text(text, encoding="utf-8")
         facts["files"] = checksums(partial)
-        (partial / "export.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8",
+        (partial / FACTS).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8",
                                               errors="backslashreplace")
 
     def _done(self, dtype: torch.dtype, rounding: Rounding, files: dict[str, dict[str, Any]], *,
@@ -230,9 +289,13 @@ class _Work:
         shards = sum(name.endswith(".safetensors") for name in files)
         self.voice.concluding()
         self.voice.say(f"{self.path}: {'an adapter' if is_adapter else 'a model'} in "
-                       f"{str(dtype).removeprefix('torch.')}, {count_of(shards, 'weight file')}, "
+                       f"{_name(dtype)}, {count_of(shards, 'weight file')}, "
                        f"{size:,} bytes in total; every weight was read back and compared")
         return Exported(self.path, dtype, self.chosen.step, is_adapter, self.merge, rounding, files)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _common(weights: Weights) -> torch.dtype:

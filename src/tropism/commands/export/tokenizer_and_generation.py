@@ -96,5 +96,5 @@ def _named(name: str) -> tuple[GenerationConfig | None, list[str]]:
     """The generation config of a model by its name; for an adapter the one in its directory."""
     with suppress(ModelError):
         source = ModelSource.of(name)
-        return read_generation(source.adapter or source.name)
+        return read_generation(source.adapter or source.name, None if source.adapter else source.revision)
     return None, []

@@ -12,7 +12,7 @@ from tropism.config import METHODS, MethodOptions, ScoringOptions, explain
 from tropism.config_file import CODE, read_yaml
 from tropism.data.formats.options import FormatOptions
 from tropism.data.reading_limits import ReadingLimits
-from tropism.data.sources.resolve import absolute
+from tropism.data.sources.resolve import absolute, without_commits
 from tropism.data.tokenization.chat_template import TemplateOptions
 from tropism.data.tokenization.truncate import LengthOptions
 from tropism.errors import ModelError, TropismError, UsageError, first_line
@@ -192,7 +192,10 @@ def in_use(given: ScoringOptions, run: OwnRun | None) -> ScoringOptions:
 
 def is_own_data(given: ScoringOptions, run: OwnRun) -> bool:
     """Whether the rows are those of the run's files."""
-    return given.data is None or absolute(given.data) in (run.options.data, run.options.eval_data)
+    if given.data is None:
+        return True
+    known = [source for source in (run.options.data, run.options.eval_data) if source]
+    return absolute(given.data) in (*known, *map(without_commits, known))
 
 
 def plain_method(view: str, beta: float) -> Method:

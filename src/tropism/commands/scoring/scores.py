@@ -252,9 +252,11 @@ class _Scoring:
 
     def _read_with(self, renderer: Renderer, options: ScoringOptions, source: str, view: View,
                    most: int | None = None, split: SplitChoice | None = None) -> Audit:
+        streaming = self.options.data is None and self.own is not None and self.own.options.streaming
         with self.voice.bar("read") as report, self.world.main_first():
             return read_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options,
-                             cache=options.store_root / ROWS, most=most, split=split, report=report)
+                             cache=options.store_root / ROWS, most=most, split=split, streaming=streaming,
+                             report=report)
 
     def _subject(self) -> Subject:
         """The method of the run for data of its view, else one with the same rewards as in most methods."""

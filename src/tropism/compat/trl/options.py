@@ -189,8 +189,8 @@ def quantization_of(args: Any) -> Any:
         if name == "revision":
             if value == "main":
                 continue
-            raise UsageError(f"model_init_kwargs: revision {value!r} is not supported. Download it with: hf download "
-                             f"MODEL --revision {value} --local-dir DIR, and pass DIR as model.")
+            raise UsageError(f"model_init_kwargs: revision {value!r} is not read here. Write it after the name of the "
+                             f"model: MODEL@{value}")
         raise UsageError(f"model_init_kwargs: {name} is not supported. Load the model with from_pretrained, and pass "
                          "it as model.")
     return init.get("quantization_config")

@@ -32,6 +32,7 @@ class Audit:
         columns_not_used: columns with values that nothing reads, in file order.
         plain_rows: number of rows of plain text.
         of_source: findings about the source as a whole.
+        commits: of datasets on the Hub, by their names in the source.
     """
 
     source: str
@@ -45,6 +46,7 @@ class Audit:
     columns_not_used: list[str] = field(default_factory=list)
     plain_rows: int = 0
     of_source: list[Finding] = field(default_factory=list)
+    commits: dict[str, str] = field(default_factory=dict)
 
     def drop(self, dropped: Dropped) -> None:
         """Count a dropped row; list it if it is one of the first 1000."""
@@ -91,6 +93,7 @@ class Audit:
         distinct = int(facts.row_numbers.max(initial=-1)) + 1
         report: dict[str, Any] = {
             "source": self.source,
+            **({"commits": self.commits} if self.commits else {}),
             "columns_not_used": self.columns_not_used[:_LISTED],
             "rows": {"read": self.read, "kept": len(self.rows), "dropped": self.reasons, **noted},
             "labels": self.labels(),

@@ -5,22 +5,24 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tropism.data.reading_limits import ReadingLimits
 from tropism.data.rows import RawRow
-from tropism.data.sources.files import KINDS, PACKINGS, DataFile, mapping
+from tropism.data.sources import hub
+from tropism.data.sources.files import KINDS, DataFile, mapping
 from tropism.data.sources.python_values import plain_records
-from tropism.data.sources.splits import CARD, chosen_split, find_splits, is_cache
+from tropism.data.sources.splits import SplitChoice, chosen_split, find_splits, is_cache
 from tropism.errors import DataError
 
 DataSource = str | Path | Iterable[dict[str, Any]]
 """A path, a text as in `resolve_source`, or rows as dicts."""
 
 _WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d+)?|\.\d+)", re.DOTALL)
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
+_COMMIT = re.compile("[0-9a-f]{40}")
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
@@ -34,6 +36,8 @@ class SourcePart:
         weight: how often its rows are used. A fraction selects that share of the rows, by a hash of their place.
         records: rows as dicts, if there are no files.
         split: a sentence about the chosen split, if there are several.
+        stream: of a dataset on the Hub, if there are no files.
+        commit: of a dataset on the Hub.
     """
 
     name: str
@@ -41,6 +45,8 @@ class SourcePart:
     weight: float = 1.0
     records: Iterable[dict[str, Any]] = field(default=())
     split: str = ""
+    stream: hub.Stream | None = None
+    commit: str = ""
 
     def read(self) -> Iterator[RawRow]:
         """Yield the rows in file order; repeated rows come after all others.
@@ -58,9 +64,11 @@ class SourcePart:
             yield RawRow(f"row {number}", mapping(record, f"row {number}"))
         for file in self.files:
             yield from file.rows()
+        if self.stream is not None:
+            yield from self.stream.read()
 
 
-def read(source: DataSource, split: "SplitChoice | None" = None) -> Iterator[RawRow]:
+def read(source: DataSource, split: SplitChoice | None = None) -> Iterator[RawRow]:
     """Yield the rows of a source; see `resolve_source`.
 
     Raises:
@@ -70,23 +78,8 @@ def read(source: DataSource, split: "SplitChoice | None" = None) -> Iterator[Raw
         yield from part.read()
 
 
-@dataclass(frozen=True, slots=True)
-class SplitChoice:
-    """Which split of a directory or a `DatasetDict` is read.
-
-    Args:
-        name: of the split; None for `train`, or for a held-out one of evaluation data.
-        option: by which the user chooses.
-        held_out: this is evaluation data.
-    """
-
-    name: str | None = None
-    option: str = "--split"
-    held_out: bool = False
-
-
 def resolve_source(source: DataSource, limits: ReadingLimits | None = None,
-                   split: SplitChoice | None = None) -> list[SourcePart]:
+                   split: SplitChoice | None = None, stream: bool = False) -> list[SourcePart]:
     """The parts of a source.
 
     Args:
@@ -94,6 +87,7 @@ def resolve_source(source: DataSource, limits: ReadingLimits | None = None,
             suffix `:2` uses the rows of a part twice, `:0.5` half of them.
         limits: of each file.
         split: of directories that have splits. If a name is given, one of the parts must have it.
+        stream: read datasets on the Hub as their rows are needed, instead of downloading them.
 
     Raises:
         DataError: if a part or a split is not found.
@@ -124,7 +118,7 @@ def resolve_source(source: DataSource, limits: ReadingLimits | None = None,
     for name, weight in named:
         label = _text(name if base_names[Path(name).name] > 1 else Path(name).name)
         parts.append(_part(name, label, weight, f"{label}/" if len(named) > 1 else "",
-                           limits or ReadingLimits(), split))
+                           limits or ReadingLimits(), split, stream))
     _check_has_splits(split, any(part.split for part in parts), str(source))
     return parts
 
@@ -145,7 +139,7 @@ def check_source(source: str) -> None:
         file = DataFile(Path(name).expanduser(), name)
         if file.path.is_file():
             file.check_kind()
-        elif not file.path.is_dir() and (file.kind or file.path.exists() or not _HUB_NAME.fullmatch(name)):
+        elif not file.path.is_dir() and (file.path.exists() or not is_hub_name(name)):
             resolve_source(name)  # raises
 
 
@@ -168,6 +162,39 @@ def absolute(source: str) -> str:
     return ",".join(entries)
 
 
+def pinned(source: str, commits: Mapping[str, str]) -> str:
+    """The source with commits of datasets on the Hub in place of their branches.
+
+    Args:
+        commits: by the names of the datasets in the source.
+    """
+    entries = [entry.strip() for entry in source.split(",")]
+    for number, entry in enumerate(entries):
+        name, _ = _weighted(entry, source)
+        if name in commits:
+            entries[number] = f"{name.partition('@')[0]}@{commits[name]}{entry[len(name):]}"
+    return ",".join(entries)
+
+
+def without_commits(source: str) -> str:
+    """The source as it was before `pinned`, if no revision was given."""
+    return source if _exists(source) else re.sub(rf"@{_COMMIT.pattern}(?=[:,]|$)", "", source)
+
+
+def hub_names(source: str) -> list[str]:
+    """The names of datasets on the Hub in a source, each once."""
+    if _exists(source):
+        return []
+    found = [name for entry in source.split(",") if entry.strip()
+             for name in [_weighted(entry.strip(), source)[0]] if not _exists(name) and is_hub_name(name)]
+    return list(dict.fromkeys(name.partition("@")[0] for name in found))
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this is the name of a dataset on the Hub, perhaps with a revision, and not that of a data file."""
+    return _HUB_NAME.fullmatch(name) is not None and DataFile(Path(name), name).kind is None
+
+
 def _exists(name: str) -> bool:
     return os.path.exists(os.path.expanduser(name))  # Path.exists raises for names that are too long
 
@@ -184,14 +211,20 @@ def _weighted(entry: str, source: str) -> tuple[str, float]:
     return match.group(1), weight
 
 
-def _part(name: str, label: str, weight: float, prefix: str, limits: ReadingLimits, split: SplitChoice) -> SourcePart:
+def _part(name: str, label: str, weight: float, prefix: str, limits: ReadingLimits, split: SplitChoice,
+          stream: bool) -> SourcePart:
     path = Path(name).expanduser()
     if path.is_dir():
         return _of_directory(path, label, weight, prefix, limits, split)
     if path.is_file():
         return SourcePart(label, (DataFile(path, label, limits),), weight)
-    if _HUB_NAME.fullmatch(name) and DataFile(path, label).kind is None:
-        return _of_directory(_from_hub(name), name, weight, prefix, limits, split, name)
+    if is_hub_name(name):
+        if stream:
+            found = hub.Stream.of(name, split)
+            return SourcePart(name, (), weight, split=found.said, stream=found, commit=found.commit)
+        place = hub.download(name)
+        return replace(_of_directory(place, name, weight, prefix, limits, split, name),
+                       commit=place.name if _COMMIT.fullmatch(place.name) else "")
     if path.exists():
         raise DataError(f"{path}: is not a regular file. Save the data in a file or a directory.")
     raise DataError(f"{path}: file not found")
@@ -232,22 +265,6 @@ def _in_directory(path: Path, prefix: str, limits: ReadingLimits) -> tuple[DataF
 
 def _below(path: Path, file: Path, prefix: str, limits: ReadingLimits) -> DataFile:
     return DataFile(file, prefix + _text(file.relative_to(path).as_posix()), limits)
-
-
-def _from_hub(name: str) -> Path:
-    """A directory with the data files and the card of a dataset on the hub."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise DataError(f"{name}: file not found. To read a dataset from the Hub, install huggingface_hub.") from None
-    wanted = [f"*{suffix}{packing}" for suffix in KINDS for packing in ("", *PACKINGS)] + [CARD]
-    try:
-        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
-    except Exception as error:  # downloads fail in many ways
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DataError(f"{name}: file not found, and the dataset could not be downloaded from the Hub "
-                        f"({type(error).__name__}: {reason}). Check the name, log in, or download the files and give "
-                        "their directory.") from None
 
 
 def _hash_of(place: str) -> float:

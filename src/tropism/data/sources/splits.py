@@ -27,6 +27,21 @@ _CACHED = re.compile(r"cache-.*\.arrow")
 
 
 @dataclass(frozen=True, slots=True)
+class SplitChoice:
+    """Which split of a directory or a `DatasetDict` is read.
+
+    Args:
+        name: of the split; None for `train`, or for a held-out one of evaluation data.
+        option: by which the user chooses.
+        held_out: this is evaluation data.
+    """
+
+    name: str | None = None
+    option: str = "--split"
+    held_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Splits:
     """The files of a directory by split.
 

@@ -18,6 +18,7 @@ from tropism.model.adapters.create import allocate, make_structure
 from tropism.model.adapters.parameters import NAME, adapter_name, adapter_weight_names
 from tropism.model.adapters.peft_settings import check_known, check_served, check_values
 from tropism.model.finite_weights import check_finite
+from tropism.model.names import split_revision
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -31,10 +32,24 @@ def base_of(path: Path) -> str:
     """
     values = read_values(path)
     check_known(values, path / CONFIG)
-    base = values.get("base_model_name_or_path")
+    base, revision = values.get("base_model_name_or_path"), values.get("revision")
     if not isinstance(base, str) or not base:
         raise ModelError(f"{path}: the adapter does not name its base model. {base_advice(path)}")
-    return base
+    return with_revision(base, revision if isinstance(revision, str) else None)
+
+
+def with_revision(base: str, revision: str | None) -> str:
+    """The name of a base, with the revision that an adapter's config names if it is on the Hub."""
+    return f"{base}@{revision}" if revision and not Path(base).exists() else base
+
+
+def name_base(config: Any, base: str | None) -> None:
+    """Write the name of the base, perhaps with a revision, into an adapter's config. The same base keeps its
+    revision."""
+    name, revision = (None, None) if base is None else split_revision(base)
+    if revision or name != config.base_model_name_or_path:
+        config.revision = revision
+    config.base_model_name_or_path = name
 
 
 def base_advice(path: Path) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from tropism.model import base_weights as base
 from tropism.model.adapters import files as adapter_files
 from tropism.model.adapters.parameters import adapter_name
+from tropism.model.names import split_revision
 from tropism.observe.console import Voice
 
 PASSED_MODULE = "the module that was passed as model"
@@ -54,4 +55,5 @@ def absolute_name(origin: Any) -> str | None:
 
 def _same(name: str, other: str) -> bool:
     """Whether two names mean the same model."""
+    name, other = split_revision(name)[0], split_revision(other)[0]
     return name == other or (Path(name).is_dir() and Path(other).is_dir() and os.path.samefile(name, other))

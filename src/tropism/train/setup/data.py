@@ -124,7 +124,7 @@ def prepare_data(options: DataOptions, tokenizer: Any, configs: Sequence[Any], v
 
     def load(source: DataSource, most: int | None = None, split: SplitChoice | None = None) -> Audit:
         return read_rows(source, renderer, view, strict=options.strict, workers=options.workers, options=options,
-                         cache=cache, most=most, split=split, report=report)
+                         cache=cache, most=most, split=split, streaming=options.streaming, report=report)
 
     audit = load(options.data if train is None else train, most)
     rows, eval_audit = audit.rows, None

@@ -12,6 +12,7 @@ from tropism.methods.build import build_method
 from tropism.model import load
 from tropism.model import moe_router as router
 from tropism.model.config import check_rope
+from tropism.model.content import pinned
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.train.adamw8bit import check_usable
@@ -59,11 +60,11 @@ def check_start(options: Any, world: World, objects: PythonObjects) -> Named:
         if objects.optimizer is None:
             check_usable(options.optimizer, options.precision, world.device, options.parallel.tensor)
         found: dict[str, Any] = {
-            "model": ModelSource.of(options.model) if objects.model is None else objects.model}
+            "model": pinned(ModelSource.of(options.model)) if objects.model is None else objects.model}
         for name in ("reference", "teacher"):
             module, value = getattr(objects, name), options.values.get(name)
             by_name = module is None and value is not None and (name, value) != ("reference", "live")
-            found[name] = ModelSource.of(value) if by_name else models.given(module, name)
+            found[name] = pinned(ModelSource.of(value)) if by_name else models.given(module, name)
         return found
 
     check_compute(options, world.device)

@@ -155,7 +155,7 @@ def config_of(named: ModelOrModule, trust_remote_code: bool) -> Any:
 def generation_notes(model: ModelOrModule) -> list[str]:
     """What is corrected in the generation config of the policy, before training instead of when it is saved."""
     if isinstance(model, ModelSource):
-        return [] if model.gguf_file else read_generation(model.name)[1]
+        return [] if model.gguf_file else read_generation(model.name, model.revision)[1]
     generation = getattr(model, "generation_config", None)
     if generation is None:
         return []

@@ -153,7 +153,7 @@ class PolicyBuilder:
         if self.held:
             _check_learning(module)
             config = module.peft_config[adapter_name(module)]
-            config.base_model_name_or_path = self._base or absolute_name(config.base_model_name_or_path)
+            adapter_files.name_base(config, self._base or absolute_name(config.base_model_name_or_path))
             return module
         if self.directory is not None:
             if is_sharded(module):
@@ -269,9 +269,10 @@ class PolicyBuilder:
 
     def _config(self, module: Any) -> Any:
         if self.directory is None:
-            return adapter_targets.new_config(module, self.lora, self._base)
-        config = adapter_files.read_config(self.directory)
-        config.base_model_name_or_path = self._base or absolute_name(config.base_model_name_or_path)
+            config = adapter_targets.new_config(module, self.lora, self._base)
+        else:
+            config = adapter_files.read_config(self.directory)
+        adapter_files.name_base(config, self._base or absolute_name(config.base_model_name_or_path))
         return config
 
     @property
