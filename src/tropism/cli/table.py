@@ -144,7 +144,10 @@ COMMANDS: dict[str, Command] = {
          Argument("--checkpoint NAME", "Checkpoint to export: `best`, `last`, a step such as step-00000100, or a path.",
                   default="the result"),
          Argument("--max-shard-size SIZE", "Maximum size of a weight file, such as 5GB.", default="50GB"),
-         Argument("--base DIR", "Base model of the adapter, if it has moved since the run."), _TRUST),
+         Argument("--base DIR", "Base model of the adapter, if it has moved since the run."),
+         Argument("--gguf FORMAT", "Also write a GGUF file: f32, bf16, f16, q8_0 or q4_k_m. Needs llama.cpp."),
+         Argument("--llama-cpp DIR", "Directory of llama.cpp, with its converter.", default="found on PATH"),
+         Argument("--ollama", "Also write a Modelfile for Ollama."), _TRUST),
         note="`--checkpoint` exports a checkpoint instead. Adds a model card. Leaves the run unchanged."),
     "report": Command(
         "Results", "Write a page about a run, or about several side by side.",
