@@ -60,7 +60,7 @@ class Agreement:
         mean, largest: absolute change of the log-prob of the next token, in nats.
         same_argmax: tokens for which the most probable one is the same.
         adds_bos: whether servers add the beginning of text by what the file says; None if it does not say.
-        end: id of the token at which they stop.
+        end: id of the token at which they stop; None if it does not say.
     """
 
     file: str
@@ -79,7 +79,7 @@ class Agreement:
     def to_json(self) -> dict[str, Any]:
         """For `export.json`."""
         return {"file": self.file, "same_token_ids": True, "tokens": self.tokens, "mean_logp_change": self.mean,
-                "largest_logp_change": self.largest, "same_argmax": self.same_argmax}
+                "largest_logp_change": self.largest, "same_argmax": self.same_argmax, "summary": str(self)}
 
 
 def find_converter(form: str, directory: str | Path | None) -> Converter:
@@ -185,6 +185,7 @@ def _compare(directory: Path, file: Path, form: str, trust_remote_code: bool) ->
         tokenizers = [load.load_tokenizer(source, trust_remote_code=trust_remote_code) for source in sources]
         asked = _texts(tokenizers[0])
         ids = _same_ids(tokenizers, asked, file.name)
+        _same_ids(tokenizers, _all_tokens(tokenizers[0]), file.name)
         results = [_next_logps(source, ids, trust_remote_code) for source in sources]
     except OutputError:
         raise
@@ -197,7 +198,7 @@ def _compare(directory: Path, file: Path, form: str, trust_remote_code: bool) ->
     if not bool(torch.isfinite(change).all()):
         raise OutputError(f"--gguf: {file.name} failed verification and was removed: its log-probs are not finite")
     found = Agreement(file.name, len(change), float(change.mean()), float(change.max()),
-                      int((best == other_best).sum()), _adds_bos(file), tokenizers[1].eos_token_id)
+                      int((best == other_best).sum()), *_said(file, "add_bos_token", "eos_token_id"))
     if form in ("f32", "bf16", "f16") and found.mean > _FAR:
         raise OutputError(f"--gguf: {file.name} failed verification and was removed: its log-probs differ by "
                           f"{found.mean:.2g} nats on average, which rounding does not explain. Use another version of "
@@ -205,11 +206,12 @@ def _compare(directory: Path, file: Path, form: str, trust_remote_code: bool) ->
     return found
 
 
-def _adds_bos(file: Path) -> bool | None:
+def _said(file: Path, *names: str) -> list[Any]:
+    """Numbers that a file gives for its tokenizer; None for one that it does not give."""
     from gguf import GGUFReader  # of an extra
 
-    said = GGUFReader(file).get_field("tokenizer.ggml.add_bos_token")
-    return None if said is None else bool(said.parts[said.data[0]][0])
+    fields = [GGUFReader(file).get_field(f"tokenizer.ggml.{name}") for name in names]
+    return [None if field is None else field.parts[field.data[0]][0].item() for field in fields]
 
 
 def _texts(tokenizer: Any) -> list[str]:
@@ -219,6 +221,12 @@ def _texts(tokenizer: Any) -> list[str]:
         marked = str(tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], tokenize=False,
                                                    add_generation_prompt=True))
     return [*_TEXTS, *([marked] if marked else [])]
+
+
+def _all_tokens(tokenizer: Any) -> list[str]:
+    """Texts in which every token of the vocabulary that is text was written once."""
+    count = len(tokenizer)
+    return [tokenizer.decode(list(range(start, min(start + 64, count)))) for start in range(0, count, 64)]
 
 
 def _same_ids(tokenizers: Sequence[Any], texts: Sequence[str], name: str) -> list[list[int]]:

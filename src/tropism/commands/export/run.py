@@ -235,10 +235,9 @@ class _Work:
             self.voice.say(str(agreement))
             found.gguf = agreement.to_json()
             adds_bos = adds_bos if agreement.adds_bos is None else agreement.adds_bos
-            if agreement.end not in serving.stop_ids(generation):
-                end = tokenizer.convert_ids_to_tokens(agreement.end) if agreement.end is not None else "no token"
-                found.problems.append(f"{agreement.file} names {end} as its end, at which no completion ended in "
-                                      "training. Pass stop strings in requests.")
+            if agreement.end is not None and agreement.end not in serving.stop_ids(generation):
+                found.problems.append(f"{agreement.file} ends at {tokenizer.convert_ids_to_tokens(agreement.end)}, at "
+                                      "which no completion ended in training. Pass stop strings in requests.")
         if self.extras.modelfile:
             stops = {number: tokenizer.convert_ids_to_tokens(number) for number in serving.stop_ids(generation)}
             text, found.modelfile = ollama.modelfile(

@@ -180,7 +180,7 @@ def _bytes(char: str) -> bytes:
 
 def remarks(run: ExportedRun, facts: Mapping[str, Any], config: Any | None, serving: Serving) -> list[str]:
     """Sentences for the card."""
-    found = list(serving.problems)
+    found = [*serving.problems, *([f"{serving.gguf['summary']}."] if serving.gguf else [])]
     adapter = facts["adapter"] and not facts["merged"]
     if adapter and serving.gguf_base:
         found.append(f"{GGUF_BASE}.")
