@@ -183,7 +183,7 @@ def test_what_no_go_template_expresses_is_left_out(case: str) -> None:
 
 def test_system_messages_thoughts_and_values_of_the_template() -> None:
     """What differs is said; a default system message, one inside a user message, and values are expressed."""
-    refusing = LOOP.replace("{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}{% for")
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + LOOP
     _, missing = modelfile(family_tokenizer("phi", chat_template=refusing), {}, ".", {}, None, False)
     assert missing == ["The chat template rejects system messages. TEMPLATE ignores them."]
     _, missing = modelfile(family_tokenizer("glm"), {}, ".", {}, None, False)
