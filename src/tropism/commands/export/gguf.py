@@ -1,6 +1,8 @@
 """GGUF files: written by llama.cpp's converter, read back by transformers, and compared with the exported model."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
 import subprocess
@@ -245,7 +247,8 @@ def _same_ids(tokenizers: Sequence[Any], texts: Sequence[str], name: str) -> lis
 def _next_logps(source: ModelSource, texts: Sequence[Sequence[int]], trust_remote_code: bool,
                 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each next token, and the most probable one, computed in float32."""
-    model = load.load_model(source, "fp32", torch.device("cpu"), trust_remote_code=trust_remote_code)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of transformers
+        model = load.load_model(source, "fp32", torch.device("cpu"), trust_remote_code=trust_remote_code)
     logps, best = [], []
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for text in texts:
