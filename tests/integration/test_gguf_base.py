@@ -29,10 +29,9 @@ def test_from_training_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[s
     subprocess.run([sys.executable, script, tmp_path / "base", f"--outfile={gguf}", "--outtype=f32", "--model-name=b"],
                    check=True)
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": "Name a", "completion": " lamp", "label": n > 1}) + "\n"
-                            for n in range(4)))
+    data.write_text("".join(json.dumps({"prompt": "Name a", "completion": " lamp"}) + "\n" for _ in range(4)))
     run = tmp_path / "run"
-    assert main(["kto", "--model", str(gguf), "--data", str(data), "--output", str(run), "--lora.rank", "2",
+    assert main(["sft", "--model", str(gguf), "--data", str(data), "--output", str(run), "--lora.rank", "2",
                  "--max-steps", "1", "--batch-size", "4", "--learning-rate", "0.1"]) == 0
     said = capsys.readouterr().out
     assert said.count(NOTE) == 2

@@ -93,7 +93,8 @@ def test_a_gguf_file_computes_what_the_model_computes(run: Path, llama_cpp: Path
 
 def test_the_quantizer_gets_what_the_converter_wrote(run: Path, llama_cpp: Path, tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both on PATH; the file between them does not stay."""
+    """Both on PATH; the file between them does not stay. If it stops elsewhere than the training, that is said."""
+    monkeypatch.setenv("FAKE_CONVERTER", "end")
     places = [str(llama_cpp), str(llama_cpp / "build" / "bin"), "/usr/bin", "/bin"]
     (llama_cpp / "convert_hf_to_gguf.py").chmod(0o755)
     monkeypatch.setenv("PATH", ":".join(places))
@@ -102,27 +103,28 @@ def test_the_quantizer_gets_what_the_converter_wrote(run: Path, llama_cpp: Path,
     assert (Path(first).name, Path(second).name, form) == ("model-unquantized.gguf", "model-q4_k_m.gguf", "Q4_K_M")
     assert [file.name for file in (tmp_path / "out").glob("*.gguf")] == ["model-q4_k_m.gguf"]
     assert json.loads((tmp_path / "out" / "export.json").read_text())["serving"]["gguf"]["mean_logp_change"] < 1e-2
+    assert "model-q4_k_m.gguf ends at" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("fault", "text"), [
     ("weights", "log-probs differ by .* nats on average, which rounding does not explain"),
     ("tokens", "its tokenizer reads .* as .*, but .* were trained"),
-    ("crash", "convert_hf_to_gguf.py failed with exit code 1: ModuleNotFoundError: No module named 'a_package"),
     ("nothing", "convert_hf_to_gguf.py failed with exit code 0: no output"),
     ("garbage", "transformers cannot read it back to compare it: .*Export without --gguf")])
-def test_a_file_that_does_not_say_the_same_is_not_kept(run: Path, llama_cpp: Path, tmp_path: Path, fault: str,
-                                                       text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_does_not_say_the_same(run: Path, llama_cpp: Path, tmp_path: Path, fault: str, text: str,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_CONVERTER", fault)
+    shutil.copytree(run / "model", tmp_path / "copy")
     with pytest.raises(OutputError, match=text):
+        gguf.write(gguf.find_converter("f16", llama_cpp), tmp_path / "copy", "name", torch.float32, False)
+
+
+def test_a_converter_that_fails_leaves_nothing(run: Path, llama_cpp: Path, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_CONVERTER", "crash")
+    with pytest.raises(OutputError, match="failed with exit code 1: ModuleNotFoundError: No module named 'a_package"):
         export(run, tmp_path / "out", gguf="f16", llama_cpp=llama_cpp)
     assert {path.name for path in tmp_path.iterdir()} == {"llama.cpp"}
-
-
-def test_a_file_that_stops_elsewhere_is_named(run: Path, llama_cpp: Path, tmp_path: Path,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_CONVERTER", "end")
-    export(run, tmp_path / "out", gguf="f32", llama_cpp=llama_cpp)
-    assert "model-f32.gguf ends at" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_is_missing_is_said_before_weights_are_read(run: Path, llama_cpp: Path, tmp_path: Path,

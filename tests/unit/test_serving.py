@@ -1,4 +1,4 @@
-"""What a card says of serving: commands that a shell reads as they are meant, and what was compared with the training."""
+"""What a card says of serving: commands that a shell reads as meant, and what was compared with the training."""
 
 import json
 import shutil
