@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from tropism.errors import OutputError, UsageError, clause, did_you_mean, first_line
+from tropism.data.tokenization.apply_template import ChatTemplate
+from tropism.errors import DataError, ModelError, OutputError, UsageError, clause, did_you_mean, first_line
 from tropism.model import load
 from tropism.model.source import ModelSource
 from tropism.printable import escaped
@@ -113,11 +114,15 @@ def find_converter(form: str, directory: str | Path | None) -> Converter:
 
 def _find(name: str, directory: str | Path | None, below: Sequence[str] = ("",)) -> Path | None:
     """A program in a checkout, on PATH, or in the usual places."""
-    places = [directory] if directory is not None else _USUAL
-    found = None if directory is not None else shutil.which(name)
-    inside = (Path(place).expanduser() / part / name for place in places for part in below)
-    return Path(found) if found else next((path.absolute() for path in inside if path.is_file()), None) or (
-        Path(other) if directory is not None and name == _QUANTIZER and (other := shutil.which(name)) else None)
+    on_path = shutil.which(name)
+    if directory is None and on_path:
+        return Path(on_path)
+    for place in _USUAL if directory is None else [directory]:
+        for part in below:
+            path = Path(place).expanduser() / part / name
+            if path.is_file():
+                return path.absolute()
+    return Path(on_path) if on_path and name == _QUANTIZER else None  # which is often installed by itself
 
 
 def _command(script: Path) -> tuple[str, ...]:
@@ -170,8 +175,11 @@ def _convert(converter: Converter, directory: Path, file: Path, outtype: str, na
 def _call(command: list[str], file: Path) -> None:
     """Run a program that writes a file."""
     program = Path(next(part for part in command if part != sys.executable)).name
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False,  # noqa: S603  the user's
-                          env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False,  # noqa: S603
+                              env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    except OSError as error:
+        raise OutputError(f"--gguf: {program} cannot be run: {error.strerror}") from error
     if done.returncode or not file.is_file():
         output = (done.stderr + b"\n" + done.stdout).decode(errors="backslashreplace")
         said = [line.strip() for line in output.splitlines() if line.strip()]
@@ -219,9 +227,9 @@ def _said(file: Path, *names: str) -> list[Any]:
 def _texts(tokenizer: Any) -> list[str]:
     """Texts to compare on, one of them with the special tokens of a conversation."""
     marked = "".join(dict.fromkeys(filter(None, (tokenizer.bos_token, tokenizer.eos_token))))
-    if tokenizer.chat_template:
-        marked = str(tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], tokenize=False,
-                                                   add_generation_prompt=True))
+    with contextlib.suppress(DataError, ModelError):  # a template that rejects it, or none
+        marked = ChatTemplate(tokenizer, {}, "the chat template").render(
+            [{"role": "user", "content": "Why?"}], None, "a message", generate=True)
     return [*_TEXTS, *([marked] if marked else [])]
 
 

@@ -35,7 +35,7 @@ def modelfile(tokenizer: Any, stop_tokens: Mapping[int, str], weights: str, temp
     missing: list[str] = []
     lines = [f"FROM {weights}", *_template(tokenizer, template_kwargs, adds_bos, missing)]
     if system_prompt is not None:
-        lines += _quoted_line("SYSTEM", system_prompt, "The system prompt of the training", missing)
+        lines += _quoted_line("SYSTEM", str(system_prompt), "The system prompt of the training", missing)
     special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     for token in stop_tokens.values():
         if token in special:

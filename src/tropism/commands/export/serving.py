@@ -13,6 +13,7 @@ from tropism.commands.export import ollama
 from tropism.commands.export.read_run import Chosen, ExportedRun
 from tropism.data.tokenization.apply_template import ChatTemplate
 from tropism.data.tokenization.chat_template import parse_kwargs
+from tropism.errors import DataError, UsageError
 from tropism.model import load
 from tropism.model.adapters.files import GGUF_BASE
 from tropism.model.generation import read_generation
@@ -45,8 +46,16 @@ class Serving:
 
 
 def template_kwargs(run: ExportedRun) -> dict[str, Any]:
-    """Values for the chat template during training."""
-    return parse_kwargs(str(run.options.get("chat_template_kwargs") or ""))
+    """Values for the chat template during training.
+
+    Raises:
+        UsageError: if the run's config has something else.
+    """
+    given = run.options.get("chat_template_kwargs") or ""
+    try:
+        return given if isinstance(given, dict) else parse_kwargs(str(given))
+    except ValueError as error:
+        raise UsageError(f"{run.path / 'config.yaml'}: chat_template_kwargs: {error}") from None
 
 
 def check(run: ExportedRun, chosen: Chosen, directory: Path, tokenizer: Any, trust_remote_code: bool) -> Serving:
@@ -59,7 +68,8 @@ def check(run: ExportedRun, chosen: Chosen, directory: Path, tokenizer: Any, tru
     found = Serving()
     generation, _ = read_generation(directory)
     trained = run.manifest.get("stop_ids") if chosen.trainer is None else chosen.stop_ids
-    left = sorted({*(trained or ())} - set(stop_ids(generation)))
+    known = range(len(tokenizer))
+    left = sorted({token for token in trained or () if token in known} - set(stop_ids(generation)))
     if trained is None:
         found.problems.append("The run has no record of the tokens that ended its completions, so they were not "
                               "compared with generation_config.json.")
@@ -70,10 +80,11 @@ def check(run: ExportedRun, chosen: Chosen, directory: Path, tokenizer: Any, tru
     else:
         found.checked.append("generation_config.json stops at every token that ended a completion in training")
     written = load.load_tokenizer(ModelSource(str(directory)), trust_remote_code=trust_remote_code)
-    known = ((run.manifest if chosen.trainer is None else chosen.trainer).get("fingerprints") or {}).get("template")
+    kept = run.manifest if chosen.trainer is None else chosen.trainer
+    template = (kept.get("fingerprints") or {}).get("template")
     if not written.chat_template:
         found.problems.append("There is no chat template: the model continues plain text, by /v1/completions.")
-    elif known not in (None, text_fingerprints(written)["template"]) or (
+    elif template not in (None, text_fingerprints(written)["template"]) or (
             _rendered(run, written) != _rendered(run, tokenizer)):
         found.problems.append("The written chat template differs from that of the training.")
     else:
@@ -94,7 +105,10 @@ def adds_bos(tokenizer: Any) -> bool:
 
 def _rendered(run: ExportedRun, tokenizer: Any) -> tuple[str, list[int]]:
     template = ChatTemplate(tokenizer, template_kwargs(run), "the chat template")
-    text = template.render([{"role": "user", "content": "Why is it 12 o'clock?"}], None, "a message", generate=True)
+    try:
+        text = template.render([{"role": "user", "content": "Why is it 12 o'clock?"}], None, "a message", generate=True)
+    except DataError as error:  # the same for both templates
+        return str(error), []
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
