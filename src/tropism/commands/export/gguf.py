@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,9 @@ def write(converter: Converter, directory: Path, name: str, dtype: torch.dtype, 
         _convert(converter, directory, between, _OUTTYPES[dtype], name)
         _call([converter.quantize, str(between), str(file), _BY_QUANTIZER[form]], file)
         between.unlink()
-    return _compare(directory, file, form, trust_remote_code)
+    with tempfile.TemporaryDirectory(dir=directory) as alone:  # beside a tokenizer.json transformers reads that instead
+        (Path(alone) / file.name).symlink_to(file.absolute())
+        return _compare(directory, Path(alone) / file.name, form, trust_remote_code)
 
 
 def _convert(converter: Converter, directory: Path, file: Path, outtype: str, name: str) -> None:
@@ -190,7 +193,7 @@ def _call(command: list[str], file: Path) -> None:
 
 
 def _compare(directory: Path, file: Path, form: str, trust_remote_code: bool) -> Agreement:
-    sources = [ModelSource(str(directory)), ModelSource(str(directory), file.name)]
+    sources = [ModelSource(str(directory)), ModelSource(str(file.parent), file.name)]
     try:
         tokenizers = [load.load_tokenizer(source, trust_remote_code=trust_remote_code) for source in sources]
         asked = _texts(tokenizers[0])
