@@ -166,7 +166,7 @@ OTHERS = {
     "shouting": (LOOP.replace("m.content", "m.content | upper"), "leaves out or repeats messages"),
     "the last message only": ("{{ messages[-1].content }}", "leaves out or repeats messages"),
     "the date": ("{{ strftime_now('%Y') }}" + LOOP, "it writes the date"),
-    "none": (None, "there is none"),
+    "none": (None, "the tokenizer has none"),
     "a rejected conversation": ("{{ raise_exception('no chats') }}", "rejects these messages: no chats"),
 }
 

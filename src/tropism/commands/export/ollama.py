@@ -52,7 +52,7 @@ def _template(tokenizer: Any, kwargs: Mapping[str, Any], adds_bos: bool, missing
     template = ChatTemplate(tokenizer, kwargs, "the chat template")
     try:
         if not source:
-            raise InexpressibleError("there is none")
+            raise InexpressibleError("the tokenizer has none")
         if "strftime_now" in source:
             raise InexpressibleError("it writes the date")
         turns, remarks = turns_of(lambda messages: template.render(messages, None, "a conversation", generate=True))
