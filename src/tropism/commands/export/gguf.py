@@ -197,6 +197,9 @@ def _compare(directory: Path, file: Path, form: str, trust_remote_code: bool) ->
     try:
         tokenizers = [load.load_tokenizer(source, trust_remote_code=trust_remote_code) for source in sources]
         asked = _texts(tokenizers[0])
+        if not _is_bpe(file):  # transformers splits texts differently for these; their tokens are compared instead
+            _same_tokens(tokenizers[0], file)
+            tokenizers[1] = tokenizers[0]
         ids = _same_ids(tokenizers, asked, file.name)
         _same_ids(tokenizers, _all_tokens(tokenizers[0]), file.name)
         results = [_next_logps(source, ids, trust_remote_code) for source in sources]
@@ -225,6 +228,25 @@ def _said(file: Path, *names: str) -> list[Any]:
 
     fields = [GGUFReader(file).get_field(f"tokenizer.ggml.{name}") for name in names]
     return [None if field is None else field.parts[field.data[0]][0].item() for field in fields]
+
+
+def _is_bpe(file: Path) -> bool:
+    from gguf import GGUFReader  # of an extra
+
+    said = GGUFReader(file).get_field("tokenizer.ggml.model")
+    return said is not None and said.contents() == "gpt2"
+
+
+def _same_tokens(tokenizer: Any, file: Path) -> None:
+    """Check that each id stands for the same token in a file."""
+    from gguf import GGUFReader  # of an extra
+
+    said = GGUFReader(file).get_field("tokenizer.ggml.tokens")
+    tokens = [] if said is None else list(said.contents())
+    ours = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    if tokens[:len(ours)] != ours:
+        raise OutputError(f"--gguf: {file.name} failed verification and was removed: its vocabulary differs from the "
+                          "trained one. Use another version of llama.cpp")
 
 
 def _texts(tokenizer: Any) -> list[str]:
