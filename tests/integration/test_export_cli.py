@@ -23,7 +23,8 @@ from tropism.distributed import connect
 from tropism.runner import Run
 
 SURFACE = {"RUN", "--to", "--merge", "--no-merge", "--dtype", "--checkpoint", "--max-shard-size", "--base",
-           "--trust-remote-code", "--no-trust-remote-code", "--push", "--private", "--no-private"}
+           "--trust-remote-code", "--no-trust-remote-code", "--gguf", "--llama-cpp", "--ollama", "--no-ollama",
+           "--push", "--private", "--no-private"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FRESH = """

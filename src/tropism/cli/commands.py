@@ -62,6 +62,7 @@ _Output = Annotated[Path, Parameter(
 _Size = Annotated[str, Parameter(converter=lambda _, tokens: check_size(tokens[0].value))]
 _Device = Literal["h100-80gb", "h200", "a100-80gb", "rtx4090", "cpu"]
 _DType = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
+_Format = Literal["f32", "bf16", "f16", "q8_0", "q4_k_m"]
 
 
 def call(tokens: list[str], began: float) -> int:
@@ -356,6 +357,7 @@ def verify(run: _File, /, *, json: _File | None = None, trust_remote_code: bool 
 @app.command
 def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | None = None,
            checkpoint: _Name | None = None, max_shard_size: _Size | None = None, base: _Name | None = None,
+           gguf: _Format | None = None, llama_cpp: _File | None = None, ollama: bool = False,
            trust_remote_code: bool = False, push: _Name | None = None, private: bool = False) -> int:
     """Write a model directory."""
     check_exporting(run, to, base, push is not None)
@@ -364,7 +366,8 @@ def export(run: _File, /, *, to: _Output, merge: bool = False, dtype: _DType | N
 
     try:
         exporting.export(run, to, merge=merge, dtype=dtype, checkpoint=checkpoint, max_shard_size=max_shard_size,
-                         base=base, trust_remote_code=trust_remote_code, push=push, private=private)
+                         base=base, gguf=gguf, llama_cpp=llama_cpp, ollama=ollama,
+                         trust_remote_code=trust_remote_code, push=push, private=private)
     except KeyboardInterrupt:
         complete = (to / "export.json").is_file()
         again = ". To upload it, run the same command again." if complete and push is not None else ""

@@ -13,6 +13,7 @@ from tropism.distributed.shard import axes_of, gathered
 from tropism.distributed.world import World
 from tropism.errors import DataError, OutputError, clause, count_of
 from tropism.model import save
+from tropism.model.adapters.files import GGUF_BASE
 from tropism.model.adapters.parameters import adapter_weight_names
 from tropism.observe.checksums import Files, checksum, checksums, file_hash
 from tropism.observe.console import Voice
@@ -233,10 +234,13 @@ def _show(directory: RunDirectory, verdict: Verdict, samples: Sequence[dict[str,
                   f"  prompt: {_end(sample['prompt'])}", f"  before: {start_of(sample['before'])}",
                   f"  after:  {start_of(sample['after'])}")
     run = shlex.quote(str(directory.path))
-    merged = " --merge" if _has_named_base(directory.model / "adapter_config.json") else ""
+    base = _named_base(directory.model / "adapter_config.json")
+    merged = " --merge" if base else ""
     voice.say("next:", f"  tropism report {run}", f"  tropism export {run} --to DIR{merged}")
     if merged:
         voice.say("  The model is an adapter; --merge adds it to its base.")
+    if base.lower().endswith(".gguf"):
+        voice.warn(f"{GGUF_BASE}.")
     if held_out is not None:
         voice.say(f"  tropism evaluate {run}")
 
@@ -246,6 +250,7 @@ def _end(text: str) -> str:
     return text if len(text) <= _SHOWN else f"...{text[3 - _SHOWN:]}"
 
 
-def _has_named_base(config: Path) -> bool:
-    """Whether the model is an adapter that can be merged. One of an unnamed module from Python names no base."""
-    return config.exists() and bool(json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path"))
+def _named_base(config: Path) -> str:
+    """The base of an adapter that can be merged. Empty for another model; a module from Python has no name."""
+    return str(json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path") or "") if (
+        config.exists()) else ""

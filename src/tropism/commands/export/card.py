@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 
+from tropism.commands.export import serving
 from tropism.commands.export.metadata import front_matter
 from tropism.commands.export.read_run import Chosen, ExportedRun
 from tropism.config import METHODS
@@ -47,6 +48,7 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
         own = [key for key in own if key not in ("kd_weight", "divergence", "divergence_mix", "temperature",
                                                  "temperature_scaling", "top_k")]
     measured, columns, figures = _measured(run, chosen)
+    served = serving.Serving(**facts.get("serving", {}))
     environment = jinja2.Environment(  # our own template writes Markdown, not HTML
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=_text,
         undefined=jinja2.StrictUndefined, autoescape=False)  # noqa: S701
@@ -60,7 +62,10 @@ def render(run: ExportedRun, chosen: Chosen, facts: Mapping[str, Any], name: str
         versions={"tropism": "", **run.manifest.get("libraries", {})},
         checkpoint=chosen.trainer is not None, step=chosen.step, best=chosen.best, planned=_planned(run),
         adapter=adapter, dtype=facts["dtype"], rounding=facts["rounding"],
-        stops=list(facts["stop_tokens"].items()),
+        stops=list(facts["stop_tokens"].items()), checked=served.checked,
+        commands=[(called, _Markdown(line)) for called, line in serving.commands(
+            run, facts, name, adapter_config, served)],
+        remarks=serving.remarks(run, facts, adapter_config, served),
         training=_training(run, chosen, options), options=[(key, options[key]) for key in own],
         lora=_lora(run, adapter_config),
         data=_data(run), measured=measured, columns=columns, figures=figures,

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from tropism.borders import read_object
 from tropism.commands.export import adapter as adapters
-from tropism.commands.export import card
+from tropism.commands.export import card, gguf, ollama, serving
 from tropism.commands.export.output_directory import read_back, shard_bytes, whole
 from tropism.commands.export.push import FACTS, Repository, check_base, check_exported
 from tropism.commands.export.read_run import Chosen, ExportedRun, choose, read_run
@@ -30,6 +30,7 @@ from tropism.commands.files import check_export
 from tropism.errors import ModelError, UsageError, count_of
 from tropism.files import check_space
 from tropism.model import load, save
+from tropism.model.adapters.files import GGUF_BASE
 from tropism.model.source import ModelSource, public_name
 from tropism.observe.checksums import checksums
 from tropism.observe.console import Voice
@@ -65,8 +66,9 @@ class Exported:
 
 def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str | None = None,
            checkpoint: str | None = None, max_shard_size: str | int | None = None,
-           base: str | Path | None = None, trust_remote_code: bool = False, push: str | None = None,
-           private: bool = False, voice: Voice | None = None) -> Exported:
+           base: str | Path | None = None, gguf: str | None = None, llama_cpp: str | Path | None = None,
+           ollama: bool = False, trust_remote_code: bool = False, push: str | None = None, private: bool = False,
+           voice: Voice | None = None) -> Exported:
     """Write the result of a run, or one of its checkpoints, as a model directory. The run is not changed.
 
     Args:
@@ -77,6 +79,9 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         checkpoint: `best`, `last`, a step (`step-00000100`), or a path; by default the result.
         max_shard_size: maximum size of a weights file, by default 50GB; larger models get several files and an index.
         base: directory or hub id of the adapter's base, if it was moved since the run.
+        gguf: also write a GGUF file in this format, by llama.cpp: f32, bf16, f16, q8_0 or q4_k_m.
+        llama_cpp: directory of llama.cpp, by default found on PATH.
+        ollama: also write a Modelfile for Ollama.
         trust_remote_code: run code that comes with the run's models. The run's own option is not obeyed.
         push: repository on the Hub, `owner/name`, to upload the directory to. If it holds an export of the run already,
             that is uploaded.
@@ -104,7 +109,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
                    "--trust-remote-code")
     check_export(path, place, push is not None)
     if repository is not None and (path / FACTS).is_file():
-        done = _exported_before(path, found, merge, wanted, checkpoint, base)
+        done = _exported_before(path, found, merge, wanted, checkpoint, base, gguf, ollama)
         repository.check(_origin(found))
         voice.say(f"{path}: this run was exported here before, and the files are intact")
         return _pushed(done, repository, place, voice)
@@ -118,6 +123,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
         if not chosen.is_adapter:
             raise UsageError(f"--base: {place} trained all weights; only an adapter has a base. Omit --base.")
         found = replace(found, other_base=ModelSource.of(str(base)).absolute)
+    extras = _Extras.of(gguf, llama_cpp, ollama, str(place) if chosen.is_adapter and not merge else None)
     if repository is not None:
         if chosen.is_adapter and not merge:
             check_base(adapters.base_of(found, chosen))
@@ -125,7 +131,7 @@ def export(run: str | Path, to: str | Path, *, merge: bool = False, dtype: str |
     voice.say(f"{chosen.path}: step {chosen.step}" + ("" if chosen.notes else ", files intact"))
     for note in chosen.notes:
         voice.warn(note)
-    work = _Work(found, chosen, path, merge, wanted, shards, voice, push)
+    work = _Work(found, chosen, path, merge, wanted, shards, voice, extras, push)
     done = work.adapter() if chosen.is_adapter and not merge else work.model()
     return done if repository is None else _pushed(done, repository, place, voice)
 
@@ -136,7 +142,7 @@ def _origin(run: ExportedRun) -> dict[str, Any]:
 
 
 def _exported_before(path: Path, run: ExportedRun, merge: bool, dtype: torch.dtype | None, checkpoint: str | None,
-                     base: str | Path | None) -> Exported:
+                     base: str | Path | None, gguf: str | None, ollama: bool) -> Exported:
     """The export that a directory holds, whose upload failed or was not asked for. Options that are given must agree.
 
     Raises:
@@ -151,6 +157,7 @@ def _exported_before(path: Path, run: ExportedRun, merge: bool, dtype: torch.dty
         wanted["step"] = choose(run, checkpoint).step
     if base is not None:
         wanted["base"] = public_name(ModelSource.of(str(base)).absolute)
+    wanted |= {name: value for name, value in (("gguf", gguf), ("ollama", ollama)) if value}
     found = check_exported(path, wanted)
     there, merged = dtype_named(str(found.get("dtype"))), found.get("merged") is True
     return Exported(path, there, int(found.get("step", 0)), found.get("adapter") is True and not merged, merged,
@@ -166,6 +173,31 @@ def _pushed(done: Exported, repository: Repository, run: Path, voice: Voice) -> 
     return replace(done, url=url)
 
 
+@dataclass(frozen=True)
+class _Extras:
+    """Files for servers that are written beside the model."""
+
+    converter: gguf.Converter | None = None
+    modelfile: bool = False
+
+    @classmethod
+    def of(cls, form: str | None, llama_cpp: str | Path | None, modelfile: bool, adapter_of: str | None) -> "_Extras":
+        """Check the options.
+
+        Args:
+            adapter_of: the run, if its adapter is exported without its base.
+
+        Raises:
+            UsageError: if one has no effect, or llama.cpp was not found.
+        """
+        if adapter_of is not None and (form is not None or modelfile):
+            raise UsageError(f"--{'ollama' if form is None else 'gguf'}: {adapter_of} trained an adapter, and only a "
+                             "plain model can be written in this way. Add --merge.")
+        if llama_cpp is not None and form is None:
+            raise UsageError("--llama-cpp has no effect without --gguf. Omit it, or add --gguf.")
+        return cls(None if form is None else gguf.find_converter(form, llama_cpp), modelfile)
+
+
 @dataclass
 class _Work:
     """One export, after its options were checked."""
@@ -177,6 +209,7 @@ class _Work:
     wanted: torch.dtype | None
     shards: int
     voice: Voice
+    extras: _Extras
     pushed_to: str | None = None
     adapter_config: Any = None
 
@@ -201,8 +234,9 @@ class _Work:
         module.generation_config = generation
         with whole(self.path, needed) as partial:
             failed = save.write_model(module, tokenizer, partial, dtype, (), weights, self.shards)
-            self._describe(partial, dtype, rounding, generation, tokenizer, base)
             read_back(partial, weights, dtype, run.trust_remote_code)
+            served = serving.Serving() if failed else self._serving(partial, tokenizer, generation, dtype)
+            self._describe(partial, dtype, rounding, generation, tokenizer, base, served)
             files = checksums(partial)
         if failed is not None:
             raise failed
@@ -211,6 +245,8 @@ class _Work:
     def _room(self, weights: Weights, tokenizer: Any, dtype: torch.dtype) -> int:
         """Check that there is space. Returns the bytes that are needed."""
         needed = save.export_bytes(weights, tokenizer, self.path, dtype)
+        if self.extras.converter is not None:
+            needed += gguf.file_bytes(self.extras.converter.form, weights, dtype)
         check_space(self.path, needed, "cannot be written")
         return needed
 
@@ -240,9 +276,36 @@ class _Work:
             save.save_tokenizer(tokenizer, partial)
             generation.save_pretrained(partial)
             adapters.write(adapter, weights, partial, dtype)
-            self._describe(partial, dtype, rounding, generation, tokenizer, adapter.base)
+            served = self._serving(partial, tokenizer, generation, dtype)
+            served.gguf_base = adapter.base.lower().endswith(".gguf")
+            if served.gguf_base:
+                self.voice.warn(f"{GGUF_BASE}.")
+            self._describe(partial, dtype, rounding, generation, tokenizer, adapter.base, served)
             files = checksums(partial)
         return self._done(dtype, rounding, files, is_adapter=True)
+
+    def _serving(self, partial: Path, tokenizer: Any, generation: Any, dtype: torch.dtype) -> serving.Serving:
+        """Check what servers read from the written files, and write the files for them."""
+        run, converter = self.run, self.extras.converter
+        found = serving.check(run, self.chosen, partial, tokenizer, run.trust_remote_code)
+        adds_bos = serving.adds_bos(tokenizer)
+        if converter is not None:
+            self.voice.say(f"converting with {converter.convert[-1]}")
+            agreement = gguf.write(converter, partial, self.path.resolve().name, dtype, run.trust_remote_code)
+            self.voice.say(str(agreement))
+            found.gguf = agreement.to_json()
+            adds_bos = adds_bos if agreement.adds_bos is None else agreement.adds_bos
+            if agreement.end is not None and agreement.end not in serving.stop_ids(generation):
+                found.problems.append(f"{agreement.file} ends at {tokenizer.convert_ids_to_tokens(agreement.end)}, at "
+                                      "which no completion ended in training. Pass stop strings in requests.")
+        if self.extras.modelfile:
+            stops = {number: tokenizer.convert_ids_to_tokens(number) for number in serving.stop_ids(generation)}
+            text, found.modelfile = ollama.modelfile(
+                tokenizer, stops, "." if found.gguf is None else f"./{found.gguf['file']}",
+                serving.template_kwargs(run), run.options.get("system_prompt"), adds_bos)
+            (partial / ollama.FILE).write_text(text, encoding="utf-8")
+        self._tell([*found.problems, *(f"{ollama.FILE}: {sentence}" for sentence in found.modelfile or ())])
+        return found
 
     def _usual(self) -> torch.dtype:
         """The dtype of the run's result; for a checkpoint, the dtype that the result would have."""
@@ -264,18 +327,19 @@ class _Work:
             self.voice.warn(note)
 
     def _describe(self, partial: Path, dtype: torch.dtype, rounding: Rounding, generation: Any, tokenizer: Any,
-                  base: str) -> None:
+                  base: str, served: serving.Serving) -> None:
         """Write the model card, and `export.json` with the hashes of all other files."""
         run, chosen = self.run, self.chosen
-        stops = generation.eos_token_id
-        ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
         facts: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION, "exported": datetime.now(UTC).isoformat(timespec="seconds"),
             "libraries": libraries(), **_origin(run), "step": chosen.step,
             "checkpoint": chosen.path.name if chosen.trainer is not None else None, "base": public_name(base),
             "adapter": chosen.is_adapter, "merged": self.merge, "dtype": _name(dtype),
             "rounding": str(rounding) if rounding.exact < rounding.weights else None,
-            "stop_tokens": {number: tokenizer.convert_ids_to_tokens(number) for number in ids}}
+            "stop_tokens": {number: tokenizer.convert_ids_to_tokens(number) for number in serving.stop_ids(generation)},
+            "serving": asdict(served), "ollama": self.extras.modelfile,
+            "gguf": None if self.extras.converter is None else self.extras.converter.form,
+            "needs_code": _needs_code(partial / "config.json")}
         text = card.render(run, chosen, facts, self.pushed_to or self.path.resolve().name,
                            self.adapter_config)
         (partial / "README.md").write_text(text, encoding="utf-8")
@@ -310,6 +374,11 @@ def _config(run: ExportedRun, base: str) -> Any | None:
         return load.load_config(ModelSource.of(base), trust_remote_code=run.trust_remote_code)
     except ModelError:
         return None
+
+
+def _needs_code(config: Path) -> bool:
+    """Whether a written config names code that comes with the model."""
+    return config.is_file() and "auto_map" in read_object(config)
 
 
 def _fingerprints(manifest: Mapping[str, Any]) -> dict[str, str]:

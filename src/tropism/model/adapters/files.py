@@ -21,6 +21,8 @@ from tropism.model.finite_weights import check_finite
 from tropism.model.names import split_revision
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+GGUF_BASE = "No server loads an adapter on a GGUF file: `tropism export RUN --to DIR --merge` writes a plain model"
+"""Said of adapters that were trained on a GGUF file. Ends without a full stop."""
 _PREFIX = "base_model.model."
 
 

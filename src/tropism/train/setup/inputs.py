@@ -104,7 +104,8 @@ def read_inputs(options: Any, world: World, voice: Voice, objects: PythonObjects
     return RunInputs(options, world, voice, objects, models.numerics_of(options, world), options.store_root, tokenizer,
                      data, method, schedule, parts.policy, named["reference"], named["teacher"],
                      options.values.get("reference") == "live",
-                     [*models.turned_off(config, options.router_aux_weight), *models.generation_notes(named["model"])])
+                     [*models.turned_off(config, options.router_aux_weight), *models.generation_notes(named["model"]),
+                      *models.gguf_notes(named["model"], options.lora)])
 
 
 def _read_parts(options: Any, world: World, objects: PythonObjects, named: Named) -> _Parts:

@@ -16,6 +16,7 @@ from tropism.distributed.world import World
 from tropism.errors import ModelError, ReferenceMismatchError, UsageError, count_of
 from tropism.model import load
 from tropism.model import moe_router as router
+from tropism.model.adapters.files import GGUF_BASE
 from tropism.model.adapters.peft_module import inner
 from tropism.model.bf16_weights import round_to_bf16
 from tropism.model.config import check_architecture, dropout_of
@@ -25,6 +26,7 @@ from tropism.model.generation import corrected, read_generation
 from tropism.model.language_model import LanguageModel, Precision
 from tropism.model.layout_check import Layout, choose_layout
 from tropism.model.load_sharded import load_sharded
+from tropism.model.options import LoraOptions
 from tropism.model.source import ModelSource
 from tropism.observe.console import Voice
 from tropism.train.frozen import reference as references
@@ -161,6 +163,12 @@ def generation_notes(model: ModelOrModule) -> list[str]:
         return []
     model.generation_config, notes = corrected(generation)
     return notes
+
+
+def gguf_notes(model: ModelOrModule, lora: LoraOptions) -> list[str]:
+    """A sentence about how the result can be served, if an adapter is trained on a GGUF file."""
+    trains_adapter = lora.rank is not None or lora.adapter is not None
+    return [f"{GGUF_BASE}."] if trains_adapter and isinstance(model, ModelSource) and model.gguf_file else []
 
 
 def turned_off(config: Any, router_aux_weight: float) -> list[str]:
