@@ -1,4 +1,4 @@
-"""The generation config of a model: read it, and correct what transformers would refuse to save."""
+"""The generation config of a model: read it, correct what transformers would refuse to save, or set it aside."""
 
 import json
 import re
@@ -45,6 +45,17 @@ def corrected(generation: Any) -> tuple[Any, list[str]]:
         if _problem(generation) is None:
             return generation, []
     return _corrected(generation.to_diff_dict(), "the model's generation config")
+
+
+@contextmanager
+def plain_generation(module: Any) -> Iterator[None]:
+    """Context in which a model's generation config is empty. Settings such as stop strings or another cache need more
+    than ids, or packages that are not installed."""
+    own, module.generation_config = module.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        module.generation_config = own
 
 
 def _corrected(values: Mapping[str, Any], place: str) -> tuple[GenerationConfig, list[str]]:

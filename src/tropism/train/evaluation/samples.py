@@ -1,11 +1,9 @@
 """Completions of held-out prompts, sampled before and after training."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import TokenIds
@@ -13,6 +11,7 @@ from tropism.distributed.passes import rest
 from tropism.distributed.shard import is_sharded
 from tropism.errors import CheckpointError, count_of
 from tropism.model.attention import attention, plain_implementation
+from tropism.model.generation import plain_generation
 from tropism.model.language_model import LanguageModel, computing
 from tropism.train.engine import Engine
 
@@ -35,7 +34,7 @@ def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], sto
            new_tokens: int = NEW_TOKENS) -> list[str]:
     """The model's greedy completion of each row's prompt, without the settings of its generation config."""
     answers = []
-    with (attention(model.module, plain_implementation(model.module)), _plain_generation(model.module),
+    with (attention(model.module, plain_implementation(model.module)), plain_generation(model.module),
           computing(model.module, model.precision, model.device)):
         for start in range(0, len(rows), _TOGETHER):
             ids, mask = _pad_left([row.asked for row in rows[start : start + _TOGETHER]], stop_ids[0])
@@ -46,17 +45,6 @@ def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], sto
             answers += [tokenizer.decode(line, skip_special_tokens=True).strip() for line in out[:, ids.shape[1] :]]
     rest(model.module)
     return answers
-
-
-@contextmanager
-def _plain_generation(module: Any) -> Iterator[None]:
-    """Context in which a model's generation config is empty. Settings such as stop strings or another cache need more
-    than ids, or packages that are not installed."""
-    own, module.generation_config = module.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        module.generation_config = own
 
 
 def _pad_left(prompts: Sequence[TokenIds], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
