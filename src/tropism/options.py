@@ -26,8 +26,8 @@ _VALUES = {"model": "MODEL", "reference": "MODEL", "teacher": "MODEL", "data": "
            "memory_limit": "SIZE", "log_dir": "DIR", "loss": "NAMES",
            "loss_weights": "NUMBERS", "track": "NAMES", "lora.targets": "NAMES", "lora.modules_to_save": "NAMES",
            "lora.adapter": "DIR", "keep_best": "METRIC", "stop_metric": "METRIC", "max_time": "TIME", "resume": "PATH",
-           "chat_template": "FILE", "compare": "MODEL", "feedback": "FILE", "columns": "NAME=COLUMN", "labels": "WORD=MEANING",
-           "chat_template_kwargs": "NAME=VALUE"}
+           "chat_template": "FILE", "columns": "NAME=COLUMN", "labels": "WORD=MEANING",
+           "chat_template_kwargs": "NAME=VALUE", "compare": "MODEL", "feedback": "FILE"}
 """What help shows as the value of an option that takes text."""
 
 _NAMES = frozenset(name.rpartition(".")[2] for name, kind in _VALUES.items()

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -214,13 +214,18 @@ def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, 
                      model_files=checksums(directory.model), stop_ids=list(stop_ids), verdict=verdict.to_json(),
                      **reason, **facts)
         effort = f"{count_of(steps, 'step')}, {seconds:.0f} s"
-        _show(directory, verdict, samples, before, after, held_out, effort, voice)
+        _show(directory, verdict, samples, before, after, held_out, effort, _base(manifest.facts), voice)
     return RunResult(directory.path, directory.model, steps, seconds, before, after, samples)
 
 
 def _show(directory: RunDirectory, verdict: Verdict, samples: Sequence[dict[str, Any]], before: dict[str, float],
-          after: dict[str, float], held_out: HeldOutScores | None, effort: str, voice: Voice) -> None:
-    """Print the metrics, the verdict, a sample, and what can be done next."""
+          after: dict[str, float], held_out: HeldOutScores | None, effort: str, base: str, voice: Voice) -> None:
+    """Print the metrics, the verdict, a sample, and what can be done next.
+
+    Args:
+        effort: steps and seconds.
+        base: model that the run started from; empty if it has no name.
+    """
     what = (f"{count_of(len(held_out.rows), 'held-out row')}, before and after training (95% intervals in brackets)"
             if held_out else "first and last training record")
     voice.before_after(what, before, after, leave_out=BOOKKEEPING)
@@ -231,12 +236,22 @@ def _show(directory: RunDirectory, verdict: Verdict, samples: Sequence[dict[str,
                   f"  prompt: {_end(sample['prompt'])}", f"  before: {_start(sample['before'])}",
                   f"  after:  {_start(sample['after'])}")
     run = shlex.quote(str(directory.path))
-    merged = " --merge" if _has_named_base(directory.model / "adapter_config.json") else ""
-    voice.say("next:", f"  tropism report {run}", f"  tropism export {run} --to DIR{merged}")
+    adapter = directory.model / "adapter_config.json"
+    merged = " --merge" if _has_named_base(adapter) else ""
+    voice.say("next:", f"  tropism report {run}")
+    if merged or not adapter.exists():
+        voice.say(f"  tropism chat {run}" + (f" --compare {shlex.quote(base)}" if base else ""))
+    voice.say(f"  tropism export {run} --to DIR{merged}")
     if merged:
         voice.say("  The model is an adapter; --merge adds it to its base.")
     if held_out is not None:
         voice.say(f"  tropism evaluate {run}")
+
+
+def _base(facts: Mapping[str, Any]) -> str:
+    """The model that the run started from, by its name; empty for a module from Python."""
+    name = str(facts.get("model") or "")
+    return "" if "given in Python" in name else name
 
 
 def _start(text: str) -> str:

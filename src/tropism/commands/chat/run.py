@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -70,9 +70,7 @@ class _Opening:
         self.voice = voice
         self.sources = [model_of(name, "chat with") for name in self.names]
         self.recorded = _recorded(model, voice)
-        given = {name: value for name in _OF_RUN if name not in options.model_fields_set
-                 and (value := self.recorded.get(name)) is not None}
-        self.options = options = options if options.plain_text else options.model_copy(update=given)
+        self.options = options = _as_in_the_run(options, self.recorded)
         precision = ("bf16" if device.type == "cuda" else "fp32") if options.precision == "auto" else options.precision
         self.numerics = Numerics(precision, device, 1, options.trust_remote_code)
         self.configs = [load.load_config(one, trust_remote_code=options.trust_remote_code) for one in self.sources]
@@ -98,7 +96,7 @@ class _Opening:
                 voice.warn(f"{name} has no chat template. It gets that of {self.names[0]}.")
                 tokenizer.chat_template = first.chat_template
         if self.recorded.get("plain_rows"):
-            voice.warn(f"{self.names[0]}: the run trained on plain text, without the chat template. To continue texts as "
+            voice.warn(f"{self.names[0]}: the run trained on plain text, without the chat template. To continue text as "
                        "in training, add --plain-text")
         return False
 
@@ -113,7 +111,7 @@ class _Opening:
                 speaker.ids([{"role": "system", "content": options.system_prompt}, {"role": "user", "content": "Hi"}])
             voice.say(f"system message: {options.system_prompt}" + (
                 "" if "system_prompt" in options.model_fields_set else "  (of the run)"))
-        how = f"temperature {options.temperature:g}" if options.temperature else "the most likely token each time"
+        how = f"temperature {options.temperature:g}" if options.temperature else "greedy decoding"
         stops = " ".join(map(str, self.tokenizers[0].convert_ids_to_tokens(list(speakers[0].stop_ids))))
         voice.say(f"answers: {how}, at most {count_of(options.max_new_tokens, 'token')}, stop at {stops}")
         if feedback is not None:
@@ -161,8 +159,17 @@ class _Opening:
             source.adapter or source.name)[0]
         known = None if generation is None else generation.eos_token_id
         stops = renderer.terminators | set(known if isinstance(known, list) else [] if known is None else [known])
-        return Speaker(self.names[number], model, renderer, sorted(stops), max_positions(self.configs[number]), self.plain,
-                       alone)
+        return Speaker(self.names[number], model, renderer, sorted(stops), max_positions(self.configs[number]),
+                       self.plain, alone)
+
+
+def _as_in_the_run(options: ChatOptions, recorded: Mapping[str, Any]) -> ChatOptions:
+    """Options with those of the run that were not given now. Those about messages and plain text exclude each other."""
+    given = options.model_fields_set & {*_OF_RUN, "chat_template"}
+    if options.plain_text or (given and recorded.get("plain_text")):
+        return options
+    return options.model_copy(update={name: recorded[name] for name in _OF_RUN
+                                      if name not in given and recorded.get(name) is not None})
 
 
 def _recorded(model: str, voice: Voice) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Session:
             return
         name, _, text = line[1:].strip().partition(" ")
         if name not in (known := self._commands()):
-            raise UsageError(f"unknown command /{name}. To send a text that begins with a slash, put a space before it. "
+            raise UsageError(f"unknown command /{name}. To send text that begins with a slash, put a space before it. "
                              + did_you_mean(name, known, "/{}"))
         known[name][0](text.strip())
 
@@ -124,8 +124,8 @@ class Session:
         turns = [*self.turns, *self._last_turn()]
         prompt, ids, kept = self._fitting(turns, question)
         if kept < len(turns):
-            self.notes.warn(f"dropped {count_of(len(turns) - kept, 'oldest turn')} of the conversation, which no longer "
-                            f"fits into the model's {min(self._positions()):,} positions")
+            self.notes.warn(f"dropped {count_of(len(turns) - kept, 'turn')} from the start of the conversation: it no "
+                            f"longer fits into the model's {min(self._positions()):,} positions")
         self.turns, self.last = turns[len(turns) - kept:], None
         order = [0, 1] if self.compares else [0]
         if self.blind:
@@ -152,8 +152,8 @@ class Session:
             wanted = min([self.options.max_new_tokens, *(positions // 2 for positions in self._positions())])
             if min(rooms) >= (wanted if start < len(turns) else 1):
                 return prompt, ids, len(turns) - start
-        raise DataError(f"the text has {max(map(len, ids)):,} tokens with the system message and the chat template, which "
-                        f"leaves no room in the model's {min(self._positions()):,} positions. Use a shorter text.")
+        raise DataError(f"the prompt has {count_of(max(map(len, ids)), 'token')}, which leaves no room for an answer "
+                        f"in the model's {min(self._positions()):,} positions. Use a shorter text.")
 
     def _positions(self) -> list[int]:
         return [speaker.positions for speaker in self.speakers if speaker.positions is not None]
@@ -271,14 +271,16 @@ class Session:
         try:
             self.options = type(self.options).model_validate({**self.options.model_dump(), "temperature": text})
         except ValueError:
-            raise UsageError(f"/temperature: {text!r} is not a temperature. Use 0, or a number from 0.01 to 100.") from None
+            raise UsageError(f"/temperature: {text!r} is not a temperature. Use 0, or a number from 0.01 to 100."
+                             ) from None
         self.notes.say(f"temperature {self.options.temperature:g}")
 
     def _help(self, text: str) -> None:
         for name, (_, argument, what) in self._commands().items():
             self.notes.say(f"  /{name} {argument}".ljust(22) + what)
         if self.attended:
-            self.notes.say("  Ctrl-C".ljust(22) + "stop an answer; at the prompt, leave", "  Ctrl-D".ljust(22) + "leave")
+            self.notes.say("  Ctrl-C".ljust(22) + "stop an answer; at the prompt, leave",
+                           "  Ctrl-D".ljust(22) + "leave")
 
     def _quit(self, text: str) -> None:
         self.ended = True

@@ -87,7 +87,8 @@ class Speaker:
         """
         module = self.model.module
         stream = _Stream(self.renderer.text.tokenizer, self.stop_ids, say, trimmed=not self.plain)
-        sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0} if options.temperature else {}
+        sampling = {} if not options.temperature else {
+            "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
         asked = torch.tensor([list(ids)], device=self.model.device)
         torch.manual_seed(seed % 2**63)
         with (border(f"{self.name}: the generation failed"), attention(module, plain_implementation(module)),
