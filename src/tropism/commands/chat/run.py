@@ -96,8 +96,8 @@ class _Opening:
                 voice.warn(f"{name} has no chat template. It gets that of {self.names[0]}.")
                 tokenizer.chat_template = first.chat_template
         if self.recorded.get("plain_rows"):
-            voice.warn(f"{self.names[0]}: the run trained on plain text, without the chat template. To continue text as "
-                       "in training, add --plain-text")
+            voice.warn(f"{self.names[0]}: the run trained on plain text, without the chat template. To continue text "
+                       "as in training, add --plain-text")
         return False
 
     def session(self, feedback: Feedback | None, out: Voice) -> Session:

@@ -132,7 +132,7 @@ class Session:
             self._shuffle.shuffle(order)
         self._asked += 1
         answers = [self._answer(ids[number], number, place) for place, number in enumerate(order)]
-        if any(answer.text for answer in answers):
+        if any(answer.text or answer.end != "interrupted" for answer in answers):
             self.last = Exchange(question, prompt, answers, order)
 
     def _fitting(self, turns: Sequence[tuple[str, str]], question: str) -> tuple[Prompt, list[list[int]], int]:
