@@ -186,8 +186,8 @@ def test_text_from_the_model_does_not_act_on_the_terminal(talk: Talking, monkeyp
     monkeypatch.setattr(LlamaForCausalLM, "generate", generate)
     monkeypatch.setattr("tropism.commands.chat.run.max_positions", lambda config: None)
     talk("\x1b[31mhi\n/good\n", "--feedback", file, model=model)
-    assert talk.out == ("\\x1b[2J\\x1b]52;c;eA==\\x07ok\\rno\\u202egnp \u65e5\u672c \U0001f469\u200d\U0001f4bb caf\u00e9\n"
-                        "        x\n")
+    assert talk.out == ("\\x1b[2J\\x1b]52;c;eA==\\x07ok\\rno\\u202egnp \u65e5\u672c \U0001f469\u200d\U0001f4bb "
+                        "caf\u00e9\n        x\n")
     assert rows(file)[0]["completion"][0]["content"] == hostile
     assert "\x1b" not in talk.out + talk.err
 

@@ -32,7 +32,7 @@ def _child(name: str, argv: list[str], pause_s: float) -> None:
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
     for number in range(3):
         os.dup2(terminal, number)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.stdin, sys.stdout = (open(number, mode, closefd=False) for number, mode in enumerate("rw"))  # noqa: SIM115
     os.environ["TERM"] = "xterm"
     from tropism.commands.chat import speaker
 

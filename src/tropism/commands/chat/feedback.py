@@ -100,12 +100,13 @@ def _count(path: Path, paired: bool) -> int:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UsageError(f"--feedback {path}: is not a regular file. Choose another name.")
-        with path.open("rb") as file:
+        with path.open("a+b") as file:  # permissions are those of the system alone
+            file.seek(0)
             return sum(_is_row(line, f"{path}:{number}", paired) for number, line in enumerate(file, start=1))
     except FileNotFoundError:
         return 0
     except OSError as error:
-        raise OutputError.because(path, error, what="cannot be read") from error
+        raise OutputError.because(path, error) from error
 
 
 def _is_row(line: bytes, place: str, paired: bool) -> bool:

@@ -70,7 +70,7 @@ class _Opening:
         self.voice = voice
         self.sources = [model_of(name, "chat with") for name in self.names]
         self.recorded = _recorded(model, voice)
-        self.options = options = _as_in_the_run(options, self.recorded)
+        self.given, self.options = options, _as_in_the_run(options, self.recorded)
         precision = ("bf16" if device.type == "cuda" else "fp32") if options.precision == "auto" else options.precision
         self.numerics = Numerics(precision, device, 1, options.trust_remote_code)
         self.configs = [load.load_config(one, trust_remote_code=options.trust_remote_code) for one in self.sources]
@@ -78,7 +78,7 @@ class _Opening:
                            for one in self.sources]
         self.plain = self._is_plain()
         template = TemplateOptions() if self.plain else TemplateOptions(
-            chat_template=options.chat_template, chat_template_kwargs=options.chat_template_kwargs)
+            chat_template=options.chat_template, chat_template_kwargs=self.options.chat_template_kwargs)
         self.renderers = [make_renderer(one, Limits(sys.maxsize), template) for one in self.tokenizers]
 
     def _is_plain(self) -> bool:
@@ -110,7 +110,7 @@ class _Opening:
             for speaker in speakers:  # some templates reject a system message
                 speaker.ids([{"role": "system", "content": options.system_prompt}, {"role": "user", "content": "Hi"}])
             voice.say(f"system message: {options.system_prompt}" + (
-                "" if "system_prompt" in options.model_fields_set else "  (of the run)"))
+                "" if "system_prompt" in self.given.model_fields_set else "  (of the run)"))
         how = f"temperature {options.temperature:g}" if options.temperature else "greedy decoding"
         stops = " ".join(map(str, self.tokenizers[0].convert_ids_to_tokens(list(speakers[0].stop_ids))))
         voice.say(f"answers: {how}, at most {count_of(options.max_new_tokens, 'token')}, stop at {stops}")
