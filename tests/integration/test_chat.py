@@ -107,7 +107,7 @@ def test_a_script_gets_the_answers_of_the_model_and_nothing_else(talk: Talking) 
     assert first != second
     assert talk.out == f"{first}\n{second}\n"
     assert "loading model" in talk.err
-    assert "greedy decoding, at most 12 tokens, stop at <|eos|> <|end|>" in talk.err
+    assert "greedy decoding (temperature 0), at most 12 tokens, stop at <|eos|> <|end|>" in talk.err
 
 
 def test_commands_of_a_conversation(talk: Talking) -> None:

@@ -111,7 +111,7 @@ class _Opening:
                 speaker.ids([{"role": "system", "content": options.system_prompt}, {"role": "user", "content": "Hi"}])
             voice.say(f"system message: {options.system_prompt}" + (
                 "" if "system_prompt" in self.given.model_fields_set else "  (of the run)"))
-        how = f"temperature {options.temperature:g}" if options.temperature else "greedy decoding"
+        how = f"temperature {options.temperature:g}" if options.temperature else "greedy decoding (temperature 0)"
         stops = " ".join(map(str, self.tokenizers[0].convert_ids_to_tokens(list(speakers[0].stop_ids))))
         voice.say(f"answers: {how}, at most {count_of(options.max_new_tokens, 'token')}, stop at {stops}")
         if feedback is not None:
