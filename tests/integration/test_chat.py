@@ -300,6 +300,9 @@ def test_the_file_trains_a_run(talk: Talking, adapted: Path, method: str) -> Non
     assert command[:2] == [method, "--model"]
     command[command.index("RUN")] = str(talk.path / "run")
     assert main([*command, "--samples", "0", "--max-steps", "1", "--store", str(talk.path / "store")]) == 0
+    run = talk.path / "run"
+    assert (f"next:\n  tropism report {run}\n  tropism chat {run} --compare {adapted}/model\n"
+            in talk.capsys.readouterr().out)
     audit = json.loads((talk.path / "run" / "audit.json").read_text())
     assert audit["rows"]["read"] == audit["rows"]["kept"] == 4
     if method == "kto":
