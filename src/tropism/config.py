@@ -13,11 +13,11 @@ from tropism.data.formats import View
 from tropism.data.formats.options import FormatOptions
 from tropism.data.options import DataOptions
 from tropism.data.sources.resolve import absolute
-from tropism.data.tokenization.chat_template import TemplateOptions
+from tropism.data.tokenization.chat_template import PromptOptions, TemplateOptions
 from tropism.data.tokenization.truncate import LengthOptions
 from tropism.errors import UsageError
 from tropism.methods.options import check_options, rows_of_losses
-from tropism.model.options import RATE_OF_ADAPTERS, LoraOptions, is_adapter
+from tropism.model.options import RATE_OF_ADAPTERS, GenerationOptions, LoraOptions, is_adapter
 from tropism.options import Everyday, Options
 from tropism.train.options import ParallelOptions, ReferenceOptions, RunOptions, StoreOptions, TeacherOptions
 
@@ -300,6 +300,36 @@ class ConvertOptions(FormatOptions):
     def _effective(self) -> "ConvertOptions":
         if self.turns == "all" and self.to in ("unpaired", "paired"):
             raise UsageError(f"--turns has no effect with --to {self.to}. It requires --to single or --to messages.")
+        return self
+
+
+class ChatOptions(GenerationOptions, PromptOptions):
+    """Options of `tropism chat`."""
+
+    heading: ClassVar[str] = "Chat"
+
+    compare: Everyday[str | None] = None
+    """Second model that answers every question: a directory, Hub id, GGUF file, adapter or run directory."""
+    blind: Everyday[bool] = False
+    """Shuffle which of the two answers is A and which is B until you choose. Requires `--compare`."""
+    feedback: Everyday[str | None] = None
+    """File (.jsonl) to append rows to: labeled answers for `tropism kto`, with `--compare` pairs for `tropism dpo`."""
+    plain_text: bool = False
+    """Continue each text as it is, without the chat template."""
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """Compute dtype; auto is bf16 on GPUs and fp32 on CPUs."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model. Must be passed with each command: a YAML file cannot allow it."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> "ChatOptions":
+        if self.blind and self.compare is None:
+            raise UsageError("--blind has no effect without --compare")
+        if self.top_p < 1.0 and not self.temperature:
+            raise UsageError("--top-p has no effect at temperature 0. Add --temperature 0.8.")
+        if self.plain_text and (self.chat_template or self.chat_template_kwargs or self.system_prompt):
+            raise UsageError("--plain-text excludes --chat-template, --chat-template-kwargs and --system-prompt, "
+                             "which are about messages")
         return self
 
 

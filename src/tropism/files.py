@@ -294,8 +294,11 @@ def write_whole(path: Path, content: bytes, what: str = "cannot be written", par
         temporary.write_bytes(content)
 
 
-def append_line(path: Path, line: str) -> None:
+def append_line(path: Path, line: str, sync: bool = False) -> None:
     """Append a line to a file completely or not at all.
+
+    Args:
+        sync: return only when it is on the disk.
 
     Raises:
         OutputError: as in `replacing`.
@@ -307,6 +310,8 @@ def append_line(path: Path, line: str) -> None:
             size = file.tell()
             if file.write(content) != len(content):  # a disk that fills up accepts a part without an error
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if sync:
+                os.fsync(file.fileno())
     except OSError as error:
         failure = OutputError.because(path, error, len(content))
         if size is not None:

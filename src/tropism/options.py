@@ -28,7 +28,7 @@ _VALUES = {"model": "MODEL", "reference": "MODEL", "teacher": "MODEL", "data": "
            "lora.adapter": "DIR", "keep_best": "METRIC", "stop_metric": "METRIC", "max_time": "TIME", "resume": "PATH",
            "evaluator": "NAMES",
            "chat_template": "FILE", "columns": "NAME=COLUMN", "labels": "WORD=MEANING",
-           "chat_template_kwargs": "NAME=VALUE"}
+           "chat_template_kwargs": "NAME=VALUE", "compare": "MODEL", "feedback": "FILE"}
 """What help shows as the value of an option that takes text."""
 
 _NAMES = frozenset(name.rpartition(".")[2] for name, kind in _VALUES.items()

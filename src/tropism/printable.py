@@ -1,5 +1,6 @@
 """Text as it is printed. Names, paths and rows come from others, and nothing in them may act on a terminal."""
 
+import unicodedata
 from collections.abc import Callable
 
 _LONGEST = 2400  # characters of a line; a longer one keeps its beginning, and its end with the remedy
@@ -9,7 +10,7 @@ _HEAD, _TAIL = 1500, 500
 def escaped(text: str) -> str:
     """A text on one line: line ends, control characters, bidirectional overrides, halves of surrogate pairs and all
     other unprintable characters are written as escapes, such as `\\x1b`."""
-    return _escaped(text, lambda char: char.encode("unicode_escape", "surrogatepass").decode())
+    return _escaped(text, _as_escape)
 
 
 def one_line(text: str) -> str:
@@ -25,9 +26,23 @@ def lines(text: str) -> str:
     return "\n".join(map(one_line, text.split("\n")))
 
 
+def passage(text: str) -> str:
+    """A text of any length as `escaped`, with its line ends, tabs, spaces of all kinds and joiners as they are. Scripts
+    and emoji need these, and they only move what follows."""
+    return _escaped(text, lambda char: char if _is_layout(char) else _as_escape(char))
+
+
 def json_text(text: str) -> str:
     """JSON with the unprintable characters in its strings as JSON escapes. The values stay the same."""
     return "\n".join(_escaped(line, _in_json) for line in text.split("\n"))
+
+
+def _as_escape(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode()
+
+
+def _is_layout(char: str) -> bool:
+    return char in "\n\t\u200c\u200d" or unicodedata.category(char) == "Zs"
 
 
 def _in_json(char: str) -> str:

@@ -10,7 +10,7 @@ from tropism import __version__, config
 from tropism.cli.app import main
 from tropism.cli.commands import app
 from tropism.cli.table import COMMANDS
-from tropism.config import METHODS, ConvertOptions, InspectOptions, KTOOptions, ScoringOptions
+from tropism.config import METHODS, ChatOptions, ConvertOptions, InspectOptions, KTOOptions, ScoringOptions
 
 GROUPS = {
     "Required": "model data output",
@@ -123,7 +123,7 @@ def test_help_and_parser_know_the_same_arguments(capsys: pytest.CaptureFixture[s
 
 def test_descriptions_follow_the_rules() -> None:
     """They begin with the verb or the thing; a default that the field has is not described again."""
-    for options in (*METHODS.values(), ScoringOptions, InspectOptions, ConvertOptions):
+    for options in (*METHODS.values(), ScoringOptions, InspectOptions, ConvertOptions, ChatOptions):
         for option in options.described():
             assert option.text, option.name
             assert not re.match(r"(Of|Whether|What|By how|How|Say|Where) ", option.text), option.name
@@ -138,6 +138,16 @@ CONVERT = ("columns format keep_columns label_name label_threshold labels max_ex
 def test_the_surface_of_convert_changes_only_on_purpose() -> None:
     assert sorted(ConvertOptions.model_fields) == CONVERT.split()
     assert all(info.description for info in ConvertOptions.model_fields.values())
+
+
+CHAT = ("blind chat_template chat_template_kwargs compare feedback max_new_tokens plain_text precision seed "
+        "system_prompt temperature top_p trust_remote_code")
+
+
+def test_the_surface_of_chat_changes_only_on_purpose() -> None:
+    assert sorted(ChatOptions.model_fields) == CHAT.split()
+    options = ChatOptions()
+    assert (options.temperature, options.max_new_tokens, options.seed) == (0.0, 512, 0)
 
 
 def test_defaults_of_the_contract() -> None:

@@ -13,6 +13,7 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unicodedata import category
 
 import pytest
 from hypothesis import example, given, settings
@@ -97,6 +98,19 @@ def test_a_line_of_a_name_is_not_a_line_of_the_output() -> None:
     said = heard(lambda voice: voice.say("row a\nruns/first: intact, reproducible on this machine", "second"))
     assert said == "row a\\nruns/first: intact, reproducible on this machine\nsecond\n"
     assert escaped("\r\n") == "\\r\\n"
+
+
+@settings(max_examples=50)
+@given(text=TEXTS)
+@example(text="\u3042 \U0001f469\u200d\U0001f4bb\xa0\u0645\u06cc\u200c\n\n\tx ")
+def test_a_part_of_a_text_has_no_line_end_of_its_own(text: str) -> None:
+    """What scripts and emoji need stays; nothing acts on the terminal."""
+    for terminal in (False, True):
+        said = heard(lambda voice: voice.stream(text), terminal)
+        assert is_harmless("".join(char for char in said if char not in "\u200c\u200d" and category(char) != "Zs"))
+        assert said.count("\n") == text.count("\n")
+        if text.isprintable() or not (set(text) - set("\n\xa0\u3000\u200d")):
+            assert said == text
 
 
 def test_there_is_one_door() -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from tropism import __version__
+from tropism.commands.chat.feedback import Feedback
 from tropism.commands.files import check_export, check_run
-from tropism.config import InspectOptions, MethodOptions, ScoringOptions
+from tropism.config import ChatOptions, InspectOptions, MethodOptions, ScoringOptions
 from tropism.data.sources.resolve import check_source
 from tropism.data.tokenization.chat_template import TemplateOptions, template_text
 from tropism.errors import UsageError
@@ -77,6 +78,23 @@ def check_inspection(data: str, options: InspectOptions) -> None:
     """
     find_model(options.model)
     _check_data(options, data, options.eval_data)
+
+
+def check_chat(model: str, options: ChatOptions) -> Feedback | None:
+    """Check the paths of `tropism chat`.
+
+    Returns:
+        The file for feedback, if there is one.
+
+    Raises:
+        TropismError: a subclass that names the path.
+    """
+    for name in (model, options.compare):
+        if name is not None and not _is_of_run(Path(name).expanduser()):
+            find_model(name)
+    if options.chat_template is not None:
+        template_text(options.chat_template)
+    return None if options.feedback is None else Feedback.open(options.feedback, options.compare is not None)
 
 
 def check_exporting(run: Path, to: Path, base: str | None, push: bool = False) -> None:

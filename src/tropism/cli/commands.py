@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from tropism.cli.arguments import note, of_another, planned, spelled_out
 from tropism.cli.before_torch import (
+    check_chat,
     check_exporting,
     check_inspection,
     check_planning,
@@ -26,6 +27,7 @@ from tropism.cli.usage_errors import explain_error, known_options
 from tropism.commands.files import check_new, check_reports, check_run, check_scores, voice_beside, write_json
 from tropism.commands.sweep.plan import is_sweep, runs_of
 from tropism.config import (
+    ChatOptions,
     ConvertOptions,
     DPOOptions,
     InspectOptions,
@@ -37,7 +39,7 @@ from tropism.config import (
 )
 from tropism.errors import TropismError, UsageError, count_of, did_you_mean
 from tropism.files import check_creatable
-from tropism.observe.console import Voice
+from tropism.observe.console import Voice, attended
 from tropism.observe.rundir import REPORT, RunDirectory, free_name
 from tropism.options import check_file_name, check_size
 
@@ -54,6 +56,7 @@ _planning: ContextVar[dict[str, str] | None] = ContextVar("planning", default=No
 
 _Flat = Parameter(name="*")
 _SCORING = ScoringOptions()
+_CHAT = ChatOptions()
 _Name = Annotated[str, Parameter(converter=lambda _, tokens: check_file_name(tokens[0].value))]
 _Word = Annotated[str, Parameter(converter=lambda _, tokens: tokens[0].value)]
 _File = Annotated[Path, Parameter(converter=lambda _, tokens: Path(check_file_name(tokens[0].value)))]
@@ -222,6 +225,18 @@ def inspect(data: _Name, /, *, options: Annotated[InspectOptions, _Flat], html: 
         inspecting.write_json(found, json)
     if options.strict:
         found.check()
+    return 0
+
+
+@app.command
+def chat(model: _Name, /, *, options: Annotated[ChatOptions, _Flat] = _CHAT) -> int:
+    """Answer what the user types."""
+    feedback = check_chat(model, options)
+    notes = Voice(errors=not attended())  # a script gets the answers alone
+    start(notes, "chat", model=model, compare=options.compare, feedback=options.feedback)
+    from tropism.commands.chat.run import chat as talk
+
+    talk(model, options, feedback, Voice(), notes)
     return 0
 
 

@@ -145,6 +145,12 @@ COMMANDS: dict[str, Command] = {
         (Argument("MODEL", _MODEL, required=True),
          Argument("--output FILE", "New file to write: .jsonl or .parquet.", required=True),
          Argument("--keep-columns", "Copy the other fields of the rows.")), "ScoringOptions"),
+    "chat": Command(
+        "Results", "Talk to a model or to the result of a run in the terminal.",
+        ("tropism chat runs/first", "tropism chat runs/first --feedback feedback.jsonl",
+         "tropism chat runs/second --compare runs/first --blind --feedback pairs.jsonl"),
+        (Argument("MODEL", _MODEL, required=True),), "ChatOptions",
+        "/help in the session lists its commands. Without a terminal, answers one question per line."),
     "export": Command(
         "Results", "Export the result of a run as a model directory.",
         ("tropism export runs/first --to models/first", "tropism export runs/lora --to models/merged --merge"),

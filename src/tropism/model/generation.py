@@ -1,4 +1,4 @@
-"""The generation config of a model: read it, and correct what transformers would refuse to save."""
+"""The generation config of a model: read it, correct what transformers would refuse to save, or set it aside."""
 
 import json
 import re
@@ -48,6 +48,17 @@ def corrected(generation: Any) -> tuple[Any, list[str]]:
         if _problem(generation) is None:
             return generation, []
     return _corrected(generation.to_diff_dict(), "the model's generation config")
+
+
+@contextmanager
+def generating(module: Any, **settings: Any) -> Iterator[None]:
+    """Context in which a model's generation config has these settings alone. Its own, such as stop strings or another
+    cache, may need more than ids, or packages that are not installed."""
+    own, module.generation_config = module.generation_config, GenerationConfig(**settings)
+    try:
+        yield
+    finally:
+        module.generation_config = own
 
 
 def _corrected(values: Mapping[str, Any], place: str) -> tuple[GenerationConfig, list[str]]:

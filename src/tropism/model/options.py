@@ -12,6 +12,9 @@ from tropism.options import Everyday, Options
 RATE_OF_ADAPTERS = 1e-4
 """Default learning rate of adapters."""
 
+LEAST_TEMPERATURE = 0.01
+"""Lowest temperature above 0. Logits are divided by it in float32."""
+
 _MODELS = ("model*.safetensors", "pytorch_model*.bin", "*.gguf")
 """Files of a model's weights."""
 
@@ -23,6 +26,28 @@ def is_adapter(name: Any) -> bool:
     path = Path(os.path.expanduser(name))
     return os.path.isfile(path / "adapter_config.json") and not (  # Path.is_file raises for names that are too long
         (path / "config.json").is_file() and any(True for pattern in _MODELS for _ in path.glob(pattern)))
+
+
+class GenerationOptions(Options):
+    """How a model answers."""
+
+    heading: ClassVar[str] = "Generation"
+
+    max_new_tokens: Everyday[int] = Field(512, ge=1)
+    """Maximum tokens of an answer."""
+    temperature: Everyday[float] = Field(0.0, ge=0.0, le=100.0)
+    """Temperature of sampling. 0 takes the most likely token, as the samples of a run do."""
+    top_p: Everyday[float] = Field(1.0, gt=0.0, le=1.0)
+    """Sample from the most likely tokens that together have this probability. Requires `--temperature`."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Random seed for sampling."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _can_divide(cls, value: float) -> float:
+        if 0.0 < value < LEAST_TEMPERATURE:
+            raise ValueError(f"{value:g} is too low. Use 0, or at least {LEAST_TEMPERATURE:g}.")
+        return value
 
 
 class LoraOptions(Options):

@@ -33,7 +33,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tropism.observe.log_format import JsonStream, json_line, log_format
-from tropism.printable import one_line
+from tropism.printable import one_line, passage
 
 _FIRST_COUNT = 50_000  # first line of a progress without a known end
 _PAUSE_S = 5.0  # between two lines of a stage before or after training
@@ -157,10 +157,17 @@ class Voice:
         text = Text.assemble(*((self._shown(text), style) for text, style in parts))
         self.console.print(_wrapped(text, self.console.width) if self.console.is_terminal else text)
 
+    def stream(self, text: str) -> None:
+        """Print a part of a text, without a line end after it. Line ends and tabs in it stay."""
+        self.console.print(Text(self._encoded(passage(text)), end=""), end="")
+
     def _shown(self, text: str) -> str:
         """A text that does nothing to the terminal, with escapes for characters that its encoding lacks."""
+        return self._encoded(one_line(text))
+
+    def _encoded(self, text: str) -> str:
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
-        return one_line(text).encode(encoding, "backslashreplace").decode(encoding)
+        return text.encode(encoding, "backslashreplace").decode(encoding)
 
     @contextmanager
     def bar(self, title: str, lasting: bool = False, every: bool = False) -> Iterator[Callable[..., None]]:
@@ -329,6 +336,11 @@ class Voice:
 
     def _fits(self, content: _Content) -> bool:
         return not self.console.is_terminal or self._width(self._laid_out(content)) <= self.console.width
+
+
+def attended() -> bool:
+    """Whether a person sits at a terminal: standard input and output are one."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def _part(names: Sequence[str], rows: list[tuple[str, ...]], start: int, count: int) -> _Content:

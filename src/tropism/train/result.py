@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -216,13 +216,18 @@ def finish(directory: RunDirectory, manifest: Manifest | None, state: RunState, 
                      model_files=checksums(directory.model), stop_ids=list(stop_ids), verdict=verdict.to_json(),
                      **reason, **facts)
         effort = f"{count_of(steps, 'step')}, {seconds:.0f} s"
-        _show(directory, verdict, samples, before, after, held_out, effort, voice)
+        _show(directory, verdict, samples, before, after, held_out, effort, _started_from(manifest.facts), voice)
     return RunResult(directory.path, directory.model, steps, seconds, before, after, samples)
 
 
 def _show(directory: RunDirectory, verdict: Verdict, samples: Sequence[dict[str, Any]], before: dict[str, float],
-          after: dict[str, float], held_out: HeldOutScores | None, effort: str, voice: Voice) -> None:
-    """Print the metrics, the verdict, a sample, and what can be done next."""
+          after: dict[str, float], held_out: HeldOutScores | None, effort: str, started: str, voice: Voice) -> None:
+    """Print the metrics, the verdict, a sample, and what can be done next.
+
+    Args:
+        effort: steps and seconds.
+        started: model that the run started from; empty if it has no name.
+    """
     voice.concluding()
     what = (f"{count_of(len(held_out.rows), 'held-out row')}, before and after training (95% intervals in brackets)"
             if held_out else "first and last training record")
@@ -234,15 +239,25 @@ def _show(directory: RunDirectory, verdict: Verdict, samples: Sequence[dict[str,
                   f"  prompt: {_end(sample['prompt'])}", f"  before: {start_of(sample['before'])}",
                   f"  after:  {start_of(sample['after'])}")
     run = shlex.quote(str(directory.path))
-    base = _named_base(directory.model / "adapter_config.json")
+    adapter = directory.model / "adapter_config.json"
+    base = _named_base(adapter)
     merged = " --merge" if base else ""
-    voice.say("next:", f"  tropism report {run}", f"  tropism export {run} --to DIR{merged}")
+    voice.say("next:", f"  tropism report {run}")
+    if merged or not adapter.exists():
+        voice.say(f"  tropism chat {run}" + (f" --compare {shlex.quote(started)}" if started else ""))
+    voice.say(f"  tropism export {run} --to DIR{merged}")
     if merged:
         voice.say("  The model is an adapter; --merge adds it to its base.")
     if base.lower().endswith(".gguf"):
         voice.warn(f"{GGUF_BASE}.")
     if held_out is not None:
         voice.say(f"  tropism evaluate {run}")
+
+
+def _started_from(facts: Mapping[str, Any]) -> str:
+    """The model that the run started from, by its name; empty for a module from Python."""
+    name = str(facts.get("model") or "")
+    return "" if "given in Python" in name else name
 
 
 def _end(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tropism.commands.run_model import directory_of
 from tropism.config import METHODS, MethodOptions, ScoringOptions, explain
 from tropism.config_file import CODE, read_yaml
 from tropism.data.formats.options import FormatOptions
@@ -18,10 +19,8 @@ from tropism.data.tokenization.truncate import LengthOptions
 from tropism.errors import ModelError, TropismError, UsageError, first_line
 from tropism.methods import Method
 from tropism.methods.build import build_method
-from tropism.model.source import ModelSource
 from tropism.observe.manifest import read_manifest
 from tropism.observe.rundir import RunDirectory
-from tropism.train.checkpoints import files as checkpoint
 
 _READING = tuple(name for name in FormatOptions.model_fields
                  if name not in ReadingLimits.model_fields and name != "split")
@@ -102,42 +101,6 @@ def is_from_python(name: str) -> bool:
 def _are_numbers(values: Any) -> bool:
     return (isinstance(values, list) and len(values) == 2
             and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values))
-
-
-def directory_of(model: str) -> Path | None:
-    """The run that a directory is, or that it belongs to as its result, a checkpoint or a checkpoint's model."""
-    path = Path(model).expanduser().absolute()
-    found = (one for one in (path, *path.parents[:3]) if (one / "manifest.json").is_file())
-    return next((one for one in found if (one / "config.yaml").is_file()), None)
-
-
-def model_of(name: str) -> ModelSource:
-    """The model of a name; of a run directory and of a checkpoint the model in it.
-
-    Raises:
-        ModelError: if it has none.
-    """
-    path = Path(name).expanduser()
-    if (path / "model").is_dir() and ((path / "manifest.json").is_file() or (path / "COMPLETE").is_file()):
-        return ModelSource.of(str(path / "model"))
-    run = directory_of(name)
-    if run is not None and (path / "COMPLETE").is_file():
-        raise ModelError(f"{path}: this checkpoint has no model/. Write one with `tropism export {run} --checkpoint "
-                         f"{path.name} --to DIR`, and evaluate DIR.")
-    if run is not None and run == path.absolute():
-        raise ModelError(f"{path}: {_unfinished(run)}")
-    return ModelSource.of(name)
-
-
-def _unfinished(run: Path) -> str:
-    try:
-        status = read_manifest(run / "manifest.json").get("status")
-    except (OSError, ValueError):
-        status = "unknown"
-    steps = [one.path.name for one in checkpoint.listed(run / "checkpoints")]
-    other = (f", or write the model of a checkpoint with `tropism export {run} --checkpoint {steps[-1]} --to DIR` and "
-             "evaluate DIR" if steps else "")
-    return f"the run has no trained model yet (status: {status}). Finish it with `tropism resume {run}`{other}."
 
 
 def read_run(model: str, given: ScoringOptions) -> tuple[OwnRun | None, str]:

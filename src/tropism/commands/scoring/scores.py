@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+from tropism.commands.run_model import model_of
 from tropism.commands.scoring.engine import EngineBuilder, LiveReference, Subject, computing_as, watched
 from tropism.commands.scoring.held_out import read_own, split_of, warn_of_trained_rows
 from tropism.commands.scoring.options_in_use import say_options
@@ -13,7 +14,6 @@ from tropism.commands.scoring.own_run import (
     OwnRun,
     in_use,
     is_from_python,
-    model_of,
     plain_method,
     read_run,
 )

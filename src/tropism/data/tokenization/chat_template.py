@@ -28,8 +28,8 @@ CONTROL_TOKEN = re.compile(r"<\|[a-zA-Z]\w*\|>|<(?:start|end)_of_turn>")
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # an extension of transformers, unknown to jinja2
 
 
-class TemplateOptions(Options):
-    """How messages become text."""
+class PromptOptions(Options):
+    """How messages become a prompt."""
 
     heading: ClassVar[str] = "Data"
 
@@ -40,17 +40,6 @@ class TemplateOptions(Options):
     enable_thinking=false."""
     system_prompt: str | None = None
     """System message for conversations without one."""
-    supervise: Literal["last", "all"] = "last"
-    """Assistant messages to train on: the last one of a conversation, or all of them."""
-    control_tokens: ControlTokens = "plain"
-    """Control tokens (the tokenizer's special tokens) spelled in the text of messages and tools: encode them as plain
-    characters, keep them as tokens, or refuse the row."""
-
-    as_messages: bool = False
-    """Render rows of plain text with the chat template: the prompt as a user message, the completion as an assistant
-    message."""
-    plain_text: bool = False
-    """Train on plain text as it is, without a warning that the model has a chat template."""
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
@@ -78,6 +67,24 @@ class TemplateOptions(Options):
     def template_kwargs(self) -> dict[str, Any]:
         """Values for the chat template, by name."""
         return parse_kwargs(self.chat_template_kwargs or "")
+
+
+class TemplateOptions(PromptOptions):
+    """How messages become text."""
+
+    heading: ClassVar[str] = "Data"
+
+    supervise: Literal["last", "all"] = "last"
+    """Assistant messages to train on: the last one of a conversation, or all of them."""
+    control_tokens: ControlTokens = "plain"
+    """Control tokens (the tokenizer's special tokens) spelled in the text of messages and tools: encode them as plain
+    characters, keep them as tokens, or refuse the row."""
+
+    as_messages: bool = False
+    """Render rows of plain text with the chat template: the prompt as a user message, the completion as an assistant
+    message."""
+    plain_text: bool = False
+    """Train on plain text as it is, without a warning that the model has a chat template."""
 
 
 def parse_kwargs(text: str) -> dict[str, Any]:

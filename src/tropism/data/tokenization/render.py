@@ -82,6 +82,26 @@ class Renderer:
         except RecursionError:
             raise DataError(f"{row.place}: messages or tools are nested too deeply") from None
 
+    def prompt_ids(self, prompt: str | Sequence[Message], place: str) -> list[int]:
+        """The ids that generation gets for a prompt, of any length.
+
+        Args:
+            place: where it comes from, for errors.
+
+        Raises:
+            DataError: if the chat template rejects the messages.
+        """
+        if isinstance(prompt, str):
+            return self.text.encode_prompt(prompt)
+        return self._conversation(Row("", place, tuple(prompt), ()), set()).cutter.ids
+
+    @property
+    def terminators(self) -> set[int]:
+        """Ids with which an assistant message usually ends: the EOS, and the one of the chat template."""
+        assert self.text.eos_id is not None
+        found = self._usual[1] if self.text.tokenizer.chat_template else ""
+        return {self.text.eos_id, *([self.text.added[found]] if found else [])}
+
     def _encode(self, row: Row) -> EncodedRow | Dropped:
         notes: set[str] = set()
         turns.check_marks(row, self.supervise, notes)

@@ -12,8 +12,8 @@ from torch import Tensor
 from tropism.distributed.passes import rest
 from tropism.distributed.shard import part_of
 from tropism.model.attention import attention, plain_implementation
+from tropism.model.generation import generating
 from tropism.model.language_model import LanguageModel, computing
-from tropism.train.evaluation.samples import generating
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
           "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")

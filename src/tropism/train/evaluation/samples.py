@@ -1,11 +1,9 @@
 """Completions of held-out prompts, sampled before, in the course of, and after training."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from tropism.data.rows import EncodedRow
 from tropism.data.tree import TokenIds
@@ -14,6 +12,7 @@ from tropism.distributed.shard import is_sharded
 from tropism.errors import CheckpointError, count_of
 from tropism.model.attention import attention, plain_implementation
 from tropism.model.config import max_positions
+from tropism.model.generation import generating
 from tropism.model.language_model import LanguageModel, computing
 from tropism.train.engine import Engine
 
@@ -48,17 +47,6 @@ def answer(model: LanguageModel, tokenizer: Any, rows: Sequence[EncodedRow], sto
             answers += [tokenizer.decode(line, skip_special_tokens=True).strip() for line in out[:, ids.shape[1] :]]
     rest(model.module)
     return answers
-
-
-@contextmanager
-def generating(module: Any, **settings: Any) -> Iterator[None]:
-    """Context in which a model's generation config has these settings alone. Its own, such as stop strings or another
-    cache, may need more than ids, or packages that are not installed."""
-    own, module.generation_config = module.generation_config, GenerationConfig(**settings)
-    try:
-        yield
-    finally:
-        module.generation_config = own
 
 
 def _pad_left(prompts: Sequence[TokenIds], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

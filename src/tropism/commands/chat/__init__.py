@@ -1,0 +1,1 @@
+"""`tropism chat`: talk to a model in the terminal, and collect feedback."""
