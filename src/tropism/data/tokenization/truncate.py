@@ -10,7 +10,6 @@ from pydantic import Field
 from tropism.data.tree import Completion
 from tropism.options import Everyday, Options
 
-
 Overlong = Literal["truncate", "drop"]
 
 
