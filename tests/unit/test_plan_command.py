@@ -10,9 +10,8 @@ import pytest
 from transformers import AutoConfig, LlamaForCausalLM
 
 from tropism.cli.app import main
-from tropism.commands import plan
-from tropism.train.setup import run_plan
 from tropism.train.adamw8bit import eight_bit
+from tropism.train.setup import run_plan
 
 
 @pytest.fixture

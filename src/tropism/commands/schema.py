@@ -59,7 +59,7 @@ def _plain(node: Any) -> Any:
         return [_plain(entry) for entry in node]
     if not isinstance(node, dict):
         return node
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in node.items():
         if key == "properties":
             found[key] = {name: _with_forms(name, _plain(option)) for name, option in value.items()}
@@ -72,7 +72,7 @@ def _plain(node: Any) -> Any:
 
 def _with_forms(name: str, option: dict[str, Any]) -> dict[str, Any]:
     """An option with the other forms that a file may give it."""
-    outside = {key: option[key] for key in ("description", "default") if key in option}
+    outside: dict[str, Any] = {key: option[key] for key in ("description", "default") if key in option}
     inside = {key: value for key, value in option.items() if key not in outside}
     forms = inside["anyOf"] if inside.keys() == {"anyOf"} else [inside]
     more = [*_ALSO.get(name, []), *([_NUMBER_AS_TEXT] if any(form.get("type") == "number" for form in forms) else [])]

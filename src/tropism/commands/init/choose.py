@@ -232,12 +232,14 @@ def _memory(found: Initial, prepared: Prepared) -> None:
     """Choose what is trained, and how the frozen part is held, by the plan."""
     policy = prepared.inputs.policy
     weights = sum(weight.numel() for weight in policy.skeleton(prepared.inputs.numerics).parameters())
-    plan, chosen = _first_that_fits(found, prepared)
+    steps = prepared.inputs.schedule.total_steps
+    plan, chosen = (None, {}) if (little := prepared.needs_little()) else _first_that_fits(found, prepared)
     reasons = {"lora.rank": "training all weights does not fit: an adapter does",
                "lora.quantize": "holds the frozen weights in 4 bits, which fits. It needs pip install 'tropism[quant]'",
                "top_k": "stores the teacher's most likely tokens, since policy and teacher do not fit together"}
     if plan is None:
-        found.about.append("memory: cannot be predicted for this model")
+        found.about.append(f"memory: {'the model needs little' if little else 'cannot be predicted for this model'}; "
+                           f"{count_of(steps, 'optimizer step')}")
     else:
         found.fits = plan.choice.fits
         if not found.fits:

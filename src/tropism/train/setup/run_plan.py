@@ -15,13 +15,14 @@ from tropism.model.compiled import worth_compiling
 from tropism.observe.console import Voice
 from tropism.train.adamw8bit import NAMES as EIGHT_BIT
 from tropism.train.adamw8bit import check_usable
-from tropism.train.planning.choose import Choice, candidates, limit_of
+from tropism.train.planning.choose import TOKENS, Choice, candidates, limit_of
 from tropism.train.planning.devices import GPUS, Device, this_gpu, this_machine
 from tropism.train.planning.memory import BASE, HELD, available, base_bytes, resident
+from tropism.train.planning.needs import quick_bound
 from tropism.train.setup import models
 from tropism.train.setup.build import RunInputs
 from tropism.train.setup.inputs import check_start, read_inputs
-from tropism.train.setup.planned import blueprint_of, likely_layout, needs_of, planner_of, predicted
+from tropism.train.setup.planned import PLENTY, blueprint_of, likely_layout, needs_of, planner_of, predicted
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import StepPacks, StepPlanner
 
@@ -119,6 +120,14 @@ class Prepared:
         numerics = models.numerics_of(options, World(0, 1, torch.device(self.device.kind)))
         policy = replace(self.inputs.policy, lora=options.lora)
         return replace(self, inputs=replace(self.inputs, options=options, numerics=numerics, policy=policy))
+
+    def needs_little(self) -> bool:
+        """Whether a generous bound is so far below the memory that a run does not count what it needs either."""
+        inputs = self.inputs
+        if inputs.options.memory_limit is not None or inputs.teacher is not None:
+            return False
+        return PLENTY * quick_bound(inputs.policy.skeleton(inputs.numerics), TOKENS[self.device.kind]) < (
+            self.device.memory_bytes)
 
     def plan(self) -> Plan:
         """The plan.
