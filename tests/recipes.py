@@ -41,12 +41,12 @@ def options_of(recipe: Path) -> MethodOptions:
     return cls.model_validate(cls.nested(values))
 
 
-def card_of(recipe: Path) -> tuple[str, float]:
-    """The card that a recipe names, and the GiB that it says are predicted."""
-    found = re.search(r"^# Card: (?:\d x )?([\w-]+), ([\d.]+) GiB predicted", recipe.read_text(encoding="utf-8"),
-                      re.MULTILINE)
+def card_of(recipe: Path) -> tuple[str, float | None]:
+    """The card that a recipe names, and the GiB that it says are predicted; None if it gives no figure."""
+    found = re.search(r"^# (?:Card:|Made for) (?:\d x )?([\w-]+)(?:, ([\d.]+) GiB predicted)?", recipe.read_text(
+        encoding="utf-8"), re.MULTILINE)
     assert found is not None, recipe
-    return found[1], float(found[2])
+    return found[1], float(found[2]) if found[2] else None
 
 
 def plan_of(recipe: Path, folder: Path) -> Plan:

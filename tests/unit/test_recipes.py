@@ -7,9 +7,6 @@ import pytest
 from recipes import FOLDER, RECIPES, card_of, options_of, plan_of, predicted_gib
 from tropism.train.planning.devices import GPUS
 
-CHEAP = ("dpo-1.7b-full",)
-"""Recipes that are planned by default. The plans of the others are slow."""
-
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_what_its_name_says(recipe: Path) -> None:
@@ -33,13 +30,14 @@ def test_the_sizes_and_ways_are_all_there() -> None:
     for recipe in RECIPES:
         card, gib = card_of(recipe)
         assert f"| `{recipe.stem}` |" in listed
-        assert f"{card}, {gib:.1f} GiB" in next(line for line in listed.splitlines() if f"`{recipe.stem}`" in line)
+        line = next(line for line in listed.splitlines() if f"`{recipe.stem}`" in line)
+        assert (f"made for {card}" in line or f" x {card}" in line) if gib is None else f"{card}, {gib:.1f} GiB" in line
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(recipe, id=recipe.stem,
-                                                 marks=() if recipe.stem in CHEAP else pytest.mark.slow)
-                                    for recipe in RECIPES])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_its_card(recipe: Path, tmp_path: Path) -> None:
     plan = plan_of(recipe, tmp_path)
     assert plan.choice.fits
-    assert predicted_gib(plan) == pytest.approx(card_of(recipe)[1], rel=0.03, abs=0.1)
+    if (stated := card_of(recipe)[1]) is not None:
+        assert predicted_gib(plan) == pytest.approx(stated, rel=0.03, abs=0.1)
