@@ -182,5 +182,9 @@ def test_every_file_of_real_data(test_data: Path, data: str, method: str, tmp_pa
     assert main(["train", "run.yaml", "--max-steps=2", "--no-report", *small]) == 0
     said = capsys.readouterr().out
     Path(os.environ.get("TROPISM_TEST_LOGS", "."), f"{method}-{data}.log").write_text(said, encoding="utf-8")
-    no_warning(said)
+    # Pairs of the same prompt can contradict one another as labels. No option answers that, so the file says it.
+    contradicted = [line for line in said.splitlines() if line.startswith("warning: the data labels")]
+    assert not contradicted or (method, data.endswith("_pairs")) == ("kto", True)
+    assert all(f"# {line}" in Path("run.yaml").read_text(encoding="utf-8") for line in contradicted)
+    no_warning("\n".join(line for line in said.splitlines() if line not in contradicted))
     assert re.search(r"^verdict: ", said, re.MULTILINE)
