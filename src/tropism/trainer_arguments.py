@@ -234,7 +234,7 @@ def find_data(values: dict[str, Any], objects: dict[str, Any]) -> None:
             values["streaming"] = True
     if "eval_data" in values and ("train_trees" in objects) != ("evaluation_trees" in objects):
         raise UsageError("only one of train_dataset and eval_dataset holds trees. Pass both as trees or both as rows.")
-    for name in ("eval_fraction", "max_prompt_length", *RENDERING):
+    for name in ("eval_fraction", "max_prompt_length", "overlong", *RENDERING):
         if "train_trees" in objects and name in values:
             raise UsageError(f"{name} has no effect on trees, which are already token ids. Remove it"
                              + (" and pass eval_dataset." if name == "eval_fraction" else "."))

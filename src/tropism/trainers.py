@@ -174,7 +174,7 @@ class Trainer:
         if accumulation_steps < 1:
             raise UsageError(f"accumulation_steps: must be at least 1 (got {accumulation_steps})")
         refuse_with(values, "train_dataloader", ("batch_size", "shuffle", "group_prompts", "seed", "eval_fraction",
-                                                  "eval_data", "max_prompt_length", "workers", *RENDERING))
+                                                  "eval_data", "max_prompt_length", "overlong", "workers", *RENDERING))
         values["data"] = "batches of a dataloader"
         if evaluation is not None:
             values["eval_data"] = "batches of a dataloader"

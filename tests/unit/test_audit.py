@@ -189,3 +189,26 @@ def test_ids_beyond_the_embedding_are_found() -> None:
         check(row([1], [2]), row([3, 10], [2], id="f:3"))
     with pytest.raises(DataError, match=r"f:4: token '<12>'"):
         check(row([1], [2], [5, 12, 3], id="f:4"))
+
+
+def test_rows_over_the_limits_are_dropped_or_truncated_as_told(fixture_tokenizer) -> None:
+    """A decision is no warning; without one, truncation is. A row that fits exactly is kept."""
+    records = [labeled("a" * 40, "b" * 10, True), labeled("a b", "c d", False), labeled("a c", "d e f g h", True)]
+
+    def read(**limits: Any) -> Audit:
+        return read_rows(records, Renderer(fixture_tokenizer, Limits(**limits)), "unpaired")
+
+    longest = max(read(max_length=500).facts.prompt_tokens + read(max_length=500).facts.tokens.sum(1))
+    assert len(read(max_length=int(longest), overlong="drop").rows) == 3
+    undecided, truncated = (read(max_length=12, overlong=overlong) for overlong in (None, "truncate"))
+    severities = [{finding.name: finding.severity for finding in audit.findings()} for audit in (undecided, truncated)]
+    assert severities[0]["completion_cut"] == "warning"
+    assert severities[1]["completion_cut"] == "notice"
+    assert truncated.rows[0].completions[0].ids.tolist() == undecided.rows[0].completions[0].ids.tolist()
+    for limits in ({"max_length": 20}, {"max_length": 100, "max_prompt_length": 20}):
+        dropped = read(**limits, overlong="drop")
+        assert dropped.reasons == {"too_long": 1}
+        assert not [finding for finding in dropped.findings() if finding.severity == "warning" and
+                    finding.name in ("left_out", "completion_cut", "prompt_cut")]
+    with pytest.raises(DataError, match="--overlong drop"):
+        read(max_length=2, overlong="drop")

@@ -16,8 +16,8 @@ GROUPS = {
     "Required": "model data output",
     "Data": "as_messages chat_template chat_template_kwargs columns control_tokens format group_prompts "
             "label_name label_threshold labels max_expansion max_length max_prompt_length max_record_bytes "
-            "pair_by_prompt plain_text shuffle split store store_limit streaming strict supervise system_prompt "
-            "weight_divisor workers",
+            "overlong pair_by_prompt plain_text shuffle split store store_limit streaming strict supervise "
+            "system_prompt weight_divisor workers",
     "Optimization": "batch_size epochs learning_rate max_grad_norm max_steps on_nonfinite optimizer precision "
                     "router_aux_weight schedule seed trust_remote_code warmup_ratio weight_decay",
     "Memory and speed": "checkpointing compile layout memory_limit microbatch_tokens offload_checkpoints prefetch "

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoConfig, LlamaForCausalLM
 
 from tropism.cli.app import main
-from tropism.commands import plan
 from tropism.train.adamw8bit import eight_bit
+from tropism.train.setup import run_plan
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_model_that_cannot_be_counted_is_an_error_in_words(bare: Path, rows: P
     def failing(*args: object) -> None:
         raise RuntimeError("no fake kernel\nmore")
 
-    monkeypatch.setattr(plan, "_planned", failing)
+    monkeypatch.setattr(run_plan, "_planned", failing)
     assert main(["plan", "kto", "--model", str(bare), "--data", str(rows), "--device", "h200"]) == 2
     said = capsys.readouterr().err
     assert f"{bare}: cannot be planned (RuntimeError: no fake kernel). Training does not need a plan." in said

@@ -137,7 +137,7 @@ OWN: dict[str, dict[str, tuple[Kind, str]]] = {
         "test_datasets": ("replaced", "--eval-data takes their paths."),
         "pretraining_dataset": ("replaced", "--data with --streaming --max-steps N reads texts as they are needed."),
         "orpo_alpha": ("replaced", "--loss orpo with --beta sets the weight of the odds term."),
-        "excess_length_strategy": ("replaced", "Rows above --max-length are truncated. tropism inspect lists them."),
+        "excess_length_strategy": ("replaced", "Rows above --max-length are truncated. --overlong drop drops them."),
         "strict": ("without effect", "Unknown options are always an error."),
         "chat_template": ("replaced", "--chat-template takes a file, or one of chatml, gemma, llama3, phi3 and plain. "
                                       "Without it the tokenizer's own template is used."),

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +52,42 @@ def planned(tokens: list[str]) -> tuple[list[str], dict[str, str]]:
     """
     if not tokens or tokens[0].startswith("-"):
         raise UsageError("CONFIG or a method is required. Example: tropism plan kto --model MODEL --data DATA")
+    own, rest = own_options(tokens[1:], ("--device", "--json"))
+    command = [tokens[0]] if tokens[0] in METHODS else ["train", tokens[0]]
+    return [*command, *rest, *(() if "output" in names_of(rest) else ("--output=planned",))], own
+
+
+def own_options(tokens: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Values of some options, and the other tokens.
+
+    Raises:
+        UsageError: for one without a value.
+    """
     own: dict[str, str] = {}
     rest: list[str] = []
-    remaining = iter(tokens[1:])
+    remaining = iter(tokens)
     for token in remaining:
         name, joined, value = token.partition("=")
-        if name not in ("--device", "--json"):
+        if name not in names:
             rest.append(token)
             continue
         given = value if joined else next(remaining, "")
         if not given or given.startswith("--"):
             raise UsageError(f"{name} needs a value")
         own[name] = given
-    command = [tokens[0]] if tokens[0] in METHODS else ["train", tokens[0]]
-    return [*command, *rest, *(() if "output" in names_of(rest) else ("--output=planned",))], own
+    return own, rest
+
+
+def device_of(own: Mapping[str, str], known: Sequence[str]) -> str | None:
+    """The value of `--device`, if it is given.
+
+    Raises:
+        UsageError: for an unknown one.
+    """
+    device = own.get("--device")
+    if device is not None and device not in known:
+        raise UsageError(f"--device: {device!r} is not one of {', '.join(known)}")
+    return device
 
 
 def of_another(tokens: list[str]) -> list[str]:
@@ -199,7 +221,7 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
     from tropism.distributed.world import processes
     from tropism.train.setup.parallel import unusable_sizes  # both import torch: a run does too
 
-    sizes = {name: value for name in ("shard", "replicate", "tensor") if (value := _value_of(f"{group}{name}", given))}
+    sizes = {name: value for name in ("shard", "replicate", "tensor") if (value := value_of(f"{group}{name}", given))}
     count = processes()
     left_out = [f"{group}{name}" for name in unusable_sizes(recorded, sizes, count)]
     if left_out:
@@ -211,7 +233,7 @@ def _for_processes(values: dict[str, Any], given: Sequence[str], path: Path) -> 
 
 def _for_loss(values: dict[str, Any], given: Sequence[str], path: str, say: Callable[[str], None]) -> dict[str, Any]:
     """Drop options of the loss of a file if the command line names another loss."""
-    named = _value_of("loss", given)
+    named = value_of("loss", given)
     if "loss" not in values or named is None or named.replace(" ", "") == _spell(values["loss"]).replace(" ", ""):
         return values
     left_out = [name for name in (*OPTIONS, "loss_weights") if values.get(name) is not None
@@ -227,7 +249,7 @@ def note(text: str) -> None:
         Voice(errors=True).warn(text)
 
 
-def _value_of(option: str, given: Sequence[str]) -> str | None:
+def value_of(option: str, given: Sequence[str]) -> str | None:
     """The last value that the command line gives an option, or None."""
     named = [value if joined else given[place + 1] if place + 1 < len(given) else ""
              for place, (name, joined, value) in enumerate(token.partition("=") for token in given)

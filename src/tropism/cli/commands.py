@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from cyclopts import App, CycloptsError, Parameter
 
-from tropism.cli.arguments import note, of_another, planned, spelled_out
+from tropism.cli.arguments import device_of, names_of, note, of_another, planned, spelled_out
 from tropism.cli.before_torch import (
     check_chat,
     check_exporting,
@@ -20,6 +20,7 @@ from tropism.cli.before_torch import (
     check_training,
     start,
 )
+from tropism.cli.initialize import initial, initialize
 from tropism.cli.other_names import translate
 from tropism.cli.sweeping import names_a_sweep, sweep_runs
 from tropism.cli.table import COMMANDS
@@ -54,6 +55,9 @@ _began: ContextVar[float | None] = ContextVar("began", default=None)
 _planning: ContextVar[dict[str, str] | None] = ContextVar("planning", default=None)
 """Options of `tropism plan`, if the run is planned instead of started."""
 
+_initial: ContextVar[tuple[dict[str, str], set[str]] | None] = ContextVar("initial", default=None)
+"""Options of `tropism init` and names of those of the run, if a file is written instead."""
+
 _Flat = Parameter(name="*")
 _SCORING = ScoringOptions()
 _CHAT = ChatOptions()
@@ -87,6 +91,10 @@ def call(tokens: list[str], began: float) -> int:
         raise UsageError(f"unknown command {typed}. {did_you_mean(typed, COMMANDS)}")
     _began.set(began)
     _planning.set(None)
+    _initial.set(None)
+    initials: dict[str, str] | None = None
+    if tokens[0] == "init":
+        tokens, initials = initial(tokens[1:])
     if tokens[0] == "plan":
         tokens, own = planned(tokens[1:])
         _planning.set(own)
@@ -96,6 +104,8 @@ def call(tokens: list[str], began: float) -> int:
         tokens = of_another(tokens)
     else:
         tokens = spelled_out(translate(tokens, known_options(tokens), note))
+    if initials is not None:
+        _initial.set((initials, names_of(tokens)))
     try:
         return int(app(tokens, exit_on_error=False, print_error=False) or 0)
     except CycloptsError as error:
@@ -115,6 +125,8 @@ def _parsed(tokens: list[str]) -> MethodOptions:
 def _run(options: MethodOptions) -> int:
     if (own := _planning.get()) is not None:
         return _plan(options, own)
+    if (wanted := _initial.get()) is not None:
+        return initialize(options, *wanted, get_args(_Device))
     check_training(options)
     start(Voice(), options.method, model=options.model, teacher=getattr(options, "teacher", None), data=options.data,
           output=options.output)
@@ -125,9 +137,7 @@ def _run(options: MethodOptions) -> int:
 
 
 def _plan(options: MethodOptions, own: dict[str, str]) -> int:
-    device, json = own.get("--device"), None
-    if device is not None and device not in get_args(_Device):
-        raise UsageError(f"--device: {device!r} is not one of {', '.join(get_args(_Device))}")
+    device, json = device_of(own, get_args(_Device)), None
     if "--json" in own:
         try:
             json = Path(check_file_name(own["--json"]))
@@ -324,6 +334,21 @@ def sweep(config: Path, /, *, output: Path | None = None, trust_remote_code: boo
 def plan(config: Path, /, *, device: _Device | None = None, json: _File | None = None) -> int:
     """Never called: `planned` replaces it by the method of the run."""
     raise NotImplementedError(config, device, json)
+
+
+@app.command
+def init(method: _Word = "auto", /, *, to: _File | None = None, device: _Device | None = None) -> int:
+    """Never called: `initial` replaces it by the method."""
+    raise NotImplementedError(method, to, device)
+
+
+@app.command
+def schema(method: Literal["kto", "dpo", "sft", "kd"] | None = None, /) -> int:
+    """Print the JSON schema of YAML files."""
+    from tropism.commands import schema as describing
+
+    write_json(Path("/dev/stdout"), describing.schema(method))
+    return 0
 
 
 @app.command

@@ -115,6 +115,18 @@ COMMANDS: dict[str, Command] = {
          Argument("--json FILE", _JSON)),
         note="Shows peak memory by component, the settings that the run would choose and why, and what would fit "
              "if it does not."),
+    "init": Command(
+        "Train", "Write a YAML file with options for a model and data.",
+        ("tropism init kto --model Qwen/Qwen3-0.6B --data feedback.jsonl --to run.yaml",
+         "tropism init --model Qwen/Qwen3-8B --data pairs.jsonl --device rtx4090 --to -"),
+        (Argument("METHOD", "kto, dpo, sft, kd, or auto for the one that fits the data.", default="auto"),
+         Argument("--KEY VALUE", "Any option of training. `--model` and `--data` are required, and what is given is "
+                  "kept."),
+         Argument("--to FILE", "New file to write, or - for standard output.", default="run.yaml"),
+         Argument("--device NAME", "Device that the run must fit: h100-80gb, h200, a100-80gb, rtx4090 or cpu.",
+                  default="this machine")),
+        note="Chooses lengths, balance, batch size, learning rate and what to train by the data and the plan, with a "
+             "comment on each choice."),
     "inspect": Command(
         "Data", "Preview data as training will see it.",
         ("tropism inspect feedback.jsonl --model Qwen/Qwen3-0.6B",
@@ -193,6 +205,11 @@ COMMANDS: dict[str, Command] = {
          Argument("--yaml FILE", "Also write the options to this new file, for tropism train.")),
         note="Prints our command, and what became of each option: taken, replaced, without effect here or not "
              "supported. Nothing in the command is run."),
+    "schema": Command(
+        "Other", "Print a JSON schema of the YAML files, for editors.",
+        ("tropism schema > tropism.schema.json", "tropism schema kto"),
+        (Argument("METHOD", "kto, dpo, sft or kd: the schema of files for this method.", default="all methods"),),
+        note="It has descriptions, choices, limits and defaults of all options."),
     "demo": Command(
         "Other", "Train a small model on sample feedback and show what changed.", ("tropism demo",),
         (Argument("--output DIR", "Run directory.", default="demo-run, or the next free name"),)),

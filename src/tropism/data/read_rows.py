@@ -92,6 +92,8 @@ def read_rows(
     audit.read = sum(part.read for part in parts)
     audit.columns_not_used = list(dict.fromkeys(name for use in uses for name in use.unused()))
     audit.plain_rows = stream.plain_rows
+    if renderer.limits.overlong == "truncate":
+        audit.decided = frozenset(("prompt_cut", "completion_cut"))
     audit.of_source = [*find_unused(uses, view), *_of_plain_text(stream, renderer)]
     audit.origins = {name: [values[number] for number in table.kept_numbers()]
                      for name, values in stream.origins.items()}

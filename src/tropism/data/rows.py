@@ -21,6 +21,7 @@ class Reason(StrEnum):
     IDENTICAL_PAIR = "identical_pair"
     NO_COMPLETION = "no_completion"
     NO_SUPERVISED_TOKEN = "no_supervised_token"  # noqa: S105  not a password
+    TOO_LONG = "too_long"
     UNDESIRABLE = "undesirable"
     UNPAIRED = "unpaired"
     EQUAL_SCORES = "equal_scores"

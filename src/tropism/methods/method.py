@@ -232,6 +232,11 @@ class Method:
     def _reward_kind(self) -> Reward:
         return self.preference.row.reward or "logratio" if self.preference else "logratio"
 
+    @property
+    def discounts_length(self) -> bool:
+        """Whether the length of a completion counts for less: LD-DPO, and rewards per token."""
+        return self.ld_alpha is not None or self._reward_kind.startswith("mean")
+
     def clear_rewards(self, scored: Scored, units: Units, noise: PerCompletion) -> Tensor:
         """`unit_rewards`, with 0 for rewards no larger than `noise`, which are rounding errors."""
         rewards = self.unit_rewards(scored, units)

@@ -15,7 +15,7 @@ from tropism.commands.chat.session import Session
 from tropism.commands.chat.speaker import Speaker
 from tropism.commands.run_model import directory_of, model_of
 from tropism.config import ChatOptions
-from tropism.config_file import read_yaml
+from tropism.config_file import CODE, read_yaml
 from tropism.data.tokenization.chat_template import TemplateOptions, make_renderer
 from tropism.data.tokenization.truncate import Limits
 from tropism.distributed import connect
@@ -179,7 +179,7 @@ def _recorded(model: str, voice: Voice) -> dict[str, Any]:
         return {}
     RunDirectory(run).check_kinds()
     try:
-        _, found = read_yaml(run / "config.yaml", decided=True)
+        _, found = read_yaml(run / "config.yaml", decided=CODE)
     except TropismError as error:
         voice.warn(f"{clause(error)}. The options of the run are not in use.")
         return {}

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,7 @@ class Audit:
         plain_rows: number of rows of plain text.
         of_source: findings about the source as a whole.
         commits: of datasets on the Hub, by their names in the source.
+        decided: names of findings that an option answers. They are no warnings.
     """
 
     source: str
@@ -47,6 +48,7 @@ class Audit:
     plain_rows: int = 0
     of_source: list[Finding] = field(default_factory=list)
     commits: dict[str, str] = field(default_factory=dict)
+    decided: frozenset[str] = frozenset()
 
     def drop(self, dropped: Dropped) -> None:
         """Count a dropped row; list it if it is one of the first 1000."""
@@ -117,8 +119,11 @@ class Audit:
         Args:
             decode: ids to text; None skips the findings that need text.
         """
-        return by_severity([*self.of_source, *find_in_rows(
-            self.rows, self.dropped, decode=decode, origins=self.origins, reasons=self.reasons, facts=self.facts)])
+        found = [*self.of_source, *find_in_rows(
+            self.rows, self.dropped, decode=decode, origins=self.origins, reasons=self.reasons, facts=self.facts)]
+        return by_severity([replace(finding, severity="notice")
+                            if finding.severity == "warning" and finding.name in self.decided else finding
+                            for finding in found])
 
     def notable(self) -> list[Finding]:
         """The findings to print before training. Dropped rows are in `summary`."""

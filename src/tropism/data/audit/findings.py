@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tropism.data.class_weights import class_weights
 from tropism.data.row_facts import Integers, RowFacts, evenly_spaced, facts_of, first_of, groups
-from tropism.data.rows import Dropped, EncodedRow
+from tropism.data.rows import Dropped, EncodedRow, Reason
 from tropism.errors import count_of
 
 Severity = Literal["info", "notice", "warning"]
@@ -32,7 +32,8 @@ _NOTED: tuple[tuple[str, float, str], ...] = (
     ("prompt_cut", 0.1, "the prompt of {count} was truncated on the left ({share}, first {first}). Raise --max-length "
      "or --max-prompt-length if model and memory allow it."),
     ("completion_cut", 0.1, "a completion of {count} was truncated and has no terminator ({share}, first {first}). "
-     "Raise --max-length, or remove these rows: a truncated completion does not teach the model to stop."),
+     "Raise --max-length, or drop these rows with --overlong drop: a truncated completion does not teach the model to "
+     "stop."),
     ("eos_added", 1.0, "the chat template does not terminate the completions of {count} (first {first}). One EOS was "
      "added to each."),
     ("text_changed", 0.1, "the tokenizer or template changes the text of {count} (first {first}). Training uses the "
@@ -214,9 +215,9 @@ def _dropped(kept: int, dropped: Sequence[Dropped], reasons: Mapping[str, int]) 
     total = sum(reasons.values())
     if not total:
         return
-    share = total / (kept + total)
+    share = (total - reasons.get(Reason.TOO_LONG, 0)) / (kept + total)  # which the user asked for
     yield Finding("left_out", "warning" if share > 0.1 else "notice",
-                  f"training drops {count_of(total, 'row')} ({percent(share)}): "
+                  f"training drops {count_of(total, 'row')} ({percent(total / (kept + total))}): "
                   + ", ".join(f"{count} {reason}" for reason, count in reasons.items())
                   + ". Fix or remove them.", tuple(drop.place for drop in dropped[:_LISTED]),
                   dict(reasons))

@@ -103,7 +103,7 @@ def fingerprint(renderer: Renderer) -> str:
         "template": template, "kwargs": renderer.template_kwargs, "system_prompt": renderer.system_prompt,
         "supervise": renderer.supervise, "control_tokens": renderer.control_tokens,
         "as_messages": renderer.as_messages,
-        "limits": [renderer.limits.max_length, renderer.limits.max_prompt_length],
+        "limits": [renderer.limits.max_length, renderer.limits.max_prompt_length, renderer.limits.overlong],
         "code": _code(), "libraries": [version(name) for name in ("transformers", "tokenizers", "jinja2")],
         # A template with the date renders other text tomorrow.
         "today": date.today().isoformat() if "strftime_now" in template else None}

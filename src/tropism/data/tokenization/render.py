@@ -127,6 +127,10 @@ class Renderer:
         completions = [completion for completion in encoded if completion is not None]
         if len(completions) < len(encoded):
             return Dropped(row.place, Reason.EMPTY_COMPLETION, "a completion has no tokens besides its terminator")
+        longest = max(len(completion.ids) for completion in completions)
+        if self.limits.overlong == "drop" and self.limits.exceeded_by(len(cutter.ids), longest):
+            return Dropped(row.place, Reason.TOO_LONG, f"a prompt of {len(cutter.ids):,} tokens and a completion of "
+                           f"{longest:,} exceed the limit (--overlong drop)")
         prompt_ids, kept = fit(cutter, completions, self.limits)
         if any(completion is None for completion in kept):
             return Dropped(row.place, Reason.NO_SUPERVISED_TOKEN,

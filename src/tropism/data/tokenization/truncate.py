@@ -3,12 +3,14 @@
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from tropism.data.tree import Completion
 from tropism.options import Everyday, Options
+
+Overlong = Literal["truncate", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +20,16 @@ class Limits:
     Args:
         max_length: of prompt and completion together.
         max_prompt_length: of the prompt; None for no separate limit.
+        overlong: what becomes of longer rows. None truncates them, which nobody has decided.
     """
 
     max_length: int
     max_prompt_length: int | None = None
+    overlong: Overlong | None = None
+
+    def exceeded_by(self, prompt: int, completion: int) -> bool:
+        """Whether a prompt and its longest completion, of so many tokens, do not fit."""
+        return prompt + completion > self.max_length or prompt > (self.max_prompt_length or prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +86,6 @@ class LengthOptions(Options):
     2048."""
     max_prompt_length: int | None = Field(None, ge=1)
     """Maximum prompt length in tokens, less than `--max-length`. Longer prompts are truncated from the left."""
+    overlong: Overlong | None = None
+    """Rows longer than the limits: `truncate` or `drop` them. Dropped rows are counted in the audit. Default: truncate,
+    with a warning if more than 10% of the rows are."""

@@ -192,7 +192,7 @@ def limits(options: LengthOptions, *configs: Any) -> Limits:
     if options.max_prompt_length is not None and options.max_prompt_length >= max_length:
         raise UsageError(f"--max-prompt-length {options.max_prompt_length} leaves no tokens of --max-length "
                          f"{max_length} for a completion")
-    return Limits(max_length, options.max_prompt_length)
+    return Limits(max_length, options.max_prompt_length, options.overlong)
 
 
 def labels_of(rows: Sequence[EncodedRow]) -> list[bool | None]:

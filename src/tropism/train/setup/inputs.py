@@ -95,6 +95,9 @@ def read_inputs(options: Any, world: World, voice: Voice, objects: PythonObjects
                           check_row_weights(data, options.weight_divisor))
     if objects.steps is not None and objects.steps.rule.average:
         method = replace(method, average=True)
+    if method.discounts_length:
+        for audit in filter(None, (data.audit, data.eval_audit)):
+            audit.decided |= {"length"}
     if method.ld_alpha is not None:
         data = replace(data, train=[row.with_shared_lengths() for row in data.train],
                        evaluation=[row.with_shared_lengths() for row in data.evaluation])

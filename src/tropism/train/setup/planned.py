@@ -28,7 +28,7 @@ from tropism.train.step_packs import StepPlanner
 
 _FIRST = 8
 """Steps that are looked at."""
-_PLENTY = 8
+PLENTY = 8
 """Nothing is counted for a model whose generous bound is this many times below what there is."""
 _ROOM = 4
 """Models without gradients may take this share of the memory, beside packs and what is gathered."""
@@ -52,7 +52,7 @@ def choose_settings(inputs: Any, module: Any, planner: StepPlanner, before: int,
     shards = 1 if world.mesh is None else world.mesh.size("shard") * world.mesh.size("tensor")
     own = inputs.policy.skeleton(inputs.numerics) if is_sharded(module) else module
     first = planner.saves and kept is None
-    if options.memory_limit is None and _PLENTY * quick_bound(own, tried[0].microbatch_tokens) < limit:
+    if options.memory_limit is None and PLENTY * quick_bound(own, tried[0].microbatch_tokens) < limit:
         enough = quick_tokens(own, tried[0].microbatch_tokens, limit / 2) if first else 0
         found, once = unpredicted(tried, None, enough), True
     else:
@@ -144,7 +144,7 @@ def _copies_fit(inputs: Any) -> bool:
         module = inputs.policy.skeleton(numerics)
         frozen = [] if inputs.teacher is None else [skeleton_of(inputs.teacher, numerics)]
         bound = quick_bound(module, tried[0].microbatch_tokens) + sum(map(_weight_bytes, frozen))
-        if options.memory_limit is None and _PLENTY * bound < limit:
+        if options.memory_limit is None and PLENTY * bound < limit:
             return True
         layout = options.layout if options.layout != "auto" else likely_layout(module)
         planner = planner_of(inputs, layout, tried[0].microbatch_tokens)
