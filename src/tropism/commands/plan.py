@@ -19,6 +19,7 @@ from tropism.observe.console import Voice
 from tropism.train.adamw8bit import NAMES as EIGHT_BIT
 from tropism.train.adamw8bit import check_usable
 from tropism.train.planning.choose import Choice, candidates, describe, gib, limit_of
+from tropism.train.planning.count import GAPS
 from tropism.train.planning.devices import GPUS, Device, this_gpu, this_machine
 from tropism.train.planning.memory import BASE, HELD, available, base_bytes, resident
 from tropism.train.setup import models
@@ -28,7 +29,7 @@ from tropism.train.setup.planned import blueprint_of, likely_layout, needs_of, p
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import StepPacks, StepPlanner
 
-_COMPONENTS = (BASE, *HELD, "activations", "head tiles", "prompt keys/values")
+_COMPONENTS = (BASE, *HELD, "activations", "head tiles", "prompt keys/values", GAPS)
 _SAMPLED = 8
 """Steps of which the one with the median number of tokens is counted."""
 _COUNTED = 4
