@@ -36,10 +36,15 @@ def keep_freed_memory(keep: bool = True) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let `peak_gib` count from now on. On a CPU only Linux can do so; elsewhere it counts from the start."""
+    """Let `peak_gib` count from now on. On a CPU only Linux can do so; elsewhere it counts from the start.
+
+    What earlier passes left goes back to the system first.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):  # no such file, or a container that forbids it
         _CLEAR.write_text("5")
 

@@ -17,8 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from tropism.train.planning.heap import Gaps
+
 Kind = Literal["element-wise", "products", "attention", "head"]
 KINDS: tuple[Kind, ...] = ("element-wise", "products", "attention", "head")
+
+GAPS = "gaps"
+"""Component of the gaps in the heap."""
 
 _aten = torch.ops.aten
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "linear", "_linear_pointwise", "addmv",
@@ -110,6 +115,7 @@ class Counter(TorchDispatchMode):
         component: name for the memory that is allocated now.
         phase: part of the step that runs now; peaks are kept apart, since each grows in its own way with a model.
         kind: kind of all operations now; None to tell by the operation.
+        gaps: gaps in the heap that count as memory now; None if none do.
     """
 
     def __init__(self, clock: Any = None) -> None:
@@ -119,7 +125,8 @@ class Counter(TorchDispatchMode):
         self.kind: Kind | None = None
         self._clock = clock
         self._times = 1.0
-        self._held: dict[int, tuple[str, int, Any]] = {}
+        self.gaps: Gaps | None = None
+        self._held: dict[int, tuple[str, int, Any, Gaps | None]] = {}
         self.phase = "forward"
         self._sum = 0
         self._largest: dict[str, int] = {}
@@ -189,22 +196,32 @@ class Counter(TorchDispatchMode):
                 self._held[key] = (component, *known[1:])
             return
         component, size = component or self.component, storage.nbytes()
-        self._held[key] = (component, size, weakref.ref(storage, lambda _: self._free(key)))
+        gaps = self.gaps if torch.is_grad_enabled() else None  # else all is freed, and merges
+        self._held[key] = (component, size, weakref.ref(storage, lambda _: self._free(key)), gaps)
         self.count.live[component] += size
         self._sum += size
-        phase = f"{self.phase}, head" if self.kind == "head" else self.phase
-        if self._sum > self._largest.get(phase, 0):
-            self._largest[phase] = self._sum
+        if gaps is not None:
+            gaps.allocate(size)
+        phase, used = f"{self.phase}, head" if self.kind == "head" else self.phase, self._sum + self._in_gaps
+        if used > self._largest.get(phase, 0):
+            self._largest[phase] = used
             self.mark(phase)
 
     def _free(self, key: int) -> None:
-        component, size, _ = self._held.pop(key)
+        component, size, _, gaps = self._held.pop(key)
         self.count.live[component] -= size
         self._sum -= size
+        if gaps is not None and gaps is self.gaps:
+            gaps.free(size)
+
+    @property
+    def _in_gaps(self) -> int:
+        return 0 if self.gaps is None else self.gaps.total
 
     def mark(self, phase: str) -> None:
         """Name what is live now as the peak of a phase."""
-        self.count.peaks[phase] = {name: held for name, held in self.count.live.items() if held}
+        held = {**self.count.live, GAPS: self._in_gaps}
+        self.count.peaks[phase] = {name: size for name, size in held.items() if size}
 
     def reset_peak(self) -> None:
         """Forget the peak so far."""

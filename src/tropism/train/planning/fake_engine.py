@@ -23,6 +23,7 @@ from tropism.train.adamw8bit import AdamW8bit
 from tropism.train.engine import Engine
 from tropism.train.optimizer import Updater
 from tropism.train.planning.count import Count, Counter
+from tropism.train.planning.heap import Gaps
 from tropism.train.planning.memory import KEPT
 from tropism.train.step import train_step
 from tropism.train.step_packs import StepPacks
@@ -292,7 +293,7 @@ class FakeEngine:
             counter.count.costs = Count().costs
             counter.reset_peak()
             model = _Phased(**{one.name: getattr(engine.model, one.name) for one in fields(engine.model) if one.init})
-            model.tell(counter, engine.updater.owned.weights)
+            model.tell(counter, engine.updater.owned.weights, heap=not self.gpu)
             watched = replace(engine, model=model, updater=_Named(engine.updater, counter))
             for step in steps:
                 train_step(watched, step)
@@ -309,8 +310,8 @@ class _Phased(LanguageModel):
     """A model that tells a counter which part of a pass runs. The backward pass is above the layers, in the last layer,
     in those between, in the first layer, or below: memory at each of these is linear in the number of layers."""
 
-    def tell(self, counter: Counter, weights: Sequence[torch.nn.Parameter]) -> None:
-        """Tell this counter. `weights` are those that learn."""
+    def tell(self, counter: Counter, weights: Sequence[torch.nn.Parameter], heap: bool) -> None:
+        """Tell this counter. `weights` are those that learn; with `heap`, gaps between tensors are counted too."""
         passes, visits, last = [0], [0], len(self.layers) - 1
 
         def enter(place: str) -> None:
@@ -333,17 +334,17 @@ class _Phased(LanguageModel):
                 number, args, kwargs, output), with_kwargs=True)
         for weight in weights:
             weight.register_post_accumulate_grad_hook(lambda weight: counter.hold(weight.grad, "gradients"))
-        object.__setattr__(self, "_state", (counter, passes, visits))
-        counter.phase = "0 forward"
+        object.__setattr__(self, "_state", (counter, passes, visits, heap))
+        counter.phase, counter.gaps = "0 forward", Gaps() if heap else None
 
     def backward(self, share: Tensor, last: bool) -> None:
         """As `LanguageModel.backward`."""
-        counter, passes, visits = self._state  # type: ignore[attr-defined]
+        counter, passes, visits, heap = self._state  # type: ignore[attr-defined]
         counter.mark(f"{passes[0]} {KEPT}")
-        visits[0], counter.phase = 0, f"{passes[0]} backward"
+        visits[0], counter.phase, counter.gaps = 0, f"{passes[0]} backward", None
         super().backward(share, last)
         passes[0] += 1
-        counter.phase = f"{passes[0]} forward"
+        counter.phase, counter.gaps = f"{passes[0]} forward", Gaps() if heap else None
 
 
 def without_kernels(optimizer: Any) -> None:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -84,6 +84,13 @@ class Needs:
     held: Mapping[str, float]
     small: Pass
     large: Pass
+
+    def without(self, component: str) -> "Needs":
+        """The same without a component of the packs."""
+        small, large = (replace(one, phases={phase: {name: size for name, size in held.items() if name != component}
+                                             for phase, held in one.phases.items()})
+                        for one in (self.small, self.large))
+        return replace(self, small=small, large=large)
 
     @property
     def kept_per_token(self) -> float:

@@ -20,6 +20,7 @@ from tropism.model.token_state import carries_state, depends_on_line
 from tropism.train.frozen import teacher as teachers
 from tropism.train.planning.blueprint import Blueprint
 from tropism.train.planning.choose import Choice, candidates, choose, limit_of, slowness, unpredicted
+from tropism.train.planning.count import GAPS
 from tropism.train.planning.memory import Needs, available, base_bytes, resident
 from tropism.train.planning.needs import measure, quick_bound, quick_tokens, shared
 from tropism.train.settings import Settings
@@ -83,6 +84,7 @@ def needs_of(blueprint: Blueprint, planner: StepPlanner, tokens: int, base: floa
 
     def needs(settings: Settings, shards: int, once: bool = False) -> Needs:
         found = whole(settings.checkpointing, settings.forwards_first_tokens)
+        found = found if shards == 1 else found.without(GAPS)  # `keep_freed_memory` is off
         return replace(found, held=shared(found.held, blueprint, shards, once))
 
     return needs

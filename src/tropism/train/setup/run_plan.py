@@ -16,6 +16,7 @@ from tropism.observe.console import Voice
 from tropism.train.adamw8bit import NAMES as EIGHT_BIT
 from tropism.train.adamw8bit import check_usable
 from tropism.train.planning.choose import TOKENS, Choice, candidates, limit_of
+from tropism.train.planning.count import GAPS
 from tropism.train.planning.devices import GPUS, Device, this_gpu, this_machine
 from tropism.train.planning.memory import BASE, HELD, available, base_bytes, resident
 from tropism.train.planning.needs import quick_bound
@@ -26,7 +27,7 @@ from tropism.train.setup.planned import PLENTY, blueprint_of, likely_layout, nee
 from tropism.train.setup.python_objects import PythonObjects
 from tropism.train.step_packs import StepPacks, StepPlanner
 
-COMPONENTS = (BASE, *HELD, "activations", "head tiles", "prompt keys/values")
+COMPONENTS = (BASE, *HELD, "activations", "head tiles", "prompt keys/values", GAPS)
 _SAMPLED = 8
 """Steps of which the one with the median number of tokens is counted."""
 _COUNTED = 4
