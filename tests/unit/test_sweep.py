@@ -302,7 +302,7 @@ def report_of(path: Path, rewards: Any, *, pairs: bool = False, first: int = 0, 
         "prompt_key": first + row // 2, "completion_key": 100 + row + 2 * first} for row in range(count)], SCHEMA),
         path / "scores.parquet")
     record = {"step": 1, "split": "eval", key: final, f"{key}_low": final, f"{key}_high": final}
-    return RunReport(path, path.name, {}, {}, {}, [record], [], [], [])
+    return RunReport(path, path.name, {}, {}, {}, [record], [], [], [], [])
 
 
 def test_differences_are_paired(tmp_path: Path) -> None:
