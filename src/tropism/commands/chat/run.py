@@ -54,6 +54,7 @@ def chat(model: str, options: ChatOptions, feedback: Feedback | None, out: Voice
             raise UsageError("tropism chat runs in one process. Start it without torchrun.")
         opening = _Opening(model, options, world.device, notes)
     session = opening.session(feedback, out)
+    notes.concluding()  # what the user asks for is said with --quiet too
     if session.attended:
         with suppress(KeyboardInterrupt):
             _talk(session)
