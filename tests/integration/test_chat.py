@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -357,3 +358,16 @@ def test_answers_are_json_and_quiet_answers_what_is_asked(talk: Talking) -> None
     assert "/retry" in talk.err
     talk("sea\n/good\n", "--feedback", talk.path / "q.jsonl", "--quiet")
     assert "Train on them: tropism kto" in talk.err
+
+
+def test_the_command_that_trains_renders_as_the_chat_did(talk: Talking) -> None:
+    """With the same template, for a base without one, and the same values for it."""
+    bare, file = talk.copy("bare", chat_template=None), talk.path / "f.jsonl"
+    template = talk.path / "it's.jinja"
+    template.write_text(CHATML + "{% if word %}{% endif %}")
+    given = ["--chat-template", str(template), "--chat-template-kwargs", "word=it's"]
+    talk("sea\n/good\nfig\n/bad\n", "--feedback", file, *given, model=bare)
+    command = shlex.split(talk.err.rpartition("Train on them: tropism ")[2])
+    assert command[5:] == [*given, "--output", "RUN"]
+    command = [*command[:-1], str(talk.path / "run"), "--max-steps", "1", "--no-report", "--samples", "0"]
+    assert main(command) == 0
