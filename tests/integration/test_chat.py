@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -339,3 +340,34 @@ def test_a_template_that_refuses_a_system_message(talk: Talking) -> None:
     assert "the system message was not set: the conversation: the chat template rejects these messages" in talk.err
     talk("sea\n", "--system-prompt", "be brief", model=strict, code=2)
     assert "no system" in talk.err
+
+
+def test_answers_are_json_and_quiet_answers_what_is_asked(talk: Talking) -> None:
+    """With `--log-format json` each answer is one object; `--quiet` does not silence commands of the user."""
+    text = "\n".join(talk("sea sky\nfig?\n"))
+    assert text.count("\n") >= 1
+    found = [json.loads(line) for line in talk("sea sky\nfig?\n", "--log-format", "json")]
+    assert "\n".join(one["text"] for one in found if one["kind"] == "answer") == text
+    assert all(json.loads(line)["kind"] != "error" for line in talk.err.splitlines())
+    found = [json.loads(line) for line in talk("sea\n/b\n", "--compare", talk.model, "--log-format", "json")]
+    assert [one["kind"] for one in found] == ["info", "answer", "info", "answer"]
+
+    talk("sea\n/b\n/help\n", "--compare", talk.model, "--blind", "--quiet")
+    assert "loading model" not in talk.err
+    assert "A was " in talk.err
+    assert "/retry" in talk.err
+    talk("sea\n/good\n", "--feedback", talk.path / "q.jsonl", "--quiet")
+    assert "Train on them: tropism kto" in talk.err
+
+
+def test_the_command_that_trains_renders_as_the_chat_did(talk: Talking) -> None:
+    """With the same template, for a base without one, and the same values for it."""
+    bare, file = talk.copy("bare", chat_template=None), talk.path / "f.jsonl"
+    template = talk.path / "it's.jinja"
+    template.write_text(CHATML + "{% if word %}{% endif %}")
+    given = ["--chat-template", str(template), "--chat-template-kwargs", "word=it's"]
+    talk("sea\n/good\nfig\n/bad\n", "--feedback", file, *given, model=bare)
+    command = shlex.split(talk.err.rpartition("Train on them: tropism ")[2])
+    assert command[5:] == [*given, "--output", "RUN"]
+    command = [*command[:-1], str(talk.path / "run"), "--max-steps", "1", "--no-report", "--samples", "0"]
+    assert main(command) == 0

@@ -100,7 +100,7 @@ def test_a_run_keeps_the_commit_when_the_branch_moves(hub: fake_hub.Hub, tiny_mo
     card = ModelCard(pushed["README.md"].decode())
     card.validate()
     assert (card.data.base_model, card.data.datasets) == ("some/model", ["some/rows"])
-    assert base in card.text
+    assert f"vllm serve some/model --revision {base} --tokenizer-revision main --enable-lora" in card.text
     assert re.search(rf"commit of some/rows \| {data} ", card.text)
     assert main(["export", str(run), "--to", str(tmp_path / "merged"), "--merge"]) == 0
     there = load_file(tmp_path / "merged" / "model.safetensors")

@@ -80,6 +80,8 @@ def test_a_push_arrives(hub: fake_hub.Hub, run: Path, tmp_path: Path, capsys: py
     assert (result.metric_type, result.metric_value, result.metric_args) == (
         "roc_auc", 0.75, {"rows": 30, "interval_95": [0.65, 0.85]})
     assert '"me/model"' in card.text
+    assert "\nvllm serve me/model --served-model-name=me/model " in card.text
+    assert "in the directory that contains" not in card.text
     assert "secret.jsonl" in result.dataset_name
 
     # The same command again redoes nothing; an edited card is pushed.
@@ -88,9 +90,10 @@ def test_a_push_arrives(hub: fake_hub.Hub, run: Path, tmp_path: Path, capsys: py
     assert export(run, tmp_path / "m", push="me/model", voice=Voice(loud=False)).url == f"{hub.endpoint}/me/model"
     assert (tmp_path / "m" / "model.safetensors").stat().st_mtime_ns == before
     assert hub.repos["model", "me/model"].files["README.md"].endswith(b"mine\n")
-    # In more files, those of before are gone.
+    # In more files, those of before are gone, and what an earlier export wrote for other servers.
+    hub.add("me/model", {**repo.files, "model-q8_0.gguf": b"old", "Modelfile": b"old"})
     export(run, tmp_path / "parts", push="me/model", max_shard_size="20KB", voice=Voice(loud=False))
-    assert "model.safetensors" not in repo.files
+    assert not {"model.safetensors", "model-q8_0.gguf", "Modelfile"} & repo.files.keys()
     assert "model.safetensors.index.json" in repo.files
 
 

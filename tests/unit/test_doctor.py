@@ -215,3 +215,12 @@ def test_variables_are_those_that_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("NCCL_DEBUG", "HOME", "SHELL", "OMP_NUM_THREADS", "RANK", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "1")
     assert software.environment() == {"NCCL_DEBUG": "1", "OMP_NUM_THREADS": "1", "RANK": "1"}
+
+
+@pytest.mark.parametrize(("name", "value", "shown"), [
+    ("MLFLOW_TRACKING_URI", "http://u:hid@den@host/x", "http://(login)@host/x"),
+    ("http_proxy", "u:hidden@host:1", "(login)@host:1"), ("HF_TOKEN", "hidden", "(set)"),
+    ("https_proxy", "http://host:1/a@b", "http://host:1/a@b")])
+def test_secrets_in_variables_are_hidden(name: str, value: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert software.environment()[name] == shown

@@ -65,6 +65,27 @@ def test_an_adapter_with_its_base(name: str, rank: int, allowed: int) -> None:
     assert vllm(config=LoraConfig(r=4), adapter=True, merged=True)[2] == "./first"
 
 
+def test_the_base_at_a_revision() -> None:
+    """It is no part of a model's name. vLLM reads a tokenizer on the Hub at the base's revision unless told another."""
+    local = vllm("first", LoraConfig(r=8), adapter=True, base="o/base@abc")
+    assert local[:6] == ["vllm", "serve", "o/base", "--revision", "abc", "--enable-lora"]
+    there = vllm("me/first", LoraConfig(r=8), adapter=True, base="o/base@refs/pr/1")
+    assert there[2:8] == ["o/base", "--revision", "refs/pr/1", "--tokenizer-revision", "main", "--enable-lora"]
+    assert there[there.index("--lora-modules") + 1] == "me/first=me/first"
+    assert there[-4:] == ["--tokenizer", "me/first", "--generation-config", "me/first"]
+
+
+def test_a_model_on_the_hub_is_served_from_there() -> None:
+    """`./owner/name` is no directory that its reader has."""
+    found = dict(commands(ExportedRun(Path("r"), {}, {}), FACTS, "me/First", None, Serving(
+        gguf={"file": "model-q8_0.gguf"}, modelfile=[])))
+    assert words(found["vLLM"])[1:3] == words(found["transformers"])[1:3] == ["serve", "me/First"]
+    assert words(found["llama.cpp"])[1:5] == ["--hf-repo", "me/First", "--hf-file", "model-q8_0.gguf"]
+    assert found["Ollama"].split(" && ") == [
+        "hf download me/First --local-dir ./me-first", "ollama create me-first -f ./me-first/Modelfile",
+        "ollama run me-first"]
+
+
 @pytest.mark.parametrize(("config", "reason"), [
     (LoraConfig(r=4, use_dora=True), "DoRA"), (LoraConfig(r=4, modules_to_save=["lm_head"]), "modules_to_save"),
     (LoraConfig(r=513), "rank is above 512"), (LoraConfig(r=4, bias="all"), "biases"),

@@ -1,5 +1,6 @@
 """`tropism init`: from its command line to the file."""
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -86,5 +87,5 @@ def initialize(options: MethodOptions, own: Mapping[str, str], given: Collection
         voice.warn(finding.text, finding.word)
     if not found.fits:
         voice.warn("the run is not predicted to fit into memory. Use a smaller model, or another --device.")
-    voice.say(*([] if own.get("--to") == "-" else [f"next: tropism train {to}"]))
+    voice.say(*([] if own.get("--to") == "-" else [f"next: tropism train {shlex.quote(str(to))}"]))
     return 0

@@ -1,6 +1,7 @@
 """Files that commands write besides models: checked before the work, written whole or not at all."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,9 @@ def check_run(path: Path, command: str) -> None:
         run, hint = path.parent.parent, ""
         if (path / "COMPLETE").is_file() and (run / "manifest.json").is_file():
             chosen = f" --checkpoint {path.name}" if command == "export" else ""
-            hint = f". It is a checkpoint: use `tropism {command} {run}{chosen}`."
+            hint = f". It is a checkpoint: use `tropism {command} {shlex.quote(str(run))}{chosen}`."
         elif path.name == "model" and (path.parent / "manifest.json").is_file():
-            hint = f". It is the model of a run: use `tropism {command} {path.parent}`."
+            hint = f". It is the model of a run: use `tropism {command} {shlex.quote(str(path.parent))}`."
         raise UsageError(f"{path}: not a run directory (no manifest.json){hint}" if path.exists()
                          else f"{path}: not a run directory: directory not found")
     RunDirectory(path).check_kinds()

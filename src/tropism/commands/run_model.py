@@ -1,5 +1,6 @@
 """The model that a user means by the name of a run directory or a checkpoint."""
 
+import shlex
 from pathlib import Path
 
 from tropism.errors import ModelError
@@ -29,8 +30,8 @@ def model_of(name: str, use: str = "evaluate") -> ModelSource:
         return ModelSource.of(str(path / "model"))
     run = directory_of(name)
     if run is not None and (path / "COMPLETE").is_file():
-        raise ModelError(f"{path}: this checkpoint has no model/. Write one with `tropism export {run} --checkpoint "
-                         f"{path.name} --to DIR`, and {use} DIR.")
+        raise ModelError(f"{path}: this checkpoint has no model/. Write one with `tropism export "
+                         f"{shlex.quote(str(run))} --checkpoint {path.name} --to DIR`, and {use} DIR.")
     if run is not None and run == path.absolute():
         raise ModelError(f"{path}: {_unfinished(run, use)}")
     return ModelSource.of(name)
@@ -41,7 +42,8 @@ def _unfinished(run: Path, use: str) -> str:
         status = read_manifest(run / "manifest.json").get("status")
     except (OSError, ValueError):
         status = "unknown"
+    named = shlex.quote(str(run))
     steps = [one.path.name for one in checkpoint.listed(run / "checkpoints")]
-    other = (f", or write the model of a checkpoint with `tropism export {run} --checkpoint {steps[-1]} --to DIR` and "
-             f"{use} DIR" if steps else "")
-    return f"the run has no trained model yet (status: {status}). Finish it with `tropism resume {run}`{other}."
+    other = (f", or write the model of a checkpoint with `tropism export {named} --checkpoint {steps[-1]} --to DIR` "
+             f"and {use} DIR" if steps else "")
+    return f"the run has no trained model yet (status: {status}). Finish it with `tropism resume {named}`{other}."

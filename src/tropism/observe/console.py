@@ -9,7 +9,6 @@ A text is never read as markup, and nothing in it acts on the terminal: see `tro
 
 import errno
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, Self
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import (
@@ -33,13 +31,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tropism.observe.log_format import JsonStream, json_line, log_format
+from tropism.observe.wrapping import wrapped
 from tropism.printable import one_line, passage
 
 _FIRST_COUNT = 50_000  # first line of a progress without a known end
 _PAUSE_S = 5.0  # between two lines of a stage before or after training
 _BAR, _WIDEST = 20, 10_000  # columns
 _Content = tuple[tuple[str, ...], list[tuple[str, ...]]]  # names of the columns, and rows
-_WORD = re.compile(r"((?<=: )(?:tropism|torchrun|pip) .+|`[^`]*`|\S)+")  # what one copies is one word
 
 
 class _Console(Console):
@@ -85,6 +83,7 @@ class Voice:
         self.console = console or _console(errors, quiet=not loud, json=self._json)
         self._on_the_way = False
         self._progress: Progress | None = None
+        self._streamed = ""
         self._speaking = False  # plain lines: a nested stage prints nothing
 
     def preparing(self) -> Self:
@@ -155,11 +154,23 @@ class Voice:
                 self._object(kind, one_line(line))
             return
         text = Text.assemble(*((self._shown(text), style) for text, style in parts))
-        self.console.print(_wrapped(text, self.console.width) if self.console.is_terminal else text)
+        self.console.print(wrapped(text, self.console.width) if self.console.is_terminal else text)
 
     def stream(self, text: str) -> None:
-        """Print a part of a text, without a line end after it. Line ends and tabs in it stay."""
-        self.console.print(Text(self._encoded(passage(text)), end=""), end="")
+        """Print a part of a text, without a line end after it. Line ends and tabs in it stay. JSON keeps it for the
+        object of the whole text."""
+        if self._json:
+            self._streamed += text
+        else:
+            self.console.print(Text(self._encoded(passage(text)), end=""), end="")
+
+    def end_stream(self) -> None:
+        """Print the line end after a text of `stream`; in JSON the text, of kind `answer`."""
+        if self._json:
+            text, self._streamed = self._streamed, ""
+            self._object("answer", text)
+        else:
+            self.say("")
 
     def _shown(self, text: str) -> str:
         """A text that does nothing to the terminal, with escapes for characters that its encoding lacks."""
@@ -367,26 +378,6 @@ def _interval(total: int) -> int:
 
 def _listed(fields: Mapping[str, Any]) -> str:
     return "  ".join(f"{name} {value}" for name, value in fields.items())
-
-
-def _wrapped(text: Text, width: int) -> Text:
-    """A line of text, continued below with an indent where it is wider than the terminal.
-
-    A word that is wider than a line, such as a path, is left to the terminal, which does not put a line end into it.
-    """
-    plain = text.plain
-    indent = len(plain) - len(plain.lstrip()) + 2
-    starts, column, end = [], 0, 0
-    for word in _WORD.finditer(plain):
-        added = cell_len(plain[end:word.end()])
-        if column + added > width and end:
-            starts.append(word.start())
-            column, added = indent, cell_len(word[0])
-        column, end = column + added, word.end()
-    lines = text.divide(starts)
-    for line in lines[:-1]:
-        line.rstrip()
-    return Text(f"\n{' ' * indent}").join(lines)
 
 
 def _cell(record: Mapping[str, float], key: str) -> str:

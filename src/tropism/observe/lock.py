@@ -155,8 +155,9 @@ def check_owned(directory: Path, file: Path | None = None) -> None:
         return
     if not same:
         moved = claim.place
-        now = (f"It is {moved} now, with everything written so far. Resume with: tropism resume {moved}" if moved
-               else "Start the run again, or resume it where its directory is now.")
+        now = (f"It is {moved} now, with everything written so far. Resume with: tropism resume "
+               f"{shlex.quote(str(moved))}" if moved else
+               "Start the run again, or resume it where its directory is now.")
         raise OutputError(f"{what}. The run directory {directory} was deleted, renamed or replaced during the run. "
                           f"{now}")
     owner = Owner.of(_lease(directory / "lock"))

@@ -88,7 +88,7 @@ def json_line(kind: str, text: str, **fields: Any) -> str:
     """One line of the log, in ASCII.
 
     Args:
-        kind: info, warning, error or metrics.
+        kind: info, warning, error, metrics or answer.
         text: as the text format prints it. Its lines stay lines.
         fields: others, by name.
     """

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class RunDirectory:
                 return
         except OSError as error:
             raise OutputError.because(path, error, what="cannot be read") from error
-        on = f", or resume the run in it: tropism resume {path}" if self.holds_run else ""
+        on = f", or resume the run in it: tropism resume {shlex.quote(str(path))}" if self.holds_run else ""
         what = "not empty" if path.is_dir() else "not a directory"
         raise OutputExistsError(f"{path} exists and is {what}. Choose another directory, such as --output "
                                 f"{free_name(path)}{on}")

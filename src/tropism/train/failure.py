@@ -1,6 +1,7 @@
 """How a failed or stopped run ends: an entry in its manifest, and an error that says what to do."""
 
 import os
+import shlex
 from contextlib import suppress
 
 import torch
@@ -43,7 +44,7 @@ def record_failure(directory: RunDirectory, manifest: Manifest | None, error: Ba
 
 def _advice(directory: RunDirectory, world: World, by_name: bool, kept: bool) -> str:
     """How to resume a run that was stopped."""
-    command = f"tropism resume {directory.path}" if by_name else "fit(resume='auto') of a new trainer"
+    command = f"tropism resume {shlex.quote(str(directory.path))}" if by_name else "fit(resume='auto') of a new trainer"
     if by_name and world.size > 1:
         command = f"{_launch(world.size)} -m {command} (or, in one process, {command})"
     return f"Resume with: {command}" if kept else ("There is no checkpoint yet, so a resumed run starts at step 1 "

@@ -1,5 +1,6 @@
 """One session of `tropism chat`: load the models, read lines, and say at the end what to do with the feedback."""
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -54,12 +55,13 @@ def chat(model: str, options: ChatOptions, feedback: Feedback | None, out: Voice
             raise UsageError("tropism chat runs in one process. Start it without torchrun.")
         opening = _Opening(model, options, world.device, notes)
     session = opening.session(feedback, out)
+    notes.concluding()  # what the user asks for is said with --quiet too
     if session.attended:
         with suppress(KeyboardInterrupt):
             _talk(session)
     else:
         _answer_lines(session)
-    _say_end(session, opening.sources[0])
+    _say_end(session, opening)
 
 
 class _Opening:
@@ -120,6 +122,16 @@ class _Opening:
         if session.attended:
             voice.say("/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.")
         return session
+
+    @property
+    def rendering(self) -> list[str]:
+        """Options with which training renders the rows as they were asked here."""
+        options = self.options
+        given = () if self.plain else (("--chat-template", options.chat_template),
+                                       ("--chat-template-kwargs", options.chat_template_kwargs))
+        return [word for name, value in given if value for word in (
+            name, value if isinstance(value, str) else json.dumps(value))] + (
+            ["--trust-remote-code"] if options.trust_remote_code else [])
 
     def _speakers(self) -> list[Speaker]:
         sources = self.sources
@@ -232,12 +244,13 @@ def _answer_lines(session: Session) -> None:
             return
 
 
-def _say_end(session: Session, model: ModelSource) -> None:
+def _say_end(session: Session, opening: _Opening) -> None:
     """Print what was chosen, and how to train on the feedback."""
     if session.tally:
         session.notes.say("choices: " + ", ".join(f"{name} {count}" for name, count in session.tally.items()))
     feedback = session.feedback
     if feedback is not None and feedback.added:
-        name, data = (shlex.quote(str(one)) for one in (model.absolute, feedback.path))
+        words = ["tropism", feedback.command, "--model", opening.sources[0].absolute, "--data", str(feedback.path),
+                 *opening.rendering, "--output", "RUN"]
         session.notes.say(f"{feedback.path}: added {count_of(feedback.added, 'row')}, {feedback.rows:,} in total. "
-                          f"Train on them: tropism {feedback.command} --model {name} --data {data} --output RUN")
+                          f"Train on them: {shlex.join(words)}")

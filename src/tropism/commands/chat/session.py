@@ -178,7 +178,7 @@ class Session:
                 found = answer(halted)
         else:
             found = answer(lambda: False)
-        self.out.say("")
+        self.out.end_stream()
         if found.end == "interrupted":
             self.notes.say("(stopped)")
         elif found.end == "length":

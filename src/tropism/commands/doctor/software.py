@@ -29,7 +29,7 @@ _VARIABLES = re.compile(r"(TROPISM|HF|HUGGINGFACE|TRANSFORMERS|CUDA|NCCL|PYTORCH
                         r"LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LD_LIBRARY_PATH|PYTHONPATH|(https?|no)_proxy",
                         re.IGNORECASE)
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-_LOGIN = re.compile(r"//[^/@\s]*@")
+_LOGIN = re.compile(r"(^|//)[^/\s]*@")
 
 
 def _requirements() -> Iterator[tuple[Requirement, str]]:
@@ -103,5 +103,5 @@ def optional_packages(notes: list[str]) -> dict[str, dict[str, Any]]:
 
 def environment() -> dict[str, str]:
     """Variables that are set and matter to a run, without secrets."""
-    return {name: "(set)" if _SECRET.search(name) else _LOGIN.sub("//(login)@", value)
+    return {name: "(set)" if _SECRET.search(name) else _LOGIN.sub(r"\1(login)@", value)
             for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}

@@ -26,7 +26,7 @@ FACTS = "export.json"
 MESSAGE = "Upload a model exported by Tropism"
 
 _OWN_FILES = (FACTS, "README.md")  # which are not in the list of files, or may be edited
-_STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")
+_STALE = ("*.safetensors", "*.safetensors.index.json", "*.gguf", "Modelfile", "config.json", "adapter_config.json")
 """Files of an earlier push that would mix with this one: weights in other files, or of an adapter."""
 
 

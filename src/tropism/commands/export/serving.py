@@ -17,6 +17,7 @@ from tropism.errors import DataError, UsageError
 from tropism.model import load
 from tropism.model.adapters.files import GGUF_BASE
 from tropism.model.generation import read_generation
+from tropism.model.names import split_revision
 from tropism.model.source import ModelSource
 from tropism.observe.manifest import text_fingerprints
 
@@ -136,41 +137,50 @@ def _rank(config: Any) -> int:
 
 def commands(run: ExportedRun, facts: Mapping[str, Any], name: str, config: Any | None, serving: Serving,
              ) -> list[tuple[str, str]]:
-    """What serves the export, each with its command, for the directory that contains it.
+    """What serves the export, each with its command, for the directory that contains it or for any directory.
 
     Args:
         facts: the content of `export.json`.
-        name: of the directory.
+        name: of the directory, or `owner/name` on the Hub.
         config: peft's config of a trained adapter.
     """
     kwargs = json.dumps(template_kwargs(run))
     template = [] if kwargs == "{}" else ["--default-chat-template-kwargs", kwargs]
-    dtype = str(facts["dtype"])
+    dtype, is_on_hub = str(facts["dtype"]), "/" in name
+    place = name if is_on_hub else f"./{name}"
     if facts["adapter"] and not facts["merged"]:
         if config is None or serving.gguf_base or lora_problem(config):
             return []
-        base = str(facts["base"]) if "/" in str(facts["base"]) else f"./{facts['base']}"
-        module = f"{name}=./{name}"
+        base, commit = split_revision(str(facts["base"]))
+        revision = [] if commit is None else ["--revision", commit]
+        if commit is not None and is_on_hub:  # else vLLM reads the tokenizer at the revision of the base
+            revision += ["--tokenizer-revision", "main"]
+        module = f"{name}={place}"
         if set(name) & set("=,{"):
-            module = json.dumps({"name": name, "path": f"./{name}"})
+            module = json.dumps({"name": name, "path": place})
         rank = next(one for one in _VLLM_RANKS if one >= _rank(config))
         half = dtype if dtype in ("float16", "bfloat16") else "bfloat16"
-        return [("vLLM", command("vllm", "serve", base, "--enable-lora", "--lora-modules", module, "--max-lora-rank",
-                                 str(rank), "--dtype", half, "--tokenizer", f"./{name}", "--generation-config",
-                                 f"./{name}", *template))]
+        return [("vLLM", command(
+            "vllm", "serve", base if "/" in base else f"./{base}", *revision, "--enable-lora", "--lora-modules", module,
+            "--max-lora-rank", str(rank), "--dtype", half, "--tokenizer", place, "--generation-config", place,
+            *template))]
     code = ["--trust-remote-code"] if facts.get("needs_code") else []
-    found = [("vLLM", command("vllm", "serve", f"./{name}", f"--served-model-name={name}", "--dtype",
+    found = [("vLLM", command("vllm", "serve", place, f"--served-model-name={name}", "--dtype",
                               _VLLM_DTYPES.get(dtype, dtype), *template, *code)),
-             ("transformers", command("transformers", "serve", f"./{name}", *(
+             ("transformers", command("transformers", "serve", place, *(
                  [] if kwargs == "{}" else ["--chat-template-kwargs", kwargs]), *code))]
     if serving.gguf is not None:
+        file = str(serving.gguf["file"])
+        weights = ["--hf-repo", name, "--hf-file", file] if is_on_hub else ["-m", f"{place}/{file}"]
         found.append(("llama.cpp", command(
-            "llama-server", "-m", f"./{name}/{serving.gguf['file']}", f"--alias={name}", "--jinja", *(
+            "llama-server", *weights, f"--alias={name}", "--jinja", *(
                 [] if kwargs == "{}" else ["--chat-template-kwargs", kwargs]))))
     if serving.modelfile is not None:
         called = ollama.model_name(name)
-        found.append(("Ollama", f"{command('ollama', 'create', called, '-f', f'./{name}/{ollama.FILE}')} && "
-                                f"{command('ollama', 'run', called)}"))
+        there = f"./{called}" if is_on_hub else place
+        found.append(("Ollama", " && ".join(command(*words) for words in (
+            *([("hf", "download", name, "--local-dir", there)] if is_on_hub else []),
+            ("ollama", "create", called, "-f", f"{there}/{ollama.FILE}"), ("ollama", "run", called)))))
     return found
 
 

@@ -1,6 +1,7 @@
 """Read and write adapter directories in peft's format."""
 
 import json
+import shlex
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -56,9 +57,10 @@ def name_base(config: Any, base: str | None) -> None:
 
 def base_advice(path: Path) -> str:
     """What to do if the base of an adapter is not where its config says. The files of a run must not be edited."""
-    to_train = f"To train it further, use --model BASE --lora.adapter {path}"
+    to_train = f"To train it further, use --model BASE --lora.adapter {shlex.quote(str(path))}"
     if path.name == "model" and (path.parent / "manifest.json").is_file():
-        return f"To name its base, use `tropism export {path.parent} --to DIR --base BASE`. {to_train}"
+        return (f"To name its base, use `tropism export {shlex.quote(str(path.parent))} --to DIR --base BASE`. "
+                f"{to_train}")
     return f"To name its base, set base_model_name_or_path in {path / CONFIG}. {to_train}"
 
 

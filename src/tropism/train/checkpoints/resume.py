@@ -1,6 +1,7 @@
 """Resuming a run: checks that it is still the same run, and loads a checkpoint into its engine."""
 
 import importlib.metadata
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,13 @@ def _how_to_extend(origin: Origin, directory: RunDirectory, planned: int, early:
         return f"{reason}It cannot be extended: {origin.problem}"
     if origin.checkpoint is None:
         return (f"{reason}It kept no checkpoint, so it cannot be extended. Start a new run from that model with "
-                f"`--model {directory.model} --output NEW`, and add `--save-every N` to keep checkpoints.")
+                f"`--model {shlex.quote(str(directory.model))} --output NEW`, and add `--save-every N` to keep "
+                "checkpoints.")
+    resume = f"tropism resume {shlex.quote(str(directory.path))}"
     if early:
         return (f"{reason}To train further, change --stop-patience, --stop-delta or --stop-metric: "
-                f"`tropism resume {directory.path} --stop-patience N`")
-    return f"To train further: `tropism resume {directory.path} --max-steps N`, with N above {planned}"
+                f"`{resume} --stop-patience N`")
+    return f"To train further: `{resume} --max-steps N`, with N above {planned}"
 
 
 def _stops_otherwise(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
