@@ -221,3 +221,12 @@ def test_the_reading_in_use_is_named(options: dict[str, Any], words: list[str]) 
     text = describe_method(build_method("paired", options, []))
     assert [word for word in words if word not in text] == []
     assert "f_divergence reverse_kl" not in text
+
+
+@pytest.mark.parametrize(("options", "discounts"), [
+    ({}, False), ({"ld_alpha": 1.0}, False), ({"ld_alpha": 0.5}, True), ({"ld_alpha": 0.0}, True)])
+def test_a_length_that_decides_is_answered_only_if_it_counts_for_less(options: dict[str, Any],
+                                                                     discounts: bool) -> None:
+    """At 1 the tokens beyond the shorter side count in full, as without LD-DPO."""
+    assert method_of("paired", "sigmoid", **options).discounts_length is discounts
+    assert method_of("paired", "simpo").discounts_length

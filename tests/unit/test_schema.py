@@ -13,6 +13,7 @@ from recipes import RECIPES
 from tropism.cli.app import main
 from tropism.commands.schema import schema
 from tropism.config import METHODS
+from tropism.config_file import read_yaml
 
 _TYPES: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list,
                           "object": dict, "null": type(None)}
@@ -77,7 +78,8 @@ def test_every_option_is_described(method: str) -> None:
 
 @pytest.mark.parametrize("line", [
     "learning_rte: 1.0e-6", "lora: {rnk: 4}", "epochs: 0", "epochs: one", "schedule: sine", "batch_size: true",
-    "learning_rate: fast", "trust_remote_code: true", "label_smoothing: 0.1", "parallel: {shard: none}",
+    "learning_rate: fast", "trust_remote_code: true", "evaluator: mine:score", "evaluator: [mine:score]",
+    "label_smoothing: 0.1", "parallel: {shard: none}",
     "label_threshold: [1]", "eval_fraction: 1"])
 def test_what_a_run_refuses(line: str) -> None:
     assert valid(f"method: kto\nmodel: m\ndata: d\n{line}\n") is False
@@ -87,9 +89,14 @@ def test_what_a_run_refuses(line: str) -> None:
     "learning_rate: 1e-6", "learning_rate: 1", "loss: [kto, sft]", "loss_weights: 1", "columns: {prompt: question}",
     "labels: {up: true, down: null}", "compile: on", "parallel: {shard: off}", "resume: never", "save_every: 1ep",
     "eval_every: 50", "lora: {rank: 4, targets: [q_proj]}", "store_limit: null", "memory_limit: 20GiB",
-    "trust_remote_code: false", "desirable_weight: auto", "desirable_weight: 1.5", "overlong: drop"])
-def test_the_forms_that_a_run_takes(line: str) -> None:
-    assert valid(f"method: kto\nmodel: m\n{line}\n")
+    "trust_remote_code: false", "evaluator: none", "evaluator: null",
+    "chat_template_kwargs: {enable_thinking: false}", "desirable_weight: auto", "desirable_weight: 1.5",
+    "overlong: drop"])
+def test_the_forms_that_a_run_takes(line: str, tmp_path: Path) -> None:
+    text = f"method: kto\nmodel: m\n{line}\n"
+    assert valid(text)
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    assert read_yaml(tmp_path / "run.yaml")[0] == "kto"
 
 
 def test_a_file_names_its_method() -> None:

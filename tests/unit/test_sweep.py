@@ -104,6 +104,7 @@ with open("calls", "a") as calls:
 told = pathlib.Path("tell-" + path.name)
 answer = told.read_text() if told.exists() else "done"
 path.mkdir(parents=True, exist_ok=True)
+(path / "words").write_text(" ".join(sys.argv[1:]))
 def end(status, code):
     (path / "config.yaml").write_text("method: kto")
     (path / "manifest.json").write_text(json.dumps({"status": status, "steps": 1, "seconds": 1.0}))
@@ -263,6 +264,27 @@ def test_a_record_of_someone_else_is_data(base: Path, capsys: Any) -> None:
     assert sweep(capsys, "resume", "out", "--seed", "4")[::2] == (
         2, "tropism: --seed: a sweep keeps its options. Remove it, or start another sweep with tropism sweep CONFIG "
            "--output NEW\n")
+
+
+@pytest.mark.parametrize("given", [("--evaluator", "mine:one", "--evaluator", "mine:two"),
+                                   ("--evaluator=mine:one,mine:two",)])
+def test_evaluators_are_named_again_whenever_a_sweep_goes_on(base: Path, capsys: Any, given: tuple[str, ...]) -> None:
+    """Its record asks for them and never names them to a run, so no run trains without them unless that is said."""
+    base.write_text(base.read_text() + "eval_fraction: 0.1\n")
+    Path("tell-seed=1").write_text("fail")
+    assert sweep(capsys, *SEEDS, *given)[0] == 1
+    resume = ("resume", "out")
+    for seed, command in enumerate((resume, (*SEEDS[:3], "0,1,2,3", *SEEDS[4:]), resume)):
+        calls()
+        code, _, err = sweep(capsys, *command)
+        assert (code, calls()) == (2, [])
+        assert "out/sweep.yaml: evaluator: a file cannot name code to run. If you trust it, pass --evaluator" in err
+        sweep(capsys, *command, *given)
+        assert calls()[0] == "resume seed=1"
+        assert " --evaluator=mine:one,mine:two" in Path("out/seed=1/words").read_text(), seed
+    assert " --evaluator=mine:one,mine:two" in Path("out/seed=3/words").read_text()
+    assert sweep(capsys, *resume, "--evaluator", "none")[0] == 1
+    assert " --evaluator=none" in Path("out/seed=1/words").read_text()
 
 
 def test_torchrun_is_refused(base: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tropism.cli.arguments import decides_code, file_named, join_booleans, note, of_file
+from tropism.cli.arguments import decides_code, file_named, join_booleans, note, of_file, value_of
 from tropism.cli.before_torch import check_planning, start
 from tropism.commands.sweep.plan import OWN, Plan, Run, check_empty, is_sweep, read_plan
 from tropism.commands.sweep.processes import train_all
@@ -52,8 +53,7 @@ def sweep_runs(tokens: Sequence[str], parse: Callable[[list[str]], MethodOptions
         return words, found
 
     if is_sweep(directory):
-        recorded = read_plan(directory, decided=CODE)
-        plan = plan.grown(recorded, directory)
+        plan = plan.grown(read_plan(directory, decides_code(code)), directory)
     else:
         check_empty(directory)
     if unknown := [name for name in plan.values if name.replace("-", "_") not in METHODS[plan.method].flat_fields()]:
@@ -106,9 +106,14 @@ def _new(tokens: list[str]) -> tuple[Plan, Path, list[str]]:
     if own := [f"--{name}" for name in values if name.replace("-", "_") in OWN]:
         raise UsageError(f"{' and '.join(own)}: a sweep decides this for each run. Remove it.")
     options = {name: value for name, value in options.items() if name not in OWN and value is not None}
-    if named := [word.partition("=")[2] for word in code if word.startswith("--evaluator=")]:
-        options["evaluator"] = named[0]  # so that resuming asks for it
-    return Plan(os.path.abspath(Path(path).expanduser()), os.getcwd(), method, options, values), directory, code
+    return Plan(os.path.abspath(Path(path).expanduser()), os.getcwd(), method, {**options, **_asked_for(code)},
+                values), directory, code
+
+
+def _asked_for(code: list[str]) -> dict[str, str]:
+    """What the record of a sweep has of the options of code, so that resuming asks for it again."""
+    named = value_of("evaluator", code)
+    return {} if named is None else {"evaluator": named}
 
 
 def _code(values: Values) -> list[str]:
@@ -116,9 +121,9 @@ def _code(values: Values) -> list[str]:
     found = []
     for name in sorted(CODE):
         own = values.pop(name.replace("_", "-"), [])
-        if len(own) > 1:
+        if len(own) > 1 and name != "evaluator":
             raise UsageError(f"--{name.replace('_', '-')}: a sweep has one value for all runs")
-        found += [f"--{name.replace('_', '-')}={value}" for value in own]
+        found += [f"--{name.replace('_', '-')}={','.join(own)}"] if own else []
     return found
 
 
@@ -139,7 +144,8 @@ def _resumed(tokens: list[str]) -> tuple[Plan, Path, list[str]]:
     if values:
         raise UsageError(f"--{next(iter(values))}: a sweep keeps its options. Remove it, or start another sweep with "
                          "tropism sweep CONFIG --output NEW")
-    return read_plan(directory, decides_code(tokens[1:])), directory, code
+    plan = read_plan(directory, decides_code(code))
+    return replace(plan, options={**plan.options, **_asked_for(code)}), directory, code
 
 
 def _among(plan: Plan, directory: Path) -> Path:

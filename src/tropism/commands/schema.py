@@ -49,7 +49,9 @@ def _schema_of(method: str) -> dict[str, Any]:
     found: dict[str, Any] = _plain(METHODS[method].model_json_schema())
     found.pop("required", None)
     found["properties"] = {"method": {"const": method, "description": found["description"]}, **found["properties"]}
-    found["properties"]["trust_remote_code"] |= {"const": False}  # a file never allows code to run
+    options = found["properties"]  # a file never allows code to run
+    options["trust_remote_code"] |= {"const": False}
+    options["evaluator"] = {"description": options["evaluator"]["description"], "enum": ["none", None]}
     return found
 
 

@@ -235,7 +235,7 @@ class Method:
     @property
     def discounts_length(self) -> bool:
         """Whether the length of a completion counts for less: LD-DPO, and rewards per token."""
-        return self.ld_alpha is not None or self._reward_kind.startswith("mean")
+        return (self.ld_alpha is not None and self.ld_alpha < 1) or self._reward_kind.startswith("mean")
 
     def clear_rewards(self, scored: Scored, units: Units, noise: PerCompletion) -> Tensor:
         """`unit_rewards`, with 0 for rewards no larger than `noise`, which are rounding errors."""

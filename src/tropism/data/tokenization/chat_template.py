@@ -43,7 +43,7 @@ class PromptOptions(Options):
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
-    def _as_text(cls, value: Any) -> Any:
+    def _kwargs_as_text(cls, value: Any) -> Any:
         """A mapping from Python or YAML as JSON, as on the command line."""
         return json.dumps(value) if isinstance(value, dict) else value
 
