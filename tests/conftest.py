@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 # Before anybody imports torch: processes that tests start inherit this. Several of them share two cores, and threads
@@ -9,6 +10,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["TROPISM_NO_REPORT"] = "1"  # drawing takes longer than most runs of tests
+
+# A shell lets what it starts in the background ignore this signal, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import settings

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import multiprocessing
 import os
 import pty
 import select
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from hostile import STYLING
-from integration.test_kills import PRELOAD
+from processes import fork_server
 from tropism.cli.app import main
 
 CTRL_C, CTRL_D = "\x03", "\x04"
@@ -45,10 +44,9 @@ class Terminal:
     """A chat in a process of a fork server, and what its terminal shows."""
 
     def __init__(self, *argv: Any, pause_s: float = 0.0) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self.master, slave = pty.openpty()
-        self.process = context.Process(target=_child, args=(os.ttyname(slave), ["chat", *map(str, argv)], pause_s))
+        command = ["chat", *map(str, argv)]
+        self.process = fork_server().Process(target=_child, args=(os.ttyname(slave), command, pause_s))
         self.process.start()
         self._slave, self.shown, self._read = slave, "", 0
 
