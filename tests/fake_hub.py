@@ -241,5 +241,6 @@ def use(hub: Hub, monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
               "HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"}
     for name, value in values.items():
         monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # it keeps its first endpoint
     monkeypatch.setattr(http.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
