@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import fake_hub
+
 WORDS = ["oak", "elm", "ash", "fir", "yew", "bay", "box", "fig", "may", "sea", "sky", "sun"]
 
 
@@ -161,3 +163,11 @@ def train_steps(run: Any) -> Iterator[Any]:
         exhaust(TrainingLoop(engine, run.planner, Plan(Interval(1), Interval(0)), Preemption(engine.world), stop,
                              state=state).steps())
         yield found.pop()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub.Hub]:
+    """A Hub on this machine, which huggingface_hub asks in this process."""
+    with fake_hub.serving() as serving:
+        fake_hub.use(serving, monkeypatch, str(tmp_path / "cache"))
+        yield serving

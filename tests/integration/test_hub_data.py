@@ -3,7 +3,6 @@
 import builtins
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
 
 FILES = {"README.md": CARD.encode(), "train.jsonl": lines(ROWS), "test.jsonl": lines(ROWS[:7]),
          "small.jsonl": lines(ROWS[:3])}
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub.Hub]:
-    with fake_hub.serving() as serving:
-        fake_hub.use(serving, monkeypatch, str(tmp_path / "cache"))
-        yield serving
 
 
 @pytest.fixture

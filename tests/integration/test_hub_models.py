@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,6 @@ from tropism.model.content import pinned
 from tropism.model.load import load_config, load_model, load_tokenizer
 from tropism.model.names import find_model, split_revision
 from tropism.model.source import ModelSource, public_name
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub.Hub]:
-    with fake_hub.serving() as serving:
-        fake_hub.use(serving, monkeypatch, str(tmp_path / "cache"))
-        yield serving
 
 
 def moved(files: dict[str, bytes]) -> dict[str, bytes]:

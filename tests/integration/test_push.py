@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from tropism.cli.app import main
 from tropism.commands.export import export, weights
 from tropism.errors import OutputError, OutputExistsError, UsageError
 from tropism.observe.console import Voice
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub.Hub]:
-    with fake_hub.serving() as serving:
-        fake_hub.use(serving, monkeypatch, str(tmp_path / "cache"))
-        yield serving
 
 
 @pytest.fixture

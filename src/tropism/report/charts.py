@@ -70,7 +70,7 @@ def charts_of(runs: Sequence[RunReport]) -> list[Chart]:
     """The figures of these runs; those without data are left out."""
     found = [_loss(runs), *_rewards(runs), _ranking(runs),
              _curves(runs, "kl", "KL from the reference", "nats", _KL, "the reference point of each logged step"),
-             _curves(runs, "grad_norm", "Gradient norm", "nats", ("grad_norm",), "before clipping"),
+             _curves(runs, "grad_norm", "Gradient norm", "", ("grad_norm",), "before clipping"),
              _curves(runs, "learning_rate", "Learning rate", "", ("learning_rate",), "of each logged step"),
              *_evaluators(runs),
              _curves(runs, "speed", "Speed", "tokens/s", ("tokens_per_second",), "of each logged step"),
