@@ -70,7 +70,7 @@ def train(method: str, model: Path, data: str, output: Path, **options: Any) -> 
                                batch_size=10, learning_rate=1e-3, samples=0, **options))
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(5)
 @pytest.mark.parametrize(("method", "options"), [
     *(("kto", {"loss": name}) for name in ("kto", "apo_zero_unpaired", "bco,sft")),
     *(("dpo", {"loss": name}) for name in ("sigmoid", "ipo_mean", "exo_pair", "aot", "simpo", "cpo", "orpo")),

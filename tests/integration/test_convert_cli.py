@@ -119,7 +119,7 @@ def test_a_converted_file_trains(capsys: pytest.CaptureFixture[str], feedback: P
             (row["prompt"], row["completions"]) for row in before["shown"]]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", [
     "lf_dpo_en", "lf_kto_en", "llmbar_pairs", "oasst_tree_kto", "oasst_tree_pairs", "pandalm_human_kto",
     "pandalm_human_pairs", "qa_feedback_kto", "qa_feedback_pairs", "qa_feedback_sft", "selfinstruct_human_sft",

@@ -94,7 +94,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("kto", {"eval_limit": 5}), ("kd", {"top_k": 4})]
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("method", "changes"), KINDS, ids=lambda value: str(value))
 def test_the_last_evaluation_of_a_run_is_reproduced(trained: Trained, evaluated: Callable[..., Any], method: str,
                                                     changes: dict[str, Any]) -> None:

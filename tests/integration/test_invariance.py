@@ -176,7 +176,7 @@ def test_windows_pool_each_term_by_its_own_count(bench: Bench) -> None:
     assert uneven
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "bco"])  # whose mean an evaluation leaves alone
 def test_evaluation_of_the_training_rows_agrees_with_the_step(bench: Bench, name: str) -> None:
     """L5: the record of a step before its update is that of an evaluation of the same rows, in every term."""

@@ -128,7 +128,7 @@ def test_the_reading_is_said(distill: Callable[..., Any]) -> None:
 # --- the student that is its teacher, and the teacher that stays what it is -------------------------------------------
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
 def test_a_student_that_is_its_teacher_stays(distill: Callable[..., Any], tiny_model_dir: Path, divergence: str,

@@ -144,7 +144,7 @@ def test_scores_in_bfloat16_are_shared_too(train: Callable[..., Any], monkeypatc
     assert records(full)[0]["loss"] == pytest.approx(records(ours)[0]["loss"], abs=1e-6)
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("method", ["kto", "dpo"])
 @pytest.mark.parametrize("changes", [{"lora": LORA}, {"lora": {**LORA, "dora": True}},
                                      {"lora": {**LORA, "rslora": True}}, {"lora": "from"}, {"model": "from"},

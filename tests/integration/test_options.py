@@ -175,6 +175,7 @@ def paths_of(method: str, loss: str, option: str, value: Any = None) -> list[str
     return ["tree", "padded", "taught, live reference" if live else "taught"]
 
 
+@pytest.mark.some(80)
 @pytest.mark.parametrize(("method", "loss", "option", "value"), CASES)
 def test_an_option_changes_the_loss_on_every_path(bench: Bench, method: str, loss: str, option: str,
                                                   value: Any) -> None:
@@ -222,6 +223,7 @@ def test_weights_of_several_losses(bench: Bench, method: str, losses: str) -> No
 DISTILLED = [("kd", {}), ("dpo", {"loss": "orpo"}), ("kto", {"loss": "kto,sft"})]
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize(("option", "value"), [(option, value) for option in TEACHING for value in TEACHING[option]])
 @pytest.mark.parametrize(("method", "fixed"), DISTILLED, ids=lambda part: str(part))
 def test_an_option_of_the_teacher_changes_the_loss(bench: Bench, method: str, fixed: dict[str, Any], option: str,

@@ -159,7 +159,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_repeated_in_smaller_packs(case: str, memory: Memory, start: Callable[..., Any], tiny_model_dir: Path,
                                              monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

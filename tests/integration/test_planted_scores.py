@@ -57,7 +57,7 @@ def plant(root: Path, shift: float, share: float = 1.0) -> list[Path]:
     return written
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 4}}, {"reference": "other"}, {"precision": "bf16"},
                                      {"precision": "fp64"}])
 @pytest.mark.parametrize("shift", [50.0, -0.9])

@@ -49,7 +49,7 @@ def test_an_odd_generation_config(odd_model: Path, tmp_path: Path, lora: tuple[s
         assert (found.do_sample, found.temperature, found.top_p) == (True, 0.9, 0.6)
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("settings", [
     {"stop_strings": ["x"]}, {"cache_implementation": "quantized"}, {"token_healing": True}, {"num_beams": 3},
     {"return_dict_in_generate": True, "output_scores": True}, {"num_beams": 2, "num_beam_groups": 2},

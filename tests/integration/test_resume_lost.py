@@ -63,7 +63,7 @@ LOSSES: dict[str, Callable[[Path], Any]] = {
     "no fingerprints": without_fingerprints}
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_without_its_manifest_a_run_is_compared_with_its_checkpoint(
         loss: str, output: Path, start: Start, straight: Callable[..., Path], tmp_path: Path, teacher_dir: Path,

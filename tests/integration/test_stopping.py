@@ -95,7 +95,7 @@ def command(tiny_model_dir: Path, feedback: Path, tmp_path: Path) -> Command:
     return of
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("where", "number"), [
     ("data", signal.SIGTERM), ("data", signal.SIGHUP), ("model", signal.SIGTERM), ("model", signal.SIGHUP),
     ("layout", signal.SIGINT), ("samples", signal.SIGUSR1)])

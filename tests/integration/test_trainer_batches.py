@@ -128,7 +128,7 @@ def assert_same_weights(one: Any, other: Any) -> None:
 # --- the same run as from a file ------------------------------------------------------------------------------------
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.method} {layout.collate.__name__}")
 def test_a_dataloader_trains_to_the_same_weights_as_a_file(layout: Layout, trainer: Any, from_file: Any, rows_of: Any,
                                                            ) -> None:

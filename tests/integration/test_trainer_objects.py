@@ -217,7 +217,7 @@ def evaluated(result: Any) -> int:
     return json.loads((result.directory / "audit.json").read_text())["split"]["eval"]
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("names", "options", "used"), [
     (("train", "test"), {}, (30, 13)), (("train", "validation"), {}, (30, 13)), (("train", "val"), {}, (30, 13)),
     (("train", "extra"), {}, (30, 0)), (("extra", "test"), {"split": "extra"}, (30, 13)),

@@ -131,7 +131,7 @@ def test_bfloat16_products() -> None:
 # --- divergence -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("kind", ["exact", "top-k", "exact, whole teacher"])
 @pytest.mark.parametrize("name", DIVERGENCES)
 @settings(max_examples=25)

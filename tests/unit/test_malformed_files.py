@@ -44,7 +44,7 @@ class Watched(Renderer):
                 assert texts == [(answer[-1].get("content") or "") + "<|end|>"]
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("first", range(0, FILES, BATCH))
 def test_malformed_files(first: int, fixture_tokenizer: Any, tmp_path: Path) -> None:
     """H3, D1, M1: every error is one of ours and says file and line; every row that is kept can be trained on."""

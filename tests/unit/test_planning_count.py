@@ -73,6 +73,7 @@ def test_the_matrix_products_of_a_step_are_those_of_its_tokens() -> None:
     assert count.waits == 0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("method", "checkpointing"), [
     ("kto", "none"), ("kto", "full"), pytest.param("kd", "none", marks=pytest.mark.slow),
     pytest.param("live", "selective", marks=pytest.mark.slow)])

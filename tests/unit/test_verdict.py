@@ -77,7 +77,7 @@ def synthetic(kind: str, effect: float, rows: int, generator: np.random.Generato
     return found.word
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", ["auc", "accuracies"])
 @pytest.mark.parametrize(("rows", "effect", "least", "most"), [
     (20, 0.0, 0, 5), (60, 0.0, 0, 5), (200, 0.0, 0, 5), (60, 0.3, 1, 120), (60, 1.5, 190, 200), (200, 1.5, 200, 200)])
