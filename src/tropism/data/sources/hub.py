@@ -117,4 +117,4 @@ class Stream:
 
 def _reason(error: BaseException) -> str:
     reason = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {reason}" if reason else f"{type(error).__name__}: {type(error).__name__}"
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
